@@ -240,7 +240,7 @@ class Engine(ABC):
         return
 
     def warn_of_no_step(self) -> None:
-        """Log once that batches were trained without a step."""
+        """Log once that batches were trained without an optimizer step."""
         return
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Engine(ABC):
         """Put the global weights into the module, and buffers averaged over all ranks. Every rank calls it.
 
         Args:
-            wait: False shows the weights without messages under way, and this rank's own buffers. Nothing is sent.
+            wait: False shows the weights without messages in flight, and this rank's own buffers. Nothing is sent.
         """
         return
 
@@ -258,7 +258,7 @@ class Engine(ABC):
         return
 
     def adopt_changes(self) -> None:
-        """Make changes of the module part of the global weights that are shown. Every rank calls it."""
+        """Add changes of the module to the global weights that it shows. Every rank calls it."""
         return
 
     @contextmanager

@@ -83,10 +83,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def by_hand(model: nn.Module) -> str:
-    """Return advice for an error: how a user shards a model."""
+    """Return advice for an error message: how to shard a model by hand."""
     return (
-        f"shard {type(model).__name__} as a whole, by fully_shard(model, mesh=mesh['shard']). In a LightningModule, "
-        f"with fully_shard and register_fsdp_forward_method from torch.distributed.fsdp:\n"
+        f"shard {type(model).__name__} as a whole with fully_shard(model, mesh=mesh['shard']). In a LightningModule, "
+        f"import fully_shard and register_fsdp_forward_method from torch.distributed.fsdp, and write:\n"
         f"    def configure_model(self):\n"
         f'        fully_shard(self, mesh=self.device_mesh["shard"])\n'
         f'        for name in ("training_step", "validation_step"):\n'
@@ -99,7 +99,7 @@ def explained_if_mixed() -> Iterator[None]:
     """Add advice to torch's error for parameters that are used without the ``forward()`` that gathers them.
 
     Raises:
-        RuntimeError: in the place of torch's.
+        RuntimeError: instead of torch's error.
     """
     try:
         yield
@@ -107,10 +107,10 @@ def explained_if_mixed() -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(
-            f"{error}\nParameters were used that are still sharded: FSDP2 gathers those of a module for its forward() "
-            f"alone, and another method, or another module, uses them. Register the method, after the module is "
-            f"sharded: torch.distributed.fsdp.register_fsdp_forward_method(module, 'encode'). Or shard the module that "
-            f"calls both as a whole, in configure_model()."
+            f"{error}\nSharded parameters were used before FSDP2 gathered them: it gathers the parameters of a module "
+            f"only for its forward(), but another method or module uses them. After sharding, register the method: "
+            f"torch.distributed.fsdp.register_fsdp_forward_method(module, 'encode'). Or shard the common parent module "
+            f"as a whole, in configure_model()."
         ) from error
 
 
@@ -125,7 +125,7 @@ def options_for(precision: Any) -> dict[str, Any]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks that repeat, each once. Those that share parameters with others are left to the whole model.
+    """Yield each block that repeats once. Blocks that share parameters with others stay with the whole model.
 
     >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)), nn.Linear(2, 1))
     >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
@@ -148,7 +148,7 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules, and for lists and dicts of modules, which have no ``forward()``, what is inside: each once."""
+    """Yield each module once; for lists and dicts, which have no ``forward()``, the modules inside them."""
     seen: set[int] = set()
     waiting = list(modules)[::-1]
     while waiting:
@@ -161,7 +161,7 @@ def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _is_alone(part: nn.Module, model: nn.Module) -> bool:
-    """Whether no other part of the model holds parameters of this one: FSDP2 would give each its own copy."""
+    """Whether no other part of the model shares its parameters: FSDP2 would give each part its own copy."""
     uses = _uses(model)
     return all(uses[key] == count for key, count in _uses(part).items())
 
@@ -260,12 +260,12 @@ class ShardedGradients(Engine):
 
     Args:
         model: sharded along dim 0 over the devices of each node; all nodes begin with the weights of the first.
-        config: of the exchange; ``"auto"`` is for DDP's buckets. With a `GradientsConfig` the density may warm up.
+        config: of the exchange, except ``"auto"``, which is for DDP. With a `GradientsConfig` the density may warm up.
         topology: of the ranks, with its groups.
 
     Attributes:
         epoch: set it at the start of each epoch; the density warm-up reads it.
-        warmup: of the density.
+        warmup: the warm-up of the density.
 
     Raises:
         ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
@@ -327,7 +327,7 @@ class ShardedGradients(Engine):
                 each.residual_S = old.residual_S
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Warn of optimizers that do not tolerate gradients whose entries are left out."""
+        """Warn about optimizers that do not tolerate gradients with missing entries."""
         objected = objection(optimizers) if self.active and self.config.leaves_entries_out else ""
         if objected:
             way_out = "exchange='dense16', which sends everything, or exchange updates (send='updates')"

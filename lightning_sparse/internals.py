@@ -84,8 +84,8 @@ def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> torch.distributed.ProcessGroup:
-    """Return a group of Gloo that listens on that address of this machine: by itself it takes that of the host's name,
-    which may be a loopback address."""
+    """Return a Gloo group that listens on the given address of this machine. By default Gloo takes the address of the
+    host name, which may be a loopback address."""
     options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]

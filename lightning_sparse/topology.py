@@ -53,11 +53,11 @@ MAX_CTAS = 4
 
 
 class Traffic:
-    """Counts the collectives between nodes that a topology's groups have begun and ended. A collective that was
-    interrupted, or that failed, has not ended.
+    """Counts the collectives between nodes that a topology's groups have begun and ended. An interrupted or failed
+    collective has not ended.
 
     Attributes:
-        successor: the topology with other groups that engines use instead, once these groups cannot be used again.
+        successor: the topology with new groups that replaces this one, once its groups cannot be used again.
     """
 
     def __init__(self) -> None:
@@ -66,17 +66,17 @@ class Traffic:
         self.successor: Topology | None = None
 
     def begin(self) -> None:
-        """Count one that begins, or that will."""
+        """Count a collective that begins, or that is queued."""
         with self._lock:
             self._begun += 1
 
     def end(self) -> None:
-        """Count one that has ended."""
+        """Count a collective that has ended."""
         with self._lock:
             self._ended += 1
 
     def counts(self) -> tuple[int, int]:
-        """Return how many have begun and how many of them are under way."""
+        """Return how many collectives have begun, and how many of them have not ended."""
         with self._lock:
             return self._begun, self._begun - self._ended
 
@@ -92,7 +92,7 @@ class Topology:
         outward: the same ranks again.
         inter: the ranks of equal device index on all nodes; None where the hierarchy is not used.
         world: all ranks; None stands for the default group.
-        timeout: of the groups; None: that of the default group.
+        timeout: of the groups; None: the timeout of the default group.
         traffic: of the groups.
 
     Raises:
@@ -304,9 +304,9 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
 
 
 def undisturbed(topology: Topology) -> Topology:
-    """Return the topology, with new groups if transfers of an earlier training are under way on its own: after an
-    exception on nodes at different steps, each collective would be paired with the one before it on another node. A
-    collective: every rank of the world calls it.
+    """Return the topology, with new groups if transfers of an earlier training are still in flight. After an exception
+    on nodes at different steps, a collective would otherwise be paired with an earlier collective of another node.
+    Every rank of the world calls it.
     """
     while topology.traffic.successor is not None:
         topology = topology.traffic.successor
@@ -333,8 +333,8 @@ def undisturbed(topology: Topology) -> Topology:
 
 
 def _abort(group: ProcessGroup) -> None:
-    """End what is under way on a group that is not used again. With NCCL it would block its stream, and NCCL's watchdog
-    would end the process at the timeout; Gloo cannot abort, and its transfers end with an error that nobody reads."""
+    """Abort the pending collectives of a group that is not used again. With NCCL they would block their stream, and
+    NCCL's watchdog would end the process at the timeout. Gloo cannot abort: its transfers end with an unread error."""
     if "cuda:nccl" in dist.get_backend_config(group):
         group.abort()
 

@@ -1,7 +1,7 @@
-"""Says why a rank waits for others: where it waits, and where they wait meanwhile.
+"""Logs where a rank waits for other ranks, and where those ranks wait.
 
 Ranks that make different numbers of steps wait for each other in different collectives, until the timeout of their
-process group. So each rank that waits for long publishes where it waits, in the store of the default group.
+process group. So each rank that waits for a long time publishes its place in the store of the default group.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lightning_sparse.internals import default_store
 from lightning_sparse.messages import PATIENCE, log
 
 MOST_NAMED = 4
-"""Ranks in one line."""
+"""Ranks that one log line names at most."""
 
 
 @contextmanager
 def waiting(place: str) -> Iterator[None]:
-    """Log where this rank and others wait, once this has taken `PATIENCE`, and again when that changes.
+    """Log where this rank and others wait: once the wait has taken `PATIENCE`, and again after changes.
 
     Args:
-        place: where this rank is, as in "in step 7".
+        place: where this rank is, such as "in step 7".
     """
     over, published = threading.Event(), threading.Event()
     watch = threading.Thread(target=_watch, args=(over, published, place), name="lightning_sparse", daemon=True)
@@ -36,7 +36,7 @@ def waiting(place: str) -> Iterator[None]:
         if published.is_set():
             watch.join()
             with suppress(RuntimeError):  # the store has gone with its rank
-                default_store().set(_key(dist.get_rank()), "")  # a key that was deleted would block who asks for it
+                default_store().set(_key(dist.get_rank()), "")  # reading a deleted key would block
 
 
 def _watch(over: threading.Event, published: threading.Event, place: str) -> None:
@@ -52,18 +52,18 @@ def _watch(over: threading.Event, published: threading.Event, place: str) -> Non
 
 
 def _others(place: str) -> str:
-    """Publish where this rank waits, and return where others do."""
+    """Publish where this rank waits, and return where other ranks wait."""
     try:
         found = _exchange_places(place)
     except RuntimeError as error:
-        return f"The ranks cannot be asked where they are: {error}"
+        return f"The store that says where other ranks wait does not answer: {error}"
     if not found:
-        return "No other rank waits for so long: one computes, is stopped, or has left the training"
+        return "No other rank has waited that long: a rank still computes, is stopped, or has left the training"
     named = ", ".join(f"rank {rank} {there}" for rank, there in list(found.items())[:MOST_NAMED])
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return (
-        f"Also waiting: {named}{more}. If that is another step, one rank has skipped a step that others made: let "
-        f"every rank make the same number of steps, a rank without a gradient included"
+        f"Also waiting: {named}{more}. If their step differs, a rank has skipped a step that others made: let "
+        f"every rank make the same number of steps, even a rank without a gradient"
     )
 
 

@@ -49,12 +49,12 @@ def test_an_error_is_one_message_and_exit_code_2(
     assert "Traceback" not in printed.err
 
 
-def test_a_wrong_number_of_parameters_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_invalid_parameters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--parameters", "nan", "--nodes", "2", *CLUSTER]) == 2
     assert "--parameters nan must be the number of gradients" in capsys.readouterr().err
 
 
-def test_a_rate_without_links_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_gbps_without_links_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lab", "--no-net", "--gbps", "1", "--", "true"]) == 2
     assert "omit --no-net or --gbps" in capsys.readouterr().err
 

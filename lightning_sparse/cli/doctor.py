@@ -170,7 +170,7 @@ def _kernels() -> Iterator[Finding]:
         if state == "compiled":
             yield Finding("ok", f"{device} kernels", state)
         elif device == "CUDA" and not torch.cuda.is_available():
-            yield Finding("ok", f"{device} kernels", f"{state}; there is no GPU that needs them")
+            yield Finding("ok", f"{device} kernels", f"{state}; not needed, because there is no GPU")
         else:
             yield Finding("note", f"{device} kernels", missing)
 

@@ -30,7 +30,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.no_net and arguments.gbps is not None:
         raise ValueError(
-            f"--gbps {arguments.gbps:g} needs links of the lab, and --no-net uses loopback, whose rate is not limited: "
+            f"--gbps {arguments.gbps:g} sets the rate of lab links, but --no-net uses loopback without a rate limit: "
             f"omit --no-net or --gbps."
         )
     config = LabConfig(

@@ -359,7 +359,7 @@ class Session:
             log.info("%s", line)
 
     def end_reading(self) -> None:
-        """End all that makes batches, and write what the node has read to its disk cache. A collective."""
+        """End all loaders and pipelines, and flush the node's disk cache. A collective."""
 
         def end() -> None:
             self._end_pipelines()

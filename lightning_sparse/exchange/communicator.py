@@ -190,7 +190,7 @@ class HierCommunicator:
         self._place.where = place
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for waiting: where it takes long, the log says where ranks wait."""
+        """Return a context for waiting. If the wait takes long, it logs where ranks wait."""
         return waiting(self.where) if self.topology.kind == "hierarchical" else nullcontext()
 
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
@@ -287,9 +287,9 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: int, *, is_first: bool) -> None:
-    """Replace the tensors by their mean over `count` ranks. In fp64: a mean of equal values is that value, so constants
-    stay exact. A mean of unit vectors is none (those of `spectral_norm`, rows of a codebook): of these all ranks take
-    what the first one has.
+    """Replace the tensors by their mean over `count` ranks, computed in fp64 so that constants stay exact. The mean of
+    unit vectors (of `spectral_norm`, or rows of a codebook) is not a unit vector: all ranks take those vectors from the
+    first rank.
 
     Args:
         is_first: whether this rank is the first one.
@@ -308,7 +308,7 @@ def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: i
 
 
 def _off_unit_length(tensor: Tensor) -> Tensor:
-    """Return how far the vectors along the last dim are from unit length, at most; a 0-dim fp64 tensor."""
+    """Return the largest deviation of the vectors along the last dim from unit length, a 0-dim fp64 tensor."""
     if tensor.dim() == 0 or tensor.shape[-1] < 2:
         return torch.full((), torch.inf, dtype=torch.float64, device=tensor.device)
     off: Tensor = (torch.linalg.vector_norm(tensor.double(), dim=-1) - 1).abs().max()

@@ -111,7 +111,7 @@ class Deals:
         return mine
 
     def leaves(self, epoch: int, samples: int) -> bool:
-        """Whether so many samples of an epoch are left for this node, as far as it knows how long epochs are."""
+        """Whether `samples` of an epoch are left for this node, if the length of epochs is known."""
         place, end = epoch * self._size, (epoch + 1) * self._size
         for _ in range(samples if self._size else 0):
             mine = self._find(place, end)

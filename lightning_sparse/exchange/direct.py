@@ -1,4 +1,4 @@
-"""Connections between nodes: each on the node's own address, and none by a proxy."""
+"""Connections between nodes, on each node's own address and without a proxy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ RESOLVE_SECONDS = 4.0
 
 
 def own_address(address: str) -> str:
-    """Return the address of this machine by which it reaches a URL, and other nodes reach it.
+    """Return the address from which this machine reaches a URL, and at which other nodes reach this machine.
 
     Raises:
-        ValueError: for a URL without a host, and for a name that does not resolve in time.
+        ValueError: if the URL has no host, or its host name does not resolve in time.
     """
     host, port = place_of(address)
     family, *_, target = _resolved(address, host, port)
@@ -33,7 +33,7 @@ def own_address(address: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(
-            f"{address} is not reached from here ({error}): give an address in a network of this machine."
+            f"{address} cannot be reached from this machine ({error}): give an address in a network of this machine."
         ) from error
 
 
@@ -41,7 +41,7 @@ def place_of(address: str) -> tuple[str, int]:
     """Return host and port of a URL.
 
     Raises:
-        ValueError: when it has no host, or a port that is none.
+        ValueError: if it has no host, or an invalid port.
     """
     try:
         place = urlsplit(address)
@@ -56,7 +56,7 @@ def place_of(address: str) -> tuple[str, int]:
 
 
 def _resolved(address: str, host: str, port: int) -> Any:
-    """A resolver may take longer than anybody waits, and has no timeout: it runs in a thread."""
+    """Resolve the name in a thread, because the resolver has no timeout."""
     found: list[Any] = []
 
     def look_up() -> None:
@@ -77,13 +77,13 @@ def _resolved(address: str, host: str, port: int) -> Any:
 
 
 def listener(host: str) -> socket.socket:
-    """Return a socket that listens on that address alone, on a free port."""
+    """Return a socket that listens on a free port of that address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family)
 
 
 def is_loopback(place: str) -> bool:
-    """Whether no other machine reaches ``host:port``."""
+    """Whether ``host:port`` cannot be reached from other machines."""
     try:
         address = ipaddress.ip_address(place.rpartition(":")[0].strip("[]"))
     except ValueError:
@@ -93,7 +93,7 @@ def is_loopback(place: str) -> bool:
 
 
 def network_name() -> str:
-    """Name the machine, or the container, in which processes reach one another by loopback addresses."""
+    """Return a name of the machine or container within which loopback addresses work."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
     except OSError:
@@ -111,7 +111,7 @@ def answer_of(url: str, timeout: float, pause: float, headers: dict[str, str]) -
 
     Args:
         timeout: of the connection, in seconds.
-        pause: seconds without a byte after which the answer has failed.
+        pause: seconds without a byte after which the request fails.
     """
     host, port = place_of(url)
     with closing(http.client.HTTPConnection(host, port, timeout=timeout)) as connection:

@@ -64,7 +64,7 @@ class Exchange:
         """Return the bytes per step that a node receives, compared with DDP's all-reduce, for the log.
 
         Args:
-            sync_every: steps from one exchange of everything to the next.
+            sync_every: steps between two exchanges.
         """
         if not self._numel:
             return "no parameters"
@@ -90,7 +90,7 @@ class Exchange:
         """Select what is sent of a shard, and count it.
 
         Args:
-            of_a_step: DDP would have sent this shard's gradients, too.
+            of_a_step: whether DDP would have sent this shard's gradients, too.
         """
         self.stats.record(
             path.name,
@@ -103,7 +103,7 @@ class Exchange:
         return Transfer(path, shard, self.communicator)
 
     def count_step_without(self, path: Path) -> None:
-        """Count a step that leaves the exchange of a shard to a later one. DDP would have sent its gradients."""
+        """Count a step without an exchange of this shard. DDP would have sent its gradients."""
         self.stats.dense_equivalent_bytes += Flat(path.work).bytes()
 
     def sum(self, path: Path, shard: Shard, *, of_a_step: bool = True) -> Tensor:
@@ -149,7 +149,7 @@ class CommStats:
         rounds: reductions of the whole model so far.
         bytes_between_nodes: bytes received by this device from other nodes so far (see exchange.paths).
         round_bytes: the same, of the last whole round.
-        dense_equivalent_bytes: what a dense all-reduce of everything in each step would have received so far.
+        dense_equivalent_bytes: bytes that a dense all-reduce in each step would have received so far.
         density: share of the entries that a device sent in the last whole round, dense groups counted as 1.
         effective_density: share of the entries that the last whole round applied, at most: what several nodes select
             of different entries adds up.

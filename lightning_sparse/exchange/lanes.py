@@ -164,7 +164,7 @@ class FifoLanes(Runner):
     are idle, and when this object is garbage collected. A program that ends waits for jobs under way.
 
     Args:
-        traffic: of the topology; a job counts from the time that it is queued.
+        traffic: counts the collectives of the topology, each job from the time when it is queued.
     """
 
     def __init__(self, traffic: Traffic | None = None) -> None:

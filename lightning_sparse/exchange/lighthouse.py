@@ -38,8 +38,8 @@ class Said:
     Args:
         token: names its global weights; empty for none yet.
         number: rounds that led to them.
-        run: the name of its run; empty for a node that joins, or is the first.
-        trains: it was in a quorum with weights of that run.
+        run: the name of the node's run; empty for the first node, and for nodes that join.
+        trains: whether the node was in a quorum with weights of that run.
         prepared: the token of a round whose messages it has, without knowing whether the others do.
         tries: rounds that it tried, so that no two have one name.
         broken: groups of its that failed, so that all make a new one.
@@ -50,7 +50,7 @@ class Said:
         exchanges: of its, for when samples are due.
         wants: the name of the snapshot that it asks for; empty for none.
         server: where its snapshots are.
-        network: that in which others reach it by a loopback address.
+        network: name of the network in which other nodes reach it by a loopback address.
         drawn: samples, if it deals them.
         facts: what must be the same on all nodes.
     """
@@ -215,7 +215,7 @@ def _beat(client: Any, name: str, left: threading.Event) -> None:
 
 
 def _store_on(host: str) -> Any:
-    """A store that listens on the node's address alone: torch's listens on all of them if it makes the socket."""
+    """Return a store that listens on the node's address only. By default torch's store listens on all addresses."""
     listens = listener(host)
     port = listens.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]

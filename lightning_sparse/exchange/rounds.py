@@ -76,7 +76,7 @@ class Outcome:
         asked: names of all snapshots that nodes ask for; None without a quorum.
         alone: no other node took part.
         behind: this node's weights are not those that the round changed.
-        left_out: what this node had to send is not finite, on one of its devices: it was not sent, and is returned.
+        left_out: whether this node's updates were not finite on one of its devices. They were returned and not sent.
         exchanges: the largest that a node said.
     """
 
@@ -136,14 +136,14 @@ class Rounds:
         min_nodes: with fewer, a node that has something to send waits for others, up to the timeout; one of the facts.
         timeout: of collectives, in seconds.
         server: where this node's snapshots are.
-        host: the address of this machine that other nodes reach, on the first device; empty for that of its name.
+        host: the address at which other nodes reach this machine, on the first device; empty: from the host name.
 
     Attributes:
         name: of this node.
         facts: what must be the same on all nodes.
         sizes: of this device's messages; the same on all nodes.
         token, number: of the weights that this device has once all outcomes so far are applied.
-        run: the name of the run that these are of; empty until the node has joined one.
+        run: the name of the run of these weights; empty until the node has joined a run.
         in_step: whether these are the weights that the next round changes.
         observed: rounds that lead from the weights named
         observed_from: to those of now, while this device has others.
@@ -185,8 +185,8 @@ class Rounds:
         self._told_place = False
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
-        """Set the sizes: of a message, of the sample that may follow it, of the slice. They must be the same on all
-        nodes: a row of another length than its receiver expects ends the receiver's process in Gloo."""
+        """Set the sizes of a message, of the sample that may follow it, and of the slice. They must be the same on all
+        nodes: if a row has an unexpected length, Gloo ends the receiver's process."""
         self.sizes = Sizes(message_bytes, sample_bytes, numel)
 
     def try_again(self) -> None:
@@ -220,7 +220,8 @@ class Rounds:
             message_B: uint8, what this device sends, and maybe a sample.
             dense_S: all that is pending, instead.
             leaves: that is the last of it, which counts however few nodes are there.
-            finite: whether all of it is; else the node only observes, and other nodes keep their weights.
+            finite: whether all sent values are finite. Otherwise the node only observes,
+                and other nodes keep their weights.
 
         Raises:
             ValueError: when this node differs from those that train in what must be the same.
@@ -298,7 +299,7 @@ class Rounds:
         return members, time.monotonic() - began
 
     def _are_few(self, members: list[Member] | None, quorum: Quorum | None) -> bool:
-        """Whether nodes that have something to send wait for others; without a quorum a node knows of itself alone."""
+        """Whether nodes with updates to send must wait for more nodes. Without a quorum a node knows only itself."""
         if members is None:
             return self._min_nodes > 1
         return quorum is not None and quorum.is_too_small(self._min_nodes)
@@ -510,7 +511,7 @@ class Rounds:
 
 
 def _process_group(host: str, timeout: timedelta) -> Any:
-    """Return torchft's group of Gloo; on the node's own address, unless the user names an interface."""
+    """Return torchft's Gloo group, on the node's own address unless the user names an interface."""
     from torchft.process_group import ProcessGroupGloo
 
     class OnAddress(ProcessGroupGloo):  # type: ignore[misc]
@@ -550,8 +551,8 @@ class Quorum:
         training: those of them with the weights named ``token``, which ``number`` rounds led to.
         contributors: those of them that send something.
         facts: what all must have alike.
-        run: the name of the run that all are of, or join.
-        unreached: nodes that would be members on one machine.
+        run: the name of the run that all members belong to or join.
+        unreached: nodes that are left out because of loopback addresses; on one machine they would be members.
     """
 
     members: list[Member]
@@ -569,8 +570,8 @@ class Quorum:
         return [each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members]
 
     def row_of(self, held: Tensor | None, sizes: Sizes) -> Tensor:
-        """Return the bytes that a member gathers, zeros but for what it holds. Their number follows from what all
-        members said, never from what one of them holds. Samples count if they are of the same exchange."""
+        """Return the bytes that a member gathers: its own bytes, then zeros. The length follows from the statements of
+        all members, never from the bytes of one member. Samples count if they belong to the same exchange."""
         said = [each.said for each in self.contributors if not each.said.flushes]
         sampled = all(each.sampled for each in said) and len({each.exchanges for each in said}) == 1
         row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
@@ -604,8 +605,8 @@ def quorum_of(members: Sequence[Member]) -> Quorum:
 
 
 def _near(members: list[Member], training: list[Member]) -> list[Member]:
-    """Return those that reach one another. If a node that trains has a loopback address, these are the nodes on its
-    machine; else, of nodes on several machines, these are all but those with a loopback address."""
+    """Return the members that reach one another. If a node that trains has a loopback address, these are the nodes on
+    its machine. Otherwise, if nodes are on several machines, these are the nodes without a loopback address."""
     if len({each.said.network for each in members}) == 1:
         return members
     local = next((each for each in training if each.is_local), None)
@@ -615,8 +616,8 @@ def _near(members: list[Member], training: list[Member]) -> list[Member]:
 
 
 def _run_of(members: Sequence[Member]) -> str:
-    """Return the run that most nodes train already, however many rounds a node of another run has behind it. At the
-    start that of most nodes; empty if no node says one, and then the first weights give it its name."""
+    """Return the run that most nodes already train, even if a node of another run has completed more rounds. If no node
+    trains yet, return the run that most nodes name. Empty if no node names a run: the first weights then name it."""
     runs = {each.said.run for each in members} - {""}
 
     def votes(run: str) -> tuple[int, int, int, str]:
@@ -652,17 +653,17 @@ def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 def _refusal_of_run(run: str, number: int, quorum: Quorum) -> str:
     names = _shown(each.name for each in quorum.training)
     return (
-        f"this node goes on from round {number} of run {run!r}, and the nodes that train ({names}) are "
-        f"at round {quorum.number} of run {quorum.run!r}; they go on without it. Start this node without a checkpoint "
-        f"or from one of their run, or give it a lighthouse of its own."
+        f"this node resumes round {number} of run {run!r}, but the nodes that train ({names}) are "
+        f"at round {quorum.number} of run {quorum.run!r}; they continue without it. Start this node without a "
+        f"checkpoint or from a checkpoint of their run, or give it its own lighthouse."
     )
 
 
 def _refusal_of_place(local: Member) -> str:
     name, address = local.name.rpartition(":")[0], local.store.rpartition(":")[0]
     return (
-        f"node {name} has the address {address}, which nodes on other machines cannot reach: it was given a lighthouse "
-        f"on that address. Start it with the lighthouse's address that other machines use, as http://host:29510."
+        f"node {name} has the address {address}, which nodes on other machines cannot reach: its lighthouse address is "
+        f"a loopback address. Start it with the lighthouse address that other machines use, such as http://host:29510."
     )
 
 

@@ -70,10 +70,10 @@ def fetch(address: str, name: str, timeout: float, pause: float = PAUSE_SECONDS)
 
 
 class Download:
-    """The download of one state, which goes on where it stopped.
+    """The download of one state, which resumes where it stopped.
 
     Attributes:
-        problem: why it is not there, for the log.
+        problem: why the state is not complete, for the log.
         heard, advanced: when the node last answered, and when bytes last arrived, by ``time.monotonic()``.
     """
 
@@ -83,13 +83,13 @@ class Download:
         self._received, self._size = bytearray(), 0
 
     def take(self, timeout: float, pause: float) -> Any:
-        """Return the state once it is offered; None if it is not within the timeout, in seconds.
+        """Return the state once a node offers it, or None after the timeout, in seconds.
 
         Args:
             pause: seconds without a byte of a download that has begun, after which this returns None, too.
 
         Raises:
-            RuntimeError: if it has other types than a safe load reads.
+            RuntimeError: if it has types that a safe load does not read.
         """
         until = time.monotonic() + timeout
         while time.monotonic() < until:
@@ -100,14 +100,14 @@ class Download:
             except (OSError, http.client.HTTPException) as error:  # the peer dies, or a link is cut
                 self.problem = f"{type(error).__name__}: {error}"
             if self._received:
-                self.problem = f"{len(self._received):,} of {self._size:,} bytes are there, {self.problem}"
+                self.problem = f"{len(self._received):,} of {self._size:,} bytes received, {self.problem}"
             if len(self._received) > before:
                 until = time.monotonic() + pause
             time.sleep(ATTEMPT_SECONDS)
         return None
 
     def _receive(self, timeout: float, pause: float) -> bool:
-        """Receive what is missing; False if it is not offered."""
+        """Receive the missing bytes. Return False if the state is not offered or still incomplete."""
         begin = len(self._received)
         headers = {"Range": f"bytes={begin}-"} if begin else {}
         with answer_of(f"{self.address}/{self.name}", timeout, pause, headers) as answer:
@@ -147,7 +147,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def _begin_of(wanted: str, size: int) -> int:
-    """Return where the rest begins that a ``Range`` header asks for; 0 for all of it."""
+    """Return the first byte that a ``Range`` header asks for; 0 for the whole state."""
     found = re.fullmatch(r"bytes=(\d+)-", wanted)
     begin = int(found[1]) if found else 0
     return begin if begin < size else 0

@@ -48,5 +48,5 @@ def objection(optimizers: Iterable[Optimizer]) -> str:
 
 
 def warning_of(exchange: str, objected: str, way_out: str) -> str:
-    """Return what a user is told who sends some entries all the same."""
-    return f"exchange={exchange!r}: {objected}. Compare the loss with that of one node alone, or use {way_out}"
+    """Return the warning for a user who sends only some entries."""
+    return f"exchange={exchange!r}: {objected}. Compare the loss with the single-node baseline, or use {way_out}"

@@ -166,7 +166,7 @@ class ResidualStore:
     def _gathered(
         self, group: ParamGroup, shard_S: Tensor | None, gather: Gather, device: torch.device
     ) -> dict[str, Tensor] | None:
-        """Return what the node's devices have of each parameter; None where none has any. A collective of the node."""
+        """Return each parameter's residual from all devices; None if no device has any. A collective of the node."""
         if not gather(torch.tensor([shard_S is not None], dtype=torch.uint8, device=device)).any():
             return None
         nothing = torch.zeros(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
@@ -176,10 +176,10 @@ class ResidualStore:
     def _taken(
         self, group: ParamGroup, held: dict[str, Tensor], before_S: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Take the group's parameters out of what is held by name, and return the shard of a device.
+        """Move the group's parameters from ``held`` into the shard of this device, and return the shard.
 
         Args:
-            before_S: what the shard has of the other parameters; None stands for zeros.
+            before_S: the shard so far, for the other parameters; None stands for zeros.
         """
         numel, names = group.shard_numel(self.num_devices), [name for name in group.names if name in held]
         shard_S = torch.zeros(numel, dtype=torch.float32, device=device) if before_S is None else before_S.clone()

@@ -27,7 +27,7 @@ from lightning_sparse.kernels import checks, plain, reference, wire
 NAMESPACE = "lightning_sparse"
 BUILD_REPORT = Path(__file__).with_name("build_report.txt")
 BUILT = ("CPU and CUDA kernels built", "CPU kernels built")
-"""How the report of a build begins that compiled something."""
+"""The report of a build that compiled kernels begins with one of these."""
 
 # Keep a reference: garbage collection of a Library removes its schemas.
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The implementation per device type, "compiled" or "plain torch"; the reasons for plain torch, and a cure."""
+    """The implementation per device type, "compiled" or "plain torch"; the reasons for plain torch, and a fix."""
 
     cpu: str
     cuda: str
@@ -255,10 +255,10 @@ def _register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) 
 
 COMPILE = (
     "install torch, 'setuptools>=77' and ninja, then run `pip install --no-build-isolation '.[pytorch-lightning]'` in "
-    "the checkout. Give --no-build-isolation at each later installation, too: without it pip builds where torch is "
-    "not, and plain torch replaces compiled kernels"
+    "the checkout. Give --no-build-isolation at each later installation, too: without it pip builds without "
+    "torch, and plain torch replaces the compiled kernels"
 )
-TOOLKIT = f"install the CUDA toolkit (nvcc) of torch's CUDA version, put nvcc on PATH or set CUDA_HOME; {COMPILE}"
+TOOLKIT = f"install the CUDA toolkit (nvcc) for torch's CUDA version; put nvcc on PATH or set CUDA_HOME; {COMPILE}"
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
@@ -284,7 +284,7 @@ def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
 
 
 def _without_library(build: str) -> KernelReport:
-    """Return the report where there is no library. A build that is not in place leaves its own report here, too."""
+    """Return the report for a missing library. A build that is not in place leaves its report in this folder, too."""
     folder = Path(__file__).parent
     if not build.startswith(BUILT):
         return _plain_report(None, f"nothing was compiled: {build}", COMPILE)
@@ -292,7 +292,7 @@ def _without_library(build: str) -> KernelReport:
         None,
         f"{folder} has no compiled library, though one was built: Python imports this source folder, not the "
         f"installed package",
-        "start the script from another folder than the checkout, or install the checkout in place: `pip install "
+        "start the script outside the checkout, or install the checkout in place: `pip install "
         "--no-build-isolation -e .`",
     )
 

@@ -224,7 +224,7 @@ def marks_of(messages_MB: Tensor) -> Tensor:
 
 
 def nonfinite_of(message: Tensor) -> int:
-    """Return how many elements of the whole shard were not finite when the message was made. Waits for a device."""
+    """Return how many elements of the whole shard were not finite when the message was made. Waits for the device."""
     return int(message[_NONFINITE].view(torch.int32))
 
 

@@ -355,7 +355,7 @@ class ShardedStep:
 
 
 def has_unfinished_step(optimizer: Optimizer) -> bool:
-    """Return whether an exception ended a shared step of an optimizer, so that ranks hold different parameters."""
+    """Return whether an exception interrupted a sharded optimizer step, so that ranks hold different parameters."""
     owner = getattr(getattr(optimizer, "consolidate_state_dict", None), "__self__", None)
     return isinstance(owner, ShardedStep) and owner._unfinished
 

@@ -50,9 +50,9 @@ from lightning_sparse.updates.elastic import ElasticUpdates, Version
 
 ELASTIC_KEY = "lightning_sparse_elastic"
 """In a checkpoint of nodes that come and go: the version of its weights."""
-MOMENTUM = "momentum_correction=True keeps momentum for the parameters that it reduces alone"
+MOMENTUM = "momentum_correction=True keeps momentum only for the parameters that it reduces"
 ABOUT_PARTS = ("find_unused_parameters", "static_graph")
-"""Options of DDP about which parameters take part in a backward pass. They fail where DDP does not reduce."""
+"""DDP's options for parameters outside a backward pass. They fail if DDP does not reduce."""
 
 
 class Adapter:
@@ -75,7 +75,7 @@ class Adapter:
     _timeout: timedelta | None
     _save_distributed_checkpoint: bool = False
     _together: bool = False  # whether all ranks read checkpoints at the same time
-    _inside_the_node: ClassVar[bool] = False  # whether DDP averages there alone
+    _inside_the_node: ClassVar[bool] = False  # whether DDP averages only inside the node
 
     def _begin(self, config: ExchangeConfig, node_name: str | None, kind: str) -> None:
         """Before the host's own constructor."""
@@ -121,8 +121,8 @@ class Adapter:
     # -- what is wrapped -----------------------------------------------------------------------------------------------
 
     def _prepare_ddp(self) -> None:
-        """Before the host wraps a module: options for DDP, and a logger in a process that did not make the strategy. A
-        collective of the world where DDP averages inside the node."""
+        """Set DDP's options before the host wraps a module, and the logger of a process that did not make the strategy.
+        A collective of the world if DDP averages inside the node."""
         show_log_lines()
         given, group = self._ddp_kwargs, {}
         if self._inside_the_node and self._place.kind == "hierarchical":
@@ -156,7 +156,7 @@ class Adapter:
             ddp.require_backward_grad_sync = False
 
     def _new_late_gradients(self) -> LateGradients:
-        """Return what averages gradients over the ranks that DDP averages over."""
+        """Return an object that averages late gradients over the ranks over which DDP averages."""
         communicator, level = HierCommunicator(self._place), logging.WARNING
         if self._inside_the_node:
             communicator, level = HierCommunicator(self._place, world=communicator.node), logging.INFO

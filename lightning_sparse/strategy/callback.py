@@ -27,7 +27,7 @@ class CommStatsMixin:
     | step_ahead | of updates: share of its own pending ones that this device's weights keep |
     | nodes | between nodes that come and go: those that contributed to the last round |
     | rounds_lost, waited_s | the same: rounds that failed so far, seconds that this node has waited for others |
-    | rounds_left_out | the same: rounds without the updates of this node, which were not finite |
+    | rounds_left_out | only ``mstopk_elastic``: rounds without this node's updates, because they were not finite |
     | healing_s | the same: seconds until it had the weights of others, when it joined and after rounds that it missed |
     | residual_norm, pending_norm | L2 norm of what this device has not sent yet: of gradients, of updates |
     | residual_to_gradient | the same over the norm of the gradient, of the same entries: steps' worth not sent yet |

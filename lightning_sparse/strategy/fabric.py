@@ -136,7 +136,7 @@ class FabricAdapter(Adapter, Host):
 
 
 class ReplicasFabricAdapter(FabricAdapter):
-    """What the strategies that DDP is inside of do alike."""
+    """Common part of the strategies that use DDP."""
 
     _late: LateGradients | None = None
 
@@ -152,7 +152,7 @@ class ReplicasFabricAdapter(FabricAdapter):
             self._late.average(self._steppers())
 
     def _steppers(self) -> list[Optimizer]:
-        """Return the optimizers of the modules that were set up."""
+        """Return the optimizers of all modules that were set up."""
         raise NotImplementedError
 
 
@@ -632,19 +632,19 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         return module
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Exchange its updates, if these are sent. A collective of the world.
+        """Exchange the updates of this optimizer if ``send="updates"``. A collective of the world.
 
         Raises:
-            ValueError: for an optimizer that was made before its module was sharded.
+            ValueError: if the optimizer was made before its module was sharded.
         """
         held = {id(p) for each in self._modules for p in each.parameters()}
         stepped = parameters_of(optimizer)
         stale = sum(id(p) not in held for p in stepped)
         if stale:
             raise ValueError(
-                f"{stale} of {len(stepped)} parameters of {type(optimizer).__name__} are in no module that was set up, "
-                f"and sharding replaces parameters: the optimizer would train nothing. Call model = "
-                f"fabric.setup_module(model) first, make the optimizer of model.parameters(), and give it to "
+                f"{stale} of {len(stepped)} parameters of {type(optimizer).__name__} are in no module that was set up: "
+                f"sharding replaced the parameters, so the optimizer would train nothing. Call model = "
+                f"fabric.setup_module(model) first, create the optimizer from model.parameters(), and pass it to "
                 f"fabric.setup_optimizers(optimizer)."
             )
         optimizer = super().setup_optimizer(optimizer)
@@ -672,7 +672,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
                 dist.barrier()  # before files of earlier saves are removed
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Objects such as schedulers take up their state; of a folder Fabric returns it in their place."""
+        """Load the state of objects such as schedulers. For a folder, Fabric only returns their state."""
         given = dict(state) if isinstance(state, MutableMapping) else {}
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         for name, each in given.items():

@@ -1,7 +1,7 @@
 """Averages gradients that DistributedDataParallel leaves out.
 
-DDP reduces the parameters that require gradients when it wraps the module. It leaves out parameters that are unfrozen
-or added later, without a word, and the ranks come to hold different weights.
+DDP reduces the parameters that require gradients when it wraps the module. It silently leaves out parameters that are
+unfrozen or added later, and the weights of the ranks diverge.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_sparse.sharding import parameters_of
 
 
 class LateGradients:
-    """Averages the gradients of late parameters: optimizers step them, and DDP did not know that they are trained.
+    """Averages the gradients of late parameters: optimizers step them, but DDP does not reduce them.
 
     Args:
         communicator: its ``world`` has the ranks over which DDP averages.
         log_once: logs a line once.
         level: of the line that names late parameters.
-        refused: why late parameters cannot be trained; empty where they can.
+        refused: why late parameters cannot be trained; empty if they can.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LateGradients:
         self._equal: dict[int, Tensor] = {}  # late parameters that hold the same values on all ranks
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        """Note the parameters that a new wrapper averages, and those that its user told it to ignore."""
+        """Note the parameters that a new wrapper averages, and the parameters that the user told DDP to ignore."""
         for before in [each for each in self._known if each.module is ddp.module]:
             del self._known[before]
         named = ddp.module.named_parameters(remove_duplicate=False)
@@ -54,12 +54,12 @@ class LateGradients:
         there are late parameters. Modules inside ``no_sync()`` wait for a later call.
 
         Raises:
-            ValueError: where late parameters cannot be trained.
+            ValueError: if late parameters cannot be trained.
         """
         late = self._late(optimizers)
         if not late:
             return
-        self._communicator.where = "while gradients are averaged that DistributedDataParallel leaves out"
+        self._communicator.where = "while averaging the gradients that DistributedDataParallel leaves out"
         self._begin_equal(late)
         average_gradients(late, self._communicator)
 
@@ -72,7 +72,7 @@ class LateGradients:
         return [p for key, p in stepped.items() if key in late and key not in waiting]
 
     def _begin_equal(self, late: Sequence[Tensor]) -> None:
-        """Give all ranks the values of the first for parameters that are late for the first time."""
+        """Broadcast parameters from the first rank when they are late for the first time."""
         new = [p for p in late if id(p) not in self._equal]
         if not new:
             return
@@ -80,13 +80,15 @@ class LateGradients:
         listed = ", ".join([names.get(id(p), f"one of shape {tuple(p.shape)}") for p in new[:3]])
         noticed = (
             f"{len(new)} parameter(s) were unfrozen or added after DistributedDataParallel wrapped the module "
-            f"({listed}{', ...' if len(new) > 3 else ''}). It does not reduce them"
+            f"({listed}{', ...' if len(new) > 3 else ''}). DDP does not reduce them"
         )
         if self._refused:
-            raise ValueError(f"{noticed}, and {self._refused}: train them from the start of a fit, or leave that out.")
+            raise ValueError(
+                f"{noticed}, and {self._refused}. Train them from the start of a fit, or set momentum_correction=False."
+            )
         self._log_once(
-            f"{noticed}, so their gradients are averaged whole, after each backward pass. Train them from the start of "
-            f"a fit to avoid that.",
+            f"{noticed}, so their gradients are averaged densely after each backward pass. To avoid this, train them "
+            f"from the start of a fit.",
             self._level,
         )
         self._communicator.begin_with_first(new)
@@ -94,8 +96,8 @@ class LateGradients:
 
 
 def average_gradients(parameters: Sequence[Tensor], communicator: HierCommunicator) -> None:
-    """Average gradients over the communicator's ``world``. A rank without a gradient counts as zero; where no rank has
-    one, there is none afterwards. A collective that waits for the device."""
+    """Average gradients over the communicator's ``world``. A rank without a gradient counts as zero. A parameter
+    without a gradient on any rank gets none. A collective that waits for the device."""
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     communicator.flat_all_reduce(used, op=MAX)
     parameters = [p for p, some in zip(parameters, used.tolist(), strict=True) if some]

@@ -35,13 +35,13 @@ Send = Literal["updates", "gradients"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsConfig(UpdatesConfig, GradientsConfig):
-    """Options of the strategies of FSDP2: those of `UpdatesConfig` and of `GradientsConfig`, and
+    """Options of the FSDP2 strategies, besides the options of `UpdatesConfig` and `GradientsConfig`.
 
     Args:
-        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, which measures
-            DDP's buckets.
-        value_dtype: as in `ExchangeConfig`. None: ``"2bit"`` for updates, ``"bfloat16"`` for gradients.
-        send: what travels between nodes.
+        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; ``"auto"`` is not available, because it
+            measures DDP's buckets.
+        value_dtype: as in `ExchangeConfig`. None selects ``"2bit"`` for updates and ``"bfloat16"`` for gradients.
+        send: whether nodes exchange ``"updates"`` or ``"gradients"``.
     """
 
     value_dtype: ValueDtype | None = None  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
 
     def __post_init__(self) -> None:
         if self.send not in get_args(Send):
-            raise ValueError(f"send={self.send!r} must be 'updates' or 'gradients': what travels between nodes.")
+            raise ValueError(f"send={self.send!r} must be 'updates' or 'gradients', the values that nodes exchange.")
         if self.value_dtype is None:
             object.__setattr__(
                 self, "value_dtype", (UpdatesConfig if self.send == "updates" else HierConfig).value_dtype
@@ -60,8 +60,8 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
         for name in (each for each in others if getattr(self, each) != getattr(ShardsConfig, each)):
             what, other = ("gradients", "updates") if self.send == "updates" else ("updates", "gradients")
             raise ValueError(
-                f"{name}={getattr(self, name)!r} says how {what} are exchanged, and send={other!r} sends none: leave "
-                f"it out, or use send={what!r}."
+                f"{name}={getattr(self, name)!r} says how {what} are exchanged, and send={other!r} sends none: omit "
+                f"{name}, or use send={what!r}."
             )
 
 

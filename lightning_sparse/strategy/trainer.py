@@ -112,8 +112,8 @@ else:
 class TrainerAdapter(Adapter, Host):
     """Trainer's hooks, as calls of an engine.
 
-    Outside training batches the module holds the global weights wherever a hook of a callback or of the module runs.
-    Lightning calls a strategy's hooks after theirs, so the loops themselves call the engine first.
+    Outside training batches, the module holds the global weights whenever a hook of a callback or of the module runs.
+    Lightning calls a strategy's hooks after these hooks, so the loops call the engine first.
     """
 
     _shows_each_step = _flushes_each_epoch = _shows_between_batches = False
@@ -121,7 +121,7 @@ class TrainerAdapter(Adapter, Host):
     _steps_before = _batches_before = 0  # the epoch
     _not_saved = ""  # why no checkpoint can be saved after an exception
     _interruptions = 0
-    _loop_methods: Sequence[tuple[Any, str]] = ()  # those that call the engine first
+    _loop_methods: Sequence[tuple[Any, str]] = ()  # methods that call the engine first
 
     @property
     def engine(self) -> Engine | None:
@@ -134,7 +134,7 @@ class TrainerAdapter(Adapter, Host):
         return isinstance(self.model, DistributedDataParallel)
 
     def setup(self, trainer: Any) -> None:
-        """A new run may save."""
+        """Allow a new run to save."""
         self._not_saved = ""
         super().setup(trainer)
 
@@ -199,7 +199,7 @@ class TrainerAdapter(Adapter, Host):
 
     def _after_batch(self, _: Any) -> None:
         """Send everything once the fit is known to end, so that the last validation and the last checkpoint have the
-        weights that it ends with; show weights to hooks that run between batches."""
+        final weights. Otherwise show the global weights to hooks that run between batches."""
         self._in_batch, engine, trainer = False, self.engine, self.lightning_module.trainer
         if engine is None or not engine.has_own_weights:
             return
@@ -236,7 +236,7 @@ class TrainerAdapter(Adapter, Host):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the global weights. In a fit all ranks call it. Between batches the module goes on to hold them, for
+        """Return the global weights. In a fit all ranks call it. Between batches the module keeps them, for
         the hooks that add to a checkpoint."""
         engine = self.engine
         if engine is None or not self._fitting or self._over:
@@ -250,7 +250,7 @@ class TrainerAdapter(Adapter, Host):
             return detached(weights) if engine.has_own_weights else weights
 
     def _gives_up_saving(self, engine: Engine) -> bool:
-        """After an exception: return whether ranks cannot save together. Every rank that saves calls it."""
+        """Return whether ranks cannot save together after an exception. Every rank that saves calls it."""
         broken = any(map(has_unfinished_step, self.optimizers))
         self._interruptions += 1
         self._not_saved = self._not_saved or why_not_saved(
@@ -263,11 +263,11 @@ class TrainerAdapter(Adapter, Host):
         return bool(self._not_saved)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of an optimizer; nothing where no checkpoint is saved."""
+        """Return the state of an optimizer, or an empty dict if no checkpoint is saved."""
         return {} if self._not_saved else super().optimizer_state(optimizer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, but not after an exception that they did not all meet."""
+        """Wait for all ranks, except after an exception that only some ranks met."""
         if not self._not_saved:
             super().barrier(*args, **kwargs)
 
@@ -319,7 +319,7 @@ _BETWEEN_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 
 
 def _has_hooks_between_batches(trainer: Any) -> bool:
-    """Return whether a hook of a user runs between two batches. Lightning's own do not look at weights there."""
+    """Return whether a user's hook runs between two batches. Lightning's own hooks do not read weights there."""
     hooks = (
         getattr(owner, name) for owner in (*trainer.callbacks, trainer.lightning_module) for name in _BETWEEN_BATCHES
     )
@@ -338,8 +338,8 @@ def _ends_with_this_batch(trainer: Any) -> bool:
 def _call_around(
     owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None
 ) -> tuple[Any, str]:
-    """Call functions before a method of one object, and after it with its result; ``delattr`` of the returned attribute
-    undoes it."""
+    """Wrap a method of one object: call ``before()`` first and ``after(result)`` last. To undo this, delete the
+    returned attribute with ``delattr``."""
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -361,7 +361,7 @@ class ReplicasAdapter(TrainerAdapter):
     _late: LateGradients
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap it, and note which gradients DDP averages."""
+        """Wrap the model, and note which gradients DDP averages."""
         ddp = super()._setup_model(model)
         self._late = self._new_late_gradients()
         self._late.add(ddp)
@@ -585,9 +585,9 @@ def _unlike_buffers(module: Any) -> str:
     if module.automatic_optimization or not any(b.is_floating_point() and b.numel() for b in module.buffers()):
         return ""
     return (
-        "in manual optimization DDP broadcasts no buffers, so the statistics of batch norm differ between ranks, as with "
-        "strategy='ddp', and a checkpoint holds those of rank 0. Use SyncBatchNorm, or strategy='mstopk_local', which "
-        "averages them."
+        "in manual optimization DDP broadcasts no buffers, so the statistics of batch norm differ between ranks, as "
+        "with strategy='ddp', and a checkpoint holds the statistics of rank 0. Use SyncBatchNorm, or "
+        "strategy='mstopk_local', which averages them."
     )
 
 
@@ -662,7 +662,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         self._show_to_hooks(trainer)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization Lightning has DDP reduce from the second batch on: spare that where it need not."""
+        """Skip a needless reduction by DDP: in manual optimization Lightning enables it after the first batch."""
         if self._fitting:
             self._leave_gradients(self.model)
         super().pre_backward(closure_loss)
@@ -759,13 +759,13 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
             iter(loop._data_fetcher)
 
     def _pass_over_empty_epochs(self, loop: Any) -> None:
-        """Begin with an epoch that has a batch for this node: without one it has no validation, and callbacks and
-        schedules that monitor a metric would fail."""
+        """Begin with an epoch that has a batch for this node. An epoch without batches has no validation, so callbacks
+        and schedules that monitor a metric would fail."""
         while self.elastic is not None and not loop.done:
             epoch = loop.epoch_progress.current.processed
             if self.elastic.has_batch(epoch):
                 return
-            self.elastic.log_once(f"epoch {epoch} is passed over: no batch of it is left for this node")
+            self.elastic.log_once(f"epoch {epoch} is skipped: it has no batch left for this node")
             _pass_over_epoch(loop)
 
     def _tell_epoch(self, dataloader: Any) -> bool:
@@ -929,7 +929,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         self._show_to_hooks(trainer)
 
     def on_train_start(self) -> None:
-        """Set the length of the warm-up of gradients: by now data loaders exist."""
+        """Set the length of the density warm-up of gradients; data loaders exist by now."""
         super().on_train_start()
         gradients = self.gradients
         if gradients is None or not gradients.active or not self.config.leaves_entries_out:
@@ -940,7 +940,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             gradients.log_once(gradients.warmup.describe())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the warm-up which epoch is trained."""
+        """Set the epoch of the density warm-up."""
         super().on_train_batch_start(batch, batch_idx)
         if self.gradients is not None:
             self.gradients.epoch = self.lightning_module.current_epoch

@@ -37,7 +37,7 @@ class Agreement:
 
     @property
     def sample_bytes(self) -> int:
-        """Size of each sample of the slice: other nodes reserve memory for it."""
+        """Size of each sample of the slice, for which other nodes reserve memory."""
         return 4 * (self.numel // self._stride)
 
     def sample(self, exchanges: int, own_S: Tensor, shared_S: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Agreement:
         return (shared_S[places] - own_S[places]).view(torch.uint8)
 
     def places(self, exchanges: int) -> slice:
-        """Return the places of a sample. Their number is the same for all exchanges."""
+        """Return the places of a sample. All exchanges have the same number of places."""
         stride = self._stride
         return slice(exchanges * 7919 % stride, self.numel // stride * stride, stride)
 

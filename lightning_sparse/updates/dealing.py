@@ -43,7 +43,7 @@ def dealt_by(loader: Any) -> Dealt | None:
 
 
 def least_samples(loader: Any) -> int:
-    """Return how many samples make the smallest batch that such a loader gives out on one device."""
+    """Return the size of the smallest batch that the loader yields on one device."""
     whole = loader.drop_last if isinstance(loader, DataLoader) else True
     return int(loader.batch_size or 1) if whole else 1
 

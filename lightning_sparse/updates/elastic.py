@@ -92,7 +92,7 @@ class Version(NamedTuple):
     Args:
         token, number: their name, and the rounds that led to them.
         place: of samples, up to which nodes had drawn; those of all epochs stand in one line.
-        run: the name of their run; empty in early checkpoints, whose token stands for it.
+        run: the name of their run; empty in old checkpoints, where the token replaces it.
     """
 
     token: str
@@ -178,7 +178,7 @@ class ElasticUpdates(LocalUpdates):
         return True
 
     def _make_up(self) -> None:
-        """Nothing: a node that makes fewer steps misses rounds, and takes up the weights of others."""
+        """Do nothing: a node that makes fewer steps misses rounds, and downloads the weights of other nodes."""
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticDifference:
         assert isinstance(config, ElasticConfig)
@@ -271,8 +271,8 @@ class ElasticUpdates(LocalUpdates):
         dealt.deal(partial(deals.share, device=devices.place, devices=devices.size))
 
     def has_batch(self, epoch: int) -> bool:
-        """Return whether a batch of an epoch is left for this node, of the loaders that ``deal`` was given. Every
-        device of the node calls it."""
+        """Return whether the loaders passed to ``deal`` have a batch of this epoch left for this node. Every device of
+        the node calls it."""
         return bool(self._from_first(lambda: self.peers.deals.leaves(epoch, self._least)))
 
     def watch(self) -> None:
@@ -358,11 +358,11 @@ class ElasticUpdates(LocalUpdates):
         self._stop_watching()
 
     def _leave_out(self) -> None:
-        """Go on from the global weights, without updates that are not finite."""
+        """Continue from the global weights, without updates that are not finite."""
         self.log_once(
-            "updates of this node are not finite (NaN or infinity): they are left out, the other nodes go on without "
-            "them, and this node goes on from the global weights, with a new optimizer state where it is not finite. "
-            "If comm/rounds_left_out grows, lower the learning rate, or look for faulty memory.",
+            "updates of this node are not finite (NaN or infinity): they are left out, and the other nodes continue "
+            "without them. This node continues from the global weights, and resets optimizer state that is not finite. "
+            "If comm/rounds_left_out grows, lower the learning rate, or check for faulty memory.",
             logging.WARNING,
         )
         self._state.drop()
@@ -392,10 +392,10 @@ class ElasticUpdates(LocalUpdates):
             self._watch.start()
 
     def _fetch(self) -> Any:
-        """Wait for the snapshot that this node asks for; None once it needs none.
+        """Return the snapshot that this node asks for, or None once it needs none.
 
         Raises:
-            RuntimeError: when no node gives one in time.
+            RuntimeError: if no node provides it in time.
         """
         wait, download = Wait(), Download("", "")
         while True:
@@ -438,30 +438,30 @@ class ElasticUpdates(LocalUpdates):
 
 
 class Wait:
-    """The wait of a node that joins others: it is told in the log with its cause, and ends."""
+    """The wait of a node that joins others. Its cause is logged, and its duration is limited."""
 
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
 
     def check(self, download: Download | None, timeout: float) -> None:
-        """Log the wait now and then.
+        """Log the wait every 10 s.
 
         Args:
-            download: None while no node gives weights.
+            download: None while no node offers weights.
 
         Raises:
-            RuntimeError: when it has taken too long.
+            RuntimeError: if the wait has taken too long.
         """
         now = time.monotonic()
-        cause = "no quorum of the lighthouse has a node that gives its weights"
+        cause = "no quorum of the lighthouse has a node that offers its weights"
         if download is not None:
             cause = f"no weights from the node at {download.address}: {download.problem}"
         unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)
         since = max(self._began, 0.0 if download is None else download.advanced)
         if unreached or now - since > LONGEST_WAIT_SECONDS:
             raise RuntimeError(
-                f"this node gave up joining the others after {now - self._began:.0f} s: {cause}. See that nodes reach "
-                f"one another on all ports, then start it again."
+                f"this node gave up joining the others after {now - self._began:.0f} s: {cause}. Make sure that nodes "
+                f"reach one another on all ports, then start this node again."
             )
         if now - self._said > PATIENCE.total_seconds():
             self._said = now
@@ -537,7 +537,7 @@ class ElasticDifference(Difference):
     Attributes:
         alone: no other node took part in the last round.
         behind: the global weights have moved on without this node.
-        left_out: updates of this node are not finite, and were not sent.
+        left_out: whether updates of this node were not finite, and so not sent.
         asked: names of the snapshots that nodes ask for.
         wanted, served: names of snapshots that other nodes ask this one for, and of those that were served.
     """
@@ -602,7 +602,7 @@ class ElasticDifference(Difference):
         return self._collect()
 
     def drop(self) -> None:
-        """Go on from the global weights with nothing pending."""
+        """Continue from the global weights without pending updates."""
         self.collect()
         self.left_out = False
         self.set_pending(torch.zeros_like(self.shared_S))

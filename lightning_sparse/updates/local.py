@@ -74,7 +74,7 @@ class LocalUpdates(Engine):
         self.log_once = LogOnce(topology.rank)
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
-        self._shown = self._waits = False  # the global weights, and whether with every message
+        self._shown = self._waits = False  # whether global weights are shown; with all messages
         self._all_sent = self._trusted = False
         if not self.active:
             return
@@ -148,7 +148,7 @@ class LocalUpdates(Engine):
             if self.steps == 0:
                 self.warn_of_no_step()
             self._make_up()
-            for one in self.optimizers:  # of all: a flush uses the group between nodes, as exchanges under way do
+            for one in self.optimizers:  # all first: a flush uses the group of exchanges in flight
                 one.state.receive()
             self.exchange.runner.wait()  # for others with the same topology
             for one in self.optimizers:
@@ -158,30 +158,30 @@ class LocalUpdates(Engine):
 
     def warn_of_no_step(self) -> None:
         self.log_once(
-            "no optimizer step was made: nodes exchange nothing, and the global weights stay as they were. Call "
+            "no optimizer step was made: nodes exchange nothing, and the global weights do not change. Call "
             "optimizer.step(): methods such as first_step() and second_step() of a SAM optimizer bypass it, but its "
             "step(closure) does not.",
             logging.WARNING,
         )
 
     def _make_up(self) -> None:
-        """Let nodes that have made fewer exchanges than others make up for them, or else each would wait for another
-        one. A collective of the world."""
+        """Let nodes that made fewer exchanges than others make the missing exchanges; otherwise nodes would wait for
+        each other. A collective of the world."""
         mine = [one.exchanges for one in self.optimizers]
         most, least = extremes(mine, self.exchange.communicator.flat_all_reduce, self._device)
         if most == least:
             return
         self.log_once(
-            f"nodes have exchanged their updates {max(most)} and {min(least)} times: one made fewer steps than others, "
-            f"and sends the rest now. Call step() on every rank after each batch, also where a rank skips its "
-            f"optimizer's step",
+            f"nodes have exchanged their updates {max(most)} and {min(least)} times: a node that made fewer steps "
+            f"makes the missing exchanges now. Call step() on every rank after each batch, even if a rank skips its "
+            f"optimizer step",
             logging.WARNING,
         )
         for one, exchanges in zip(self.optimizers, most, strict=True):
             one.make_up_to(exchanges, self._occasion(one))
 
     def _occasion(self, one: LocalOptimizer) -> int:
-        """Return what all nodes are to have alike when they exchange."""
+        """Return a number that must be equal on all nodes when they exchange."""
         return (self.batches << 8) + self.optimizers.index(one)
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ class LocalUpdates(Engine):
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """Put this node's own weights back. A change that was made meanwhile becomes part of the global weights if all
-        nodes made the same, and else counts as an update of its node. Weights that were shown without waiting are not
-        compared: there a change must be the same on all nodes. Every rank calls it."""
+        """Put this node's own weights back. If all nodes made the same change since ``show_shared()``, it becomes part
+        of the global weights; otherwise it counts as an update of its node. Weights that were shown without waiting are
+        not compared: all nodes must make the same change to them. Every rank calls it."""
         if not self._shown:
             return
         changed, alike = self._compare_changes() if self._waits else (True, True)
@@ -231,14 +231,14 @@ class LocalUpdates(Engine):
 
     @torch.no_grad()
     def adopt_changes(self) -> None:
-        """Make changes of the module part of the global weights that are shown, if all nodes made the same ones. Every
-        rank calls it."""
+        """Add changes of the module to the global weights that it shows, if all nodes made the same changes. Every rank
+        calls it."""
         if self._shown and self._waits and self._compare_changes() == (True, True):
             self.show_own()
             self.show_shared()
 
     def _compare_changes(self) -> tuple[bool, bool]:
-        """Return whether some rank holds other weights than were shown, and whether all nodes hold the same. A
+        """Return whether a rank changed the weights that were shown, and whether all nodes hold equal weights. A
         collective of the world."""
         changed = any(one.is_changed() for one in self.optimizers)
         if all_agree(not changed, self.exchange.communicator.flat_all_reduce, self._device):
@@ -249,27 +249,27 @@ class LocalUpdates(Engine):
         if not alike:
             self.log_once(
                 "a hook changed the weights, but not in the same way on all nodes: the changes are exchanged like "
-                "updates, so the global weights take up their mean little by little. To change the weights at once, "
+                "updates, so the global weights adopt their mean gradually. To change the weights at once, "
                 "make the same change on all nodes: seed it, or broadcast the weights.",
                 logging.WARNING,
             )
         return True, alike
 
     def _check_trusted(self) -> None:
-        """Raise RuntimeError if hooks between batches changed the global weights, and nodes differ since. A collective
-        of the world, where there was such a hook."""
+        """Raise RuntimeError if hooks between batches changed the global weights differently on the nodes. A collective
+        of the world, if such hooks ran."""
         if not self._trusted:
             return
         self._trusted = False
         if not self._same_on_all_nodes([one.state.read_shared() for one in self.optimizers]):
             raise RuntimeError(
                 "the global weights differ between nodes: on_train_batch_start or on_train_batch_end changed weights, "
-                "and not in the same way on all nodes. Make the same change on all ranks, as DDP needs it, too, or "
+                "but not in the same way on all nodes. Make the same change on all ranks, as DDP also requires, or "
                 "change the weights in training_step. Resume from the last checkpoint."
             )
 
     def _same_on_all_nodes(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether each device holds the same as those of its place in other nodes. A collective of the world."""
+        """Return whether each device holds the values of its counterparts on other nodes. A collective of the world."""
         comm = self.exchange.communicator
         differ = bool(tensors) and bool(differing(tensors, comm.all_reduce, self._device))
         return all_agree(not differ, comm.flat_all_reduce, self._device)

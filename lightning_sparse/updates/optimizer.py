@@ -37,9 +37,9 @@ from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState, state_of
 
 OVERWRITES = 0.25
-"""An optimizer that leaves less than this share of a change overwrites the parameters."""
+"""If a step leaves less than this share of a change, the optimizer overwrites the parameters."""
 PULLS_BACK = 0.9
-"""One that leaves less than this share moves them towards a copy."""
+"""If a step leaves less than this share of a change, the optimizer moves the parameters towards a copy."""
 
 
 class LocalOptimizer:
@@ -71,9 +71,9 @@ class LocalOptimizer:
         self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config, self._make_state = exchange, config, make_state
         self.state = self._new_state()
-        self._frozen: set[int] = set()  # by ``id()``, of what is exchanged
-        self._own: list[Tensor] | None = None  # pieces of this node's weights while the global ones are shown
-        self._waits = True  # whether the weights that are shown have every message
+        self._frozen: set[int] = set()  # ``id()`` of frozen parameters that are exchanged
+        self._own: list[Tensor] | None = None  # this node's weights while the global weights are shown
+        self._waits = True  # whether the shown weights include every message
         known = is_tested(optimizer) or type(optimizer).__module__.startswith("torch.optim")
         self.probe = None if known else Probe()
 
@@ -123,20 +123,20 @@ class LocalOptimizer:
             self.probe.begin(self.state.slices)
 
     def _end_probe(self) -> bool:
-        """Return whether elements of the parameters had been changed to see what a step does to that."""
+        """Remove the probe's change of the parameters. Return whether there was such a change."""
         if self.probe is None or not self.probe.under_way:
             return False
         left, name = self.probe.end(), type(self.optimizer).__name__
         if left < OVERWRITES:
             raise ValueError(
-                f"{name} undoes what other nodes send: of a change of the weights, {max(0.0, left):.0%} was left after "
+                f"{name} undoes received updates: {max(0.0, left):.0%} of a change of the weights was left after "
                 f"its step, so it steps a copy of them, such as fp32 master weights. Let it step the parameters "
                 f"themselves (master_weights=False), or use strategy='mstopk_hier'."
             )
         if left < PULLS_BACK:
             self._exchange.log_once(
                 f"{name} pulls the weights back towards a copy of its own, as Lookahead and schedule-free optimizers "
-                f"do, and takes part of the received updates away again: in such steps nodes learn less from each "
+                f"do, and so undoes part of the received updates: in such steps nodes learn less from each "
                 f"other. Compare the loss with strategy='mstopk_hier'.",
                 logging.WARNING,
             )
@@ -144,11 +144,11 @@ class LocalOptimizer:
 
     @property
     def exchanges(self) -> int:
-        """How many this optimizer has made so far."""
+        """How many exchanges this optimizer has made so far."""
         return self.steps // self._config.sync_every
 
     def make_up_to(self, exchanges: int, occasion: int) -> None:
-        """Make the exchanges that other nodes have made and this one has not, of what has changed so far."""
+        """Make the exchanges that only other nodes have made, with the updates so far."""
         while self.exchanges < exchanges:
             self.steps = (self.exchanges + 1) * self._config.sync_every
             self.state.advance(occasion)
@@ -167,8 +167,8 @@ class LocalOptimizer:
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
     def show_shared(self, wait: bool = True) -> None:
-        """Put the global weights into the parameters; unless it is to wait, without messages under way."""
-        self._end_probe()  # where an exception ended the step
+        """Put the global weights into the parameters; with ``wait=False``, without messages in flight."""
+        self._end_probe()  # an exception may have ended the step
         self._own, self._waits = [piece.clone() for piece in self.state.slices.in_parameters()], wait
         self.state.slices.write(self._shown())
         self.gather()
@@ -177,8 +177,8 @@ class LocalOptimizer:
         """Put this node's weights back.
 
         Args:
-            adopt: a change that was made meanwhile belongs to the global weights: all nodes made the same. Otherwise it
-                is an update of this node.
+            adopt: whether all nodes made the same change to the shown weights, which then becomes part of the global
+                weights. Otherwise a change is an update of this node.
         """
         state, changed_S = self.state, self.changed_weights() if adopt else None
         if changed_S is not None and self._waits:  # exactly what the hook left, so no message may be added to it later
@@ -194,14 +194,14 @@ class LocalOptimizer:
         self.gather()
 
     def changed_weights(self) -> Tensor:
-        """Return the global weights with what was changed while they were shown, a new tensor [S]."""
+        """Return the global weights with the changes made while they were shown, a new tensor [S]."""
         changed_S = self._shown().clone()
         for new, piece in zip(self.state.slices.of(changed_S), self.state.slices.in_parameters(), strict=True):
             torch.where(piece == new.to(piece.dtype), new, piece.float(), out=new)
         return changed_S
 
     def is_changed(self) -> bool:
-        """Return whether the parameters hold something else than was shown. It waits for the device."""
+        """Return whether the parameters differ from the weights that were shown. Waits for the device."""
         shown = self.state.slices.of(self._shown())
         pairs = zip(self.state.slices.in_parameters(), shown, strict=True)
         return not all(torch.equal(piece, each.to(piece.dtype)) for piece, each in pairs)
@@ -221,7 +221,7 @@ class LocalOptimizer:
             piece.copy_(now)
 
     def _now(self) -> Iterator[Tensor]:
-        """Yield the pieces of this node's weights, with what was changed while the global ones were shown."""
+        """Yield the pieces of this node's weights, with changes made while the global weights were shown."""
         slices = self.state.slices
         if self._own is None:
             yield from slices.in_parameters()
@@ -280,8 +280,8 @@ class LocalOptimizer:
         self.gather()
 
     def _leave_frozen(self) -> None:
-        """Have parameters that were frozen since the last step keep the global weights: as long as some of their
-        updates are pending, these weights would still change."""
+        """Give parameters that were frozen since the last step the global weights, and drop their pending updates:
+        otherwise these weights would still change."""
         frozen = {id(p) for p in self.parameters if not (p.requires_grad or _has_gradient(p))}
         new, self._frozen = frozen - self._frozen, frozen
         self._drop_pending(new)
@@ -296,7 +296,7 @@ class LocalOptimizer:
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Whether the step of an optimizer changes the parameter."""
+    """Whether the parameter has a gradient that is not zero on this device."""
     return parameter.grad is not None and bool(local_of(parameter.grad).any())
 
 

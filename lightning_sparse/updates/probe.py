@@ -1,9 +1,9 @@
-"""Finds optimizers that undo what other nodes send: by what they do to the parameters, whatever they store.
+"""Finds optimizers that undo received updates, by their effect on the parameters, not by their state.
 
 An optimizer with a copy of the weights (fp32 master weights, slow weights) overwrites the parameters with it, and so
 removes received updates. Before an early step, a few elements are changed by much more than a step changes them. The
 share of this change that is left after the step is 1 for an optimizer that steps the parameters themselves, 0 for one
-with master weights, and between them where the weights are pulled back towards a copy. The change is then removed.
+with master weights, and between 0 and 1 for one that pulls the weights back towards a copy. The change is then removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_sparse.updates.slices import Slices
 
 ELEMENTS = 64
-WINDOW = 1 << 20  # elements of a piece that are looked at
+WINDOW = 1 << 20  # elements of a piece that are probed at most
 LARGE = 16.0  # times the largest change of the last step
 CLEAR = 4.0  # times the largest change of this step
 STEPS = 24
@@ -42,7 +42,7 @@ class _Tried:
         self.piece[self.places] = (self.before[self.places].double() + size * self.signs).to(self.piece.dtype)
 
     def take_back(self, size: float) -> tuple[float, float]:
-        """Remove what is left of a change. Return its share, and the largest change of the other elements."""
+        """Remove the rest of a change. Return the share that was left, and the largest change of other elements."""
         changes = self.piece.double() - self.before.double()
         share = (changes[self.places] * self.signs / size).median().item() if size else 1.0
         self.piece[self.places] -= (size * min(1.0, max(0.0, share)) * self.signs).to(self.piece.dtype)
@@ -54,8 +54,8 @@ class Probe:
     """Changes elements before steps of one optimizer, in the largest piece of each dtype of this device's slice.
 
     Attributes:
-        steps: that were tried; `STEPS` at most.
-        sizes: of the change in the next step, by dtype; 0 where a step is to show first how much it changes.
+        steps: number of probed steps; `STEPS` at most.
+        sizes: size of the change before the next step, by dtype; 0 until a step shows how much it changes.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Probe:
         """Remove the change after the step.
 
         Returns:
-            The smallest share of it that was left, 1 where the step does not tell.
+            The smallest share of the change that was left; 1 if the step does not show it.
         """
         smallest = 1.0
         self.steps += 1
@@ -106,10 +106,10 @@ class Probe:
         return smallest
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run goes on with."""
+        """Return the state for a resumed run."""
         return {"steps": float(self.steps), **{str(dtype): size for dtype, size in self.sizes.items()}}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Go on where it was saved."""
+        """Continue from a saved state."""
         self.steps = int(saved["steps"])
         self.sizes = {getattr(torch, n.partition(".")[2]): size for n, size in saved.items() if n != "steps"}

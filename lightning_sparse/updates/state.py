@@ -164,17 +164,17 @@ class UpdateState:
         return self.shared_S
 
     def read_received(self) -> Tensor:
-        """Return the global weights without waiting: they may lack the messages under way, on all nodes alike. Not to
-        be written to."""
+        """Return the global weights without waiting. They may lack messages in flight, the same messages on all nodes.
+        Do not write to them."""
         return self.read_shared()
 
     def settle_now(self) -> None:
-        """Count all messages, and write this node's model into the parameters; nothing is in flight."""
+        """Apply all messages, and write this node's model into the parameters, so that nothing is in flight."""
         self._pending_S.copy_(self._collect())
         self.begin()
 
     def set_shared(self, shared_S: Tensor) -> None:
-        """Set the global weights, and this node's model by as much: what is pending stays pending."""
+        """Set the global weights, and move this node's model by the same difference: pending updates stay pending."""
         self.receive()
         _move(self._start_S, self.shared_S, shared_S)
         self.shared_S.copy_(shared_S)
@@ -203,7 +203,7 @@ class UpdateState:
         self._pending_S.copy_(pending_S)
 
     def drop_pending(self, parameters: Collection[int]) -> None:
-        """Forget what is pending of these parameters, given by ``id()``: they hold the global weights from now on."""
+        """Drop the pending updates of parameters, given by ``id()``: they hold the global weights from now on."""
         pending_S = self._collect()
         for piece, view in self.slices.by_piece(pending_S).items():
             if piece[0] in parameters:
@@ -469,7 +469,7 @@ class Difference(UpdateState):
 
 
 def _move(model_S: Tensor, before_S: Tensor, now_S: Tensor) -> None:
-    """Change a model as the global weights change: exactly to these where it was equal, not at all where they stay."""
+    """Move a model with the global weights: exactly to them where it was equal, not at all where they stay."""
     torch.where(now_S == before_S, model_S, now_S - (before_S - model_S), out=model_S)
 
 

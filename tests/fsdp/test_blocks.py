@@ -20,7 +20,7 @@ from tests.strategy.trainers import plain_module
 
 
 class Rows(nn.Module):
-    """Rows of blocks, as those of a UNet, in a list of lists or of dicts; a dict of lists is as good."""
+    """Rows of blocks, as in a UNet, in a list of lists or of dicts, or in a dict of lists."""
 
     def __init__(self, row: Callable[[dict[str, nn.Module]], nn.Module], named: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Rows(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One block several times, as in ALBERT, and two that share a weight."""
+    """One block that occurs several times, as in ALBERT, and two blocks that share a weight."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def refused() -> list[str]:
     return said
 
 
-def test_shard_tied_modules_without_a_common_forward_are_refused_with_the_lines_to_write(ranks: RunRanks) -> None:
+def test_shard_tied_modules_without_common_forward_are_refused_with_code_to_write(ranks: RunRanks) -> None:
     for said in ranks(refused, nodes=1, devices=2)[0]:
         assert 'fully_shard(self, mesh=self.device_mesh["shard"])' in said
         assert "register_fsdp_forward_method(self, name)" in said

@@ -62,7 +62,7 @@ def resumed(flavour: str, folder: str, options: dict[str, Any]) -> tuple[Tensor,
 
 
 def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
-    """Weights of a run with a scheduler, and of one that resumes from its folder; the epoch that is loaded."""
+    """Weights of a run with a scheduler, and of a run that resumes from its folder; the loaded epoch."""
     os.chdir(folder)
     runs = []
     for seed in (0, 7):
@@ -129,7 +129,7 @@ def test_options_are_checked(options: dict[str, Any], said: str) -> None:
 
 
 def made_before_sharding() -> dict[str, str]:
-    """Errors about optimizers that were made too early, and lines about one that was not."""
+    """Errors about optimizers that were made too early, and log lines about a valid optimizer."""
     flavour, said = "lightning_fabric", {}
     for send in ("gradients", "updates"):
         for together in (True, False):

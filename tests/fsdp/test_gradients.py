@@ -258,7 +258,7 @@ def test_fsdp_gradients_by_default_warm_up_in_bfloat16_and_warn_of_adamw() -> No
     ("options", "dtype"),
     [({}, "2bit"), ({"send": "gradients"}, "bfloat16"), ({"send": "gradients", "value_dtype": "2bit"}, "2bit")],
 )
-def test_fsdp_value_dtype_is_that_of_what_is_sent(options: dict[str, Any], dtype: str) -> None:
+def test_fsdp_value_dtype_default_depends_on_send(options: dict[str, Any], dtype: str) -> None:
     assert fsdp(FLAVOUR, **options).config.value_dtype == dtype
 
 

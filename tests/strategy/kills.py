@@ -63,7 +63,7 @@ def patience(kill: Kill | None) -> timedelta:
 
 
 def stopper(stop_after: int | None) -> Any:
-    """Ends a fit after so many steps, which the strategy cannot know before."""
+    """Ends a fit after a number of steps that the strategy cannot know before."""
 
     class Stopper(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

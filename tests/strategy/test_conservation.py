@@ -461,7 +461,7 @@ def mixed_fit() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("outcome", "begins", "ends"), [("discarded", 1, 1), ("used", 10, 10), ("waiting", 10, 1)])
 def test_residual_whose_choice_is_open_stays_open_in_new_groups(outcome: str, begins: int, ends: int) -> None:
-    """Buckets are rebuilt while nobody has stepped the gradient: it may yet be thrown away."""
+    """Buckets are rebuilt before an optimizer stepped the gradient, which may still be discarded."""
     store, cpu = ResidualStore(0, 1), torch.device("cpu")
     both, first, second = ParamGroup(("x", "y"), (3, 4)), ParamGroup(("x",), (3,)), ParamGroup(("y",), (4,))
     x, y = torch.arange(3.0), torch.arange(3.0, 7.0)

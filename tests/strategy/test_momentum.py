@@ -452,7 +452,7 @@ def trained(folder: str) -> dict[str, Any]:
 
 
 def late_group(corrected: bool) -> Tensor:
-    """Parameters get gradients from the start, which are thrown away, and join the optimizer later."""
+    """Parameters get gradients from the start, which are discarded, and join the optimizer later."""
     model = mlp()
     early, late = list(model.parameters())[:2], list(model.parameters())[2:]
     optimizer = torch.optim.SGD(early, lr=0.05, momentum=0.9)

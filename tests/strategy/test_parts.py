@@ -1,4 +1,4 @@
-"""Parameters that take part in some backward passes alone: unused branches, static graphs, layers that are unfrozen or
+"""Parameters that take part only in some backward passes: unused branches, static graphs, layers that are unfrozen or
 added in the middle of a run."""
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Late(nn.Module):
 
 
 class Waking(Late):
-    """The same for plain DDP: the layer requires gradients from the start, and they are dropped until that step."""
+    """Plain DDP: the layer requires gradients from the start, which are dropped until that step."""
 
     def __init__(self) -> None:
         super().__init__(add=False)

@@ -38,7 +38,7 @@ LATE: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Act:
-    """What one hook does in one of its calls; in all of them where ``call`` is None."""
+    """The action of one hook in one of its calls, or in all calls if ``call`` is None."""
 
     hook: str
     call: int | None
@@ -87,7 +87,7 @@ def program(seed: int) -> Program:
 
 
 class Player:
-    """Does what a program says, and notes the weights that each hook sees."""
+    """Runs a program, and notes the weights that each hook sees."""
 
     def __init__(self, given: Program, folder: str) -> None:
         self.program, self.folder = given, folder
@@ -228,7 +228,7 @@ def play(given: Program, name: str, folder: str) -> dict[str, Any]:
 
 
 def play_all(seeds: range, folder: str) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """For each program what the strategy does, and what DDP does where that is to be equal."""
+    """For each program the result of the strategy, and the result of DDP if both must be equal."""
     found = []
     for seed in seeds:
         given = program(seed)

@@ -1,4 +1,4 @@
-"""Connections between nodes: no proxy, the node's own address, downloads that go on, and errors that name the cause."""
+"""Connections between nodes: no proxy, the node's own address, resumed downloads, and errors that name the cause."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ def received(download: Download, pause: float) -> None:
     assert torch.equal(found["weights"], STATE["weights"])
 
 
-def test_download_whose_connection_is_cut_goes_on_where_it_stopped(server: SnapshotServer) -> None:
+def test_download_with_cut_connection_resumes_where_it_stopped(server: SnapshotServer) -> None:
     with relay(server.address, 50_001, -1) as (address, passed):
         received(Download(address, "name"), pause=5.0)
         assert len(passed) == 2
         assert passed[1] < STATE["weights"].nbytes - passed[0] + 4096, "the rest alone"
 
 
-def test_download_that_pauses_goes_on(server: SnapshotServer) -> None:
+def test_download_that_pauses_continues(server: SnapshotServer) -> None:
     with relay(server.address, 50_001, 1.5) as (address, passed):
         received(Download(address, "name"), pause=30.0)
         assert len(passed) == 1
 
 
-def test_download_that_returned_after_a_pause_goes_on_when_it_is_asked_again(server: SnapshotServer) -> None:
+def test_download_that_returned_after_a_pause_resumes_in_the_next_call(server: SnapshotServer) -> None:
     with relay(server.address, 50_001, 600.0) as (address, passed):
         download = Download(address, "name")
         received(download, pause=0.2)
@@ -230,7 +230,7 @@ def test_quorum_keeps_a_node_that_trains_with_a_loopback_address_and_refuses_oth
 
 
 def test_group_between_nodes_listens_on_the_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself Gloo takes that of the host's name."""
+    """By default Gloo takes the address of the host name."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before, store = listening(), _store_on("127.0.0.1")
     groups = [_process_group("127.0.0.2", timedelta(seconds=20)) for _ in range(2)]

@@ -170,7 +170,7 @@ def test_with_too_few_nodes_a_flush_counts_no_more_than_other_rounds(nodes: Node
 
 
 def test_elastic_node_with_min_nodes_waits_although_its_last_request_failed(nodes: Nodes) -> None:
-    """The lighthouse gives no quorum to the one of two nodes that is left, until the other's heartbeat has expired."""
+    """The lighthouse gives the remaining node no quorum until the heartbeat of the other node has expired."""
     options: dict[str, Any] = {"timeout": 1, "density": 0.1, "min_nodes": 2, "pause": 0.001}
     begin(nodes, "ab", **options)
     nodes.wait_for("a", of(2, 20))

@@ -1,4 +1,4 @@
-"""The lengths of what nodes that come and go gather are the same on all of them, for models of any size."""
+"""All elastic nodes gather rows of equal length, for models of any size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ said = st.fixed_dictionaries(
 def test_rows_of_all_members_are_equally_long_whatever_each_holds(
     each_said: list[dict[str, int]], data: st.DataObject
 ) -> None:
-    """Also where one holds more or less than it said."""
+    """Rows stay equally long if a node holds more or less than it said."""
     sizes = Sizes(48, 20, 7)
     members = [Member(f"{place}", "", Said("token", 1, **said)) for place, said in enumerate(each_said)]  # type: ignore[arg-type]
     lengths = st.sampled_from([None, 0, 40, 48, 64, 68, 72])

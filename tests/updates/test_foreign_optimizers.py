@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's: those that undo received updates are found by what they do, no other is refused."""
+"""Optimizers outside torch: only optimizers whose steps undo received updates are refused."""
 
 import logging
 from collections.abc import Callable
@@ -81,7 +81,7 @@ class ZeroState(Optimizer):
 
 
 class Lookahead(torch.optim.SGD):
-    """Moves the weights half the way back to slow ones in every sixth step."""
+    """Moves the weights halfway back to slow weights in every sixth step."""
 
     steps = 0
 
@@ -97,7 +97,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class NeverInitialized(Optimizer):
-    """Wraps another one, and never calls ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
+    """Wraps another optimizer, and never calls ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
@@ -203,7 +203,7 @@ def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
 
 
 def of_timm() -> dict[str, str]:
-    """What is said of each optimizer of timm that can step the model at all."""
+    """The error or warning for each optimizer of timm that can step the model."""
     optim = pytest.importorskip("timm.optim")
     found = {}
     for name in optim.list_optimizers():

@@ -27,7 +27,7 @@ def layer_of(model: nn.Module) -> Tensor:
 
 
 def stopped(way: dict[str, Any], how: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer when it stops to be trained, as the global weights have it; later; and the other weights at the end."""
+    """A layer in the global weights when its training stops, and later; and the other weights at the end."""
     topology, model = discover(), mlp()
     optimizer = sgd(model)
     updates = LocalUpdates(model, optimizer, UpdatesConfig(**way), topology)

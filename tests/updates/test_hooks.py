@@ -60,7 +60,7 @@ def test_random_hooks_give_the_result_of_ddp(nodes: int, devices: int, begin: in
 
 
 def changed_at_start(hook: str) -> tuple[Tensor, Tensor]:
-    """The result of a fit whose weights a hook sets before the first batch, and of one that begins with them."""
+    """The result of a fit whose weights a hook sets before the first batch, and of a fit that begins with them."""
     results = []
     for begins in (False, True):
         module = adamw_module(FLAVOUR)
@@ -84,7 +84,7 @@ def test_weights_that_a_hook_sets_before_training_are_global_at_once(hook: str) 
 
 
 def exported_and_final(folder: str) -> dict[str, Any]:
-    """How far what a hook of a save sees is from the file, and the weights of the last file and of the end."""
+    """The difference between the weights in a save hook and in the file; the last saved and the final weights."""
     pl = lightning_of(FLAVOUR)
     module, differences = adamw_module(FLAVOUR), []
 
@@ -130,7 +130,7 @@ def test_pruned_weights_stay_zero_after_the_fit() -> None:
 
 
 def averaged_by_a_callback() -> tuple[Tensor, list[Tensor]]:
-    """What a callback averages over steps, and what it has of each step."""
+    """The average of a callback over steps, and its weights in each step."""
     seen: list[Tensor] = []
 
     class Average(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]

@@ -63,7 +63,7 @@ def test_a_node_that_differs_is_left_out() -> None:
 
 
 def test_quorum_with_a_stranger_keeps_the_run_that_nodes_train() -> None:
-    """However many rounds the stranger's checkpoint has, and however many strangers there are."""
+    """The number of strangers, and of rounds in their checkpoints, does not matter."""
     trains = member("a", "mine", 7, run="a", trains=True)
     strangers = [member(name, "theirs", 10**6, run="x") for name in "bc"]
     found = quorum_of([trains, *strangers, member("d", "", 0)])
@@ -79,7 +79,7 @@ def test_quorum_of_new_weights_names_the_run_after_them() -> None:
     assert quorum_of([member("a", "a:1", 0), member("b", "", 0)]).run == "a:1"
 
 
-def test_node_with_own_weights_only_gives_them_up_for_a_checkpoint() -> None:
+def test_node_with_new_weights_gives_them_up_for_a_checkpoint() -> None:
     found = quorum_of([member("a", "a:1", 0), member("b", "saved", 5, run="x")])
     assert (found.run, names(found.members), names(found.training)) == ("x", ["a", "b"], ["b"])
 

@@ -1,4 +1,4 @@
-"""Nodes that make different numbers of steps: a step that one skips, a training that ends in the middle."""
+"""Nodes that make different numbers of steps: one node skips a step, or a training ends in the middle."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +19,7 @@ SIZE = 37
 
 
 class Interrupted(Exception):
-    """What ends a training between two steps."""
+    """The exception that ends a training between two steps."""
 
 
 def begin(topology: Topology, seed: int, **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer, LocalUpdates]:

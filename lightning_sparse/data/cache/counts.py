@@ -145,7 +145,7 @@ _ERRORS = {
 
 
 class TierSizes(NamedTuple):
-    """Samples and bytes that the tiers of a node hold. ``folder``: that of the disk tier, with its host."""
+    """Samples and bytes in the tiers of a node. ``folder`` is the host and folder of its disk tier."""
 
     memory: int = 0
     memory_bytes: int = 0
