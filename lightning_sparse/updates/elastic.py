@@ -131,6 +131,8 @@ class ElasticUpdates(LocalUpdates):
 
     kind = "elastic"
     in_step = False
+    _joined = False  # nodes that train
+    _begins: bool  # a run
 
     def __init__(
         self,
@@ -159,8 +161,7 @@ class ElasticUpdates(LocalUpdates):
         self._watch = Watch(self.peers)
         self._least = 0  # samples that the node needs for a batch
         self.taken: Any = None
-        self._joined, self._begins = False, version is None  # this node begins a run
-        self.optimizers = []
+        self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
             self.peers.facts["sizes"] = self._from_first(lambda: list(self.peers.sizes))  # devices differ in theirs
