@@ -22,6 +22,7 @@ WINDOW = 1 << 20  # elements of a piece that are looked at
 LARGE = 16.0  # times the largest change of the last step
 CLEAR = 4.0  # times the largest change of this step
 STEPS = 24
+MOST = 0.75  # a quantile: a step that clips weights takes up to half of the changes back, those beyond its bounds
 
 
 @dataclass
@@ -44,10 +45,15 @@ class _Tried:
     def take_back(self, size: float) -> tuple[float, float]:
         """Remove what is left of a change. Return its share, and the largest change of the other elements."""
         changes = self.piece.double() - self.before.double()
-        share = (changes[self.places] * self.signs / size).median().item() if size else 1.0
-        self.piece[self.places] -= (size * min(1.0, max(0.0, share)) * self.signs).to(self.piece.dtype)
+        shares = changes[self.places] * self.signs / size if size else torch.ones_like(self.signs)
+        most = shares.quantile(MOST).item()
+        follows = shares >= min(most, 0.5 * most)  # others were clipped by a bound
+        share = shares[follows].median().item()
         changes[self.places] = 0
-        return share, changes.abs().max().item()
+        usual = changes.abs().max().item()
+        left = torch.where(follows | (usual > size / CLEAR), share, shares).clamp(0.0, 1.0)
+        self.piece[self.places] -= (size * left * self.signs).to(self.piece.dtype)
+        return share, usual
 
 
 class Probe:
@@ -90,7 +96,7 @@ class Probe:
         """Remove the change after the step.
 
         Returns:
-            The smallest share of it that was left, 1 where the step does not tell.
+            The smallest share of it that was left where the step sets no bounds, 1 where the step does not tell.
         """
         smallest = 1.0
         self.steps += 1

@@ -96,6 +96,18 @@ class Lookahead(torch.optim.SGD):
             p.copy_(slow.lerp_(p, 0.5))
 
 
+class Clips(torch.optim.SGD):
+    """Keeps weights within bounds, where half of them are, as optimizers of binary weights do."""
+
+    BOUND = 0.05
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.clamp_(-self.BOUND, self.BOUND)
+
+
 class NeverInitialized(Optimizer):
     """Wraps another one, and never calls ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
 
@@ -109,11 +121,19 @@ class NeverInitialized(Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
+@torch.no_grad()
+def at_bounds(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        p.copy_(Clips.BOUND * p.sign())
+    return model
+
+
 MAKE: dict[str, Callable[..., Make]] = {
     "own": lambda: lambda model: Own(model.parameters(), lr=0.1),
     "masters": lambda place: lambda model: Masters(model.parameters(), place),
     "zero state": lambda: lambda model: ZeroState(model.parameters()),
     "lookahead": lambda: lambda model: Lookahead(model.parameters(), lr=0.1),
+    "clips": lambda: lambda model: Clips(at_bounds(model).parameters(), lr=0.1),
     "never initialized": lambda: lambda model: NeverInitialized(torch.optim.SGD(model.parameters(), lr=0.1)),
     "plain": lambda: lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
 }
@@ -182,6 +202,11 @@ def test_optimizer_of_another_library_ends_where_torchs_does(ranks: RunRanks) ->
     for one, other in zip(own, plain, strict=True):
         assert torch.equal(one["weights"], own[0]["weights"])
         assert (one["weights"] - other["weights"]).norm() < 0.02 * other["weights"].norm()
+
+
+def test_optimizer_that_clips_weights_is_not_refused(ranks: RunRanks) -> None:
+    for found in ranks(of_kind, "clips", (), torch.float32, {}, nodes=2, devices=1):
+        assert (found["said"], found["warnings"]) == ("", [])
 
 
 def test_optimizer_that_pulls_weights_back_warns_once(ranks: RunRanks) -> None:
