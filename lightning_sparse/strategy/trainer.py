@@ -144,7 +144,11 @@ class TrainerAdapter(Adapter, Host):
     def _show_to_hooks(self, trainer: Any) -> None:
         """Let hooks see the global weights from now on. A collective of the world."""
         names = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
-        wanted = ["WeightAveraging" in names, "StochasticWeightAveraging" in names, _has_hooks_between_batches(trainer)]
+        wanted: list[int] = [
+            "WeightAveraging" in names,
+            "StochasticWeightAveraging" in names,
+            _has_hooks_between_batches(trainer),
+        ]
         if self.engine is not None and self.engine.active:  # a callback may be on one rank alone
             wanted, _ = extremes(wanted, HierCommunicator(self._place).flat_all_reduce, self.root_device)
         self._shows_each_step, self._flushes_each_epoch, self._shows_between_batches = map(bool, wanted)

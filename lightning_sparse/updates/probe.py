@@ -20,7 +20,7 @@ from lightning_sparse.updates.slices import Slices
 ELEMENTS = 64
 WINDOW = 1 << 20  # elements of a piece that are looked at
 LARGE = 16.0  # times the largest change of the last step
-CLEAR = 4.0  # times the largest change of this step
+CLEAR = 2.0  # times the largest change of this step
 STEPS = 24
 MOST = 0.75  # a quantile: a step that clips weights takes up to half of the changes back, those beyond its bounds
 
