@@ -19,9 +19,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.agree import extremes
 from lightning_sparse.engine import Engine, State
+from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.fsdp import ShardedGradients, by_hand, explained_if_mixed, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
@@ -141,9 +144,14 @@ class TrainerAdapter(Adapter, Host):
     def _show_to_hooks(self, trainer: Any) -> None:
         """Let hooks see the global weights from now on. A collective of the world."""
         names = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
-        self._shows_each_step = "WeightAveraging" in names
-        self._flushes_each_epoch = "StochasticWeightAveraging" in names
-        self._shows_between_batches = _has_hooks_between_batches(trainer)
+        wanted: list[int] = [
+            "WeightAveraging" in names,
+            "StochasticWeightAveraging" in names,
+            _has_hooks_between_batches(trainer),
+        ]
+        if self.engine is not None and self.engine.active:  # a callback may be on one rank alone
+            wanted, _ = extremes(wanted, HierCommunicator(self._place).flat_all_reduce, self.root_device)
+        self._shows_each_step, self._flushes_each_epoch, self._shows_between_batches = map(bool, wanted)
         self._in_batch = self._over = False
         self._steps_before = self._batches_before = 0
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -153,6 +161,7 @@ class TrainerAdapter(Adapter, Host):
             _call_around(epoch.manual_optimization, "run", after=self._after_batch),
             _call_around(epoch, "_should_check_val_fx", after=self._show_if),  # hooks run before the loop
             _call_around(epoch.val_loop, "on_run_start", before=self._show),
+            _call_around(epoch.val_loop, "on_run_end", before=self._drop_gathered),
             _call_around(fit, "on_advance_end", before=self._end_epoch),
             _call_around(fit, "on_run_end", before=self._finish),
         ]
@@ -167,6 +176,9 @@ class TrainerAdapter(Adapter, Host):
     def _show(self) -> None:
         if self.engine is not None:
             self.engine.show_shared()
+
+    def _drop_gathered(self) -> None:
+        """Let hooks after an evaluation see parameters, not copies of them."""
 
     def _show_if(self, validates: bool) -> None:
         if validates:
@@ -218,6 +230,11 @@ class TrainerAdapter(Adapter, Host):
         if self.engine is not None:
             self.engine.batches += 1
             self.engine.show_own()
+
+    def on_train_start(self) -> None:
+        """A fit may train twice: `LearningRateFinder` runs the whole loop before."""
+        super().on_train_start()
+        self._over = False
 
     def on_train_end(self) -> None:
         """Keep the weights that the last hooks left."""
@@ -927,6 +944,12 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         else:
             self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._show_to_hooks(trainer)
+
+    def _drop_gathered(self) -> None:
+        """FSDP2 keeps what an evaluation gathered in the place of the shards, and would lose changes of that."""
+        for each in self.lightning_module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
     def on_train_start(self) -> None:
         """Set the length of the density warm-up of gradients; data loaders exist by now."""

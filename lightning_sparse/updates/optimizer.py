@@ -76,6 +76,7 @@ class LocalOptimizer:
         self._waits = True  # whether the shown weights include every message
         known = is_tested(optimizer) or type(optimizer).__module__.startswith("torch.optim")
         self.probe = None if known else Probe()
+        self._probes_again = False  # once this node's weights are shown again
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -156,7 +157,8 @@ class LocalOptimizer:
 
     def flush(self) -> None:
         """Send everything that is pending."""
-        self._end_probe()
+        if self.probe is not None:
+            self.probe.cancel()  # an exception may have ended the step
         self.state.flush()
         self.gather()
 
@@ -168,7 +170,7 @@ class LocalOptimizer:
 
     def show_shared(self, wait: bool = True) -> None:
         """Put the global weights into the parameters; with ``wait=False``, without messages in flight."""
-        self._end_probe()  # an exception may have ended the step
+        self._probes_again = self.probe is not None and self.probe.cancel()  # within a step
         self._own, self._waits = [piece.clone() for piece in self.state.slices.in_parameters()], wait
         self.state.slices.write(self._shown())
         self.gather()
@@ -191,6 +193,8 @@ class LocalOptimizer:
             if changed_S is not None:
                 state.set_shared(changed_S)
         self._own = None
+        if self._probes_again and self.probe is not None:
+            self.probe.begin(state.slices)
         self.gather()
 
     def changed_weights(self) -> Tensor:

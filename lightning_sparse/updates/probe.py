@@ -20,8 +20,9 @@ from lightning_sparse.updates.slices import Slices
 ELEMENTS = 64
 WINDOW = 1 << 20  # elements of a piece that are probed at most
 LARGE = 16.0  # times the largest change of the last step
-CLEAR = 4.0  # times the largest change of this step
+CLEAR = 2.0  # times the largest change of this step
 STEPS = 24
+MOST = 0.75  # a quantile: a step that clips weights takes up to half of the changes back, those beyond its bounds
 
 
 @dataclass
@@ -44,10 +45,15 @@ class _Tried:
     def take_back(self, size: float) -> tuple[float, float]:
         """Remove the rest of a change. Return the share that was left, and the largest change of other elements."""
         changes = self.piece.double() - self.before.double()
-        share = (changes[self.places] * self.signs / size).median().item() if size else 1.0
-        self.piece[self.places] -= (size * min(1.0, max(0.0, share)) * self.signs).to(self.piece.dtype)
+        shares = changes[self.places] * self.signs / size if size else torch.ones_like(self.signs)
+        most = shares.quantile(MOST).item()
+        follows = shares >= min(most, 0.5 * most)  # others were clipped by a bound
+        share = shares[follows].median().item()
         changes[self.places] = 0
-        return share, changes.abs().max().item()
+        usual = changes.abs().max().item()
+        left = torch.where(follows | (usual > size / CLEAR), share, shares).clamp(0.0, 1.0)
+        self.piece[self.places] -= (size * left * self.signs).to(self.piece.dtype)
+        return share, usual
 
 
 class Probe:
@@ -86,11 +92,20 @@ class Probe:
             self._tried.append(tried)
 
     @torch.no_grad()
+    def cancel(self) -> bool:
+        """Remove the change before the step. Return whether there was one; ``begin`` makes the same change again."""
+        was_under_way = self.under_way
+        for each in self._tried:
+            each.piece[each.places] = each.before[each.places]
+        self._tried = []
+        return was_under_way
+
+    @torch.no_grad()
     def end(self) -> float:
         """Remove the change after the step.
 
         Returns:
-            The smallest share of the change that was left; 1 if the step does not show it.
+            The smallest share of the change that was left where the step sets no bounds, or 1 if the step shows none.
         """
         smallest = 1.0
         self.steps += 1

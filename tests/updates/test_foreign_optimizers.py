@@ -14,7 +14,9 @@ from lightning_sparse.updates.probe import STEPS
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import flat_parameters
+from tests.strategy.trainers import fitted
 from tests.updates.runs import start
+from tests.updates.test_trainer import adamw_module, local
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -96,6 +98,18 @@ class Lookahead(torch.optim.SGD):
             p.copy_(slow.lerp_(p, 0.5))
 
 
+class Clips(torch.optim.SGD):
+    """Keeps weights within bounds, where half of them are, as optimizers of binary weights do."""
+
+    BOUND = 0.05
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.clamp_(-self.BOUND, self.BOUND)
+
+
 class NeverInitialized(Optimizer):
     """Wraps another optimizer, and never calls ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
 
@@ -109,11 +123,19 @@ class NeverInitialized(Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
+@torch.no_grad()
+def at_bounds(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        p.copy_(Clips.BOUND * p.sign())
+    return model
+
+
 MAKE: dict[str, Callable[..., Make]] = {
     "own": lambda: lambda model: Own(model.parameters(), lr=0.1),
     "masters": lambda place: lambda model: Masters(model.parameters(), place),
     "zero state": lambda: lambda model: ZeroState(model.parameters()),
     "lookahead": lambda: lambda model: Lookahead(model.parameters(), lr=0.1),
+    "clips": lambda: lambda model: Clips(at_bounds(model).parameters(), lr=0.1),
     "never initialized": lambda: lambda model: NeverInitialized(torch.optim.SGD(model.parameters(), lr=0.1)),
     "plain": lambda: lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
 }
@@ -153,7 +175,7 @@ def of_kind(kind: str, arguments: tuple[Any, ...], dtype: torch.dtype, options: 
 @pytest.mark.parametrize("place", ["an attribute", "its state", "a flat tensor"])
 def test_optimizer_with_master_weights_is_refused(ranks: RunRanks, place: str, dtype: torch.dtype) -> None:
     for found in ranks(of_kind, "masters", (place,), dtype, {}, nodes=2, devices=1):
-        assert "Masters undoes what other nodes send" in found["said"]
+        assert "Masters undoes received updates" in found["said"]
         assert "master_weights=False" in found["said"]
 
 
@@ -162,7 +184,7 @@ def test_optimizer_with_master_weights_is_refused_whatever_is_exchanged(
     ranks: RunRanks, options: dict[str, Any]
 ) -> None:
     for found in ranks(of_kind, "masters", ("an attribute",), torch.float32, options, nodes=2, devices=1):
-        assert "Masters undoes what other nodes send" in found["said"]
+        assert "Masters undoes received updates" in found["said"]
 
 
 @pytest.mark.parametrize("kind", ["own", "zero state", "never initialized"])
@@ -182,6 +204,11 @@ def test_optimizer_of_another_library_ends_where_torchs_does(ranks: RunRanks) ->
     for one, other in zip(own, plain, strict=True):
         assert torch.equal(one["weights"], own[0]["weights"])
         assert (one["weights"] - other["weights"]).norm() < 0.02 * other["weights"].norm()
+
+
+def test_optimizer_that_clips_weights_is_not_refused(ranks: RunRanks) -> None:
+    for found in ranks(of_kind, "clips", (), torch.float32, {}, nodes=2, devices=1):
+        assert (found["said"], found["warnings"]) == ("", [])
 
 
 def test_optimizer_that_pulls_weights_back_warns_once(ranks: RunRanks) -> None:
@@ -229,3 +256,30 @@ def test_no_optimizer_of_timm_is_refused() -> None:
     found = run_ranks(of_timm, nodes=2, devices=1, timeout=280)[0]
     assert len(found) > 60
     assert {name: said for name, said in found.items() if said} == {}
+
+
+def with_and_without_saves() -> tuple[Tensor, Tensor]:
+    """The weights after a fit with saves within training steps, and after the same fit without a save."""
+    ends = []
+    for saves in (True, False):
+        torch.manual_seed(0)
+        module = adamw_module("pytorch_lightning")
+        module.configure_optimizers = lambda module=module: Own(module.parameters(), lr=0.1)
+        step = module.training_step
+
+        def training_step(
+            batch: Tensor, batch_idx: int, saves: bool = saves, on: Any = module, step: Any = step
+        ) -> Any:
+            if saves and batch_idx % 2:
+                on.trainer.strategy.lightning_module_state_dict()
+            return step(batch, batch_idx)
+
+        module.training_step = training_step
+        fitted("pytorch_lightning", local("pytorch_lightning"), module, devices=1)
+        ends.append(flat_parameters(module))
+    return ends[0], ends[1]
+
+
+def test_save_within_a_step_does_not_change_the_training() -> None:
+    for with_saves, without in run_ranks(with_and_without_saves, nodes=2, devices=1, timeout=100, init=False):
+        assert torch.equal(with_saves, without)

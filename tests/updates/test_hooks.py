@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
-from tests.strategy.trainers import fitted, lightning_of, trainer, weights
+from tests.strategy.trainers import ddp, fitted, lightning_of, ours, plain_module, ranks, trainer, weights
 from tests.updates.hook_programs import FLAVOUR, Program, play_all, program
 from tests.updates.test_trainer import adamw_module, local
 
@@ -20,14 +21,14 @@ MORE = int(os.environ.get("HOOK_PROGRAMS", 40))  # programs of the slow test
 AT_ONCE = 20  # in one start of ranks: each program makes process groups, whose threads stay
 
 
-def check(seed: int, ranks: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> None:
+def check(seed: int, of_ranks: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> None:
     given = program(seed)
-    for ours, due in ranks:
-        assert ours["error"] == "", (seed, given)
+    for found, due in of_ranks:
+        assert found["error"] == "", (seed, given)
         if due is not None:
-            same_as_ddp(seed, given, ours, due)
+            same_as_ddp(seed, given, found, due)
     end_unlike = any(act.hook == "on_train_end" and not act.alike for act in given.acts)
-    (first, _), *others = ranks
+    (first, _), *others = of_ranks
     for other, _ in others:
         assert [where for where, _ in other["seen"]] == [where for where, _ in first["seen"]], (seed, given)
         for (where, one), (_, another) in zip(first["seen"], other["seen"], strict=True):
@@ -36,9 +37,9 @@ def check(seed: int, ranks: list[tuple[dict[str, Any], dict[str, Any] | None]]) 
         assert end_unlike or torch.equal(first["weights"], other["weights"]), (seed, given)
 
 
-def same_as_ddp(seed: int, given: Program, ours: dict[str, Any], due: dict[str, Any]) -> None:
-    assert [where for where, _ in ours["seen"]] == [where for where, _ in due["seen"]], (seed, given)
-    pairs = [*zip(ours["seen"], due["seen"], strict=True), (("end", ours["weights"]), ("end", due["weights"]))]
+def same_as_ddp(seed: int, given: Program, found: dict[str, Any], due: dict[str, Any]) -> None:
+    assert [where for where, _ in found["seen"]] == [where for where, _ in due["seen"]], (seed, given)
+    pairs = [*zip(found["seen"], due["seen"], strict=True), (("end", found["weights"]), ("end", due["weights"]))]
     for number, ((where, one), (_, other)) in enumerate(pairs):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), (seed, number, where, (one - other).abs().max(), given)
 
@@ -55,8 +56,8 @@ def test_random_hooks_give_the_result_of_ddp(nodes: int, devices: int, begin: in
     seeds = range(begin, begin + count)
     many: dict[str, Any] = {"nodes": nodes, "devices": devices, "timeout": 60 + 5 * count, "init": False}
     everyone = run_ranks(play_all, seeds, str(tmp_path), **many)
-    for seed, ranks in zip(seeds, zip(*everyone, strict=True), strict=True):
-        check(seed, list(ranks))
+    for seed, of_ranks in zip(seeds, zip(*everyone, strict=True), strict=True):
+        check(seed, list(of_ranks))
 
 
 def changed_at_start(hook: str) -> tuple[Tensor, Tensor]:
@@ -178,3 +179,77 @@ def test_change_that_differs_between_nodes_is_an_update_with_a_warning() -> None
 def test_change_that_differs_between_nodes_between_batches_is_an_error() -> None:
     for said, _, _ in run_ranks(changed_unlike, "on_train_batch_end", **TWO):
         assert "the global weights differ between nodes: on_train_batch_start or on_train_batch_end" in said
+
+
+def with_a_callback_of_rank_0() -> Tensor:
+    """A callback that one rank alone has, as those that print are added."""
+
+    class Prints(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    callbacks = [Prints()] if os.environ["RANK"] == "0" else []
+    return weights(fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=callbacks, **ranks()))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_callback_of_one_rank_does_not_part_collectives(devices: int) -> None:
+    first, *others = run_ranks(with_a_callback_of_rank_0, **{**TWO, "devices": devices})
+    assert all(torch.equal(first, other) for other in others)
+
+
+def saved_after_a_search(folder: str) -> list[float]:
+    """How far each checkpoint is from the global weights in a fit that began with the search for a learning rate."""
+    callbacks, module = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks"), adamw_module(FLAVOUR)
+    module.lr, differences = 0.01, []
+
+    class Saver(callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
+        def _save_checkpoint(self, trainer: Any, path: str) -> None:
+            super()._save_checkpoint(trainer, path)
+            saved = torch.load(path, weights_only=False)["state_dict"]
+            with trainer.strategy.shared_weights():
+                held = dict(module.named_parameters())
+                differences.append(max(float((saved[n] - held[n]).abs().max()) for n in held))
+
+    search, saver = callbacks.LearningRateFinder(num_training_steps=8), Saver(folder, every_n_train_steps=2)
+    options = {"enable_checkpointing": True, "default_root_dir": folder, "devices": 1}
+    trainer(FLAVOUR, local(FLAVOUR), callbacks=[search, saver], **options).fit(module)
+    return differences
+
+
+def test_saves_after_a_search_for_a_learning_rate_have_the_global_weights(tmp_path: Path) -> None:
+    for differences in run_ranks(saved_after_a_search, str(tmp_path), **TWO):
+        assert len(differences) > 2
+        assert max(differences) == 0.0
+
+
+def scaled_after_validation(name: str) -> Tensor:
+    """The weights of a fit with a hook that scales them after each validation."""
+    module = plain_module(FLAVOUR, nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)), by_step=True)
+
+    @torch.no_grad()
+    def scale(*_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.mul_(0.9)
+
+    module.on_validation_end = scale
+    strategy = ddp(FLAVOUR)
+    if name == "updates":
+        strategy = ours(FLAVOUR).MSTopKFSDPStrategy(density=1.0, value_dtype="float32", delay=0)
+    elif name == "gradients":
+        strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", exchange="dense")
+    torch.manual_seed(0)
+    for layer in (module.net[0], module.net[2]):
+        layer.reset_parameters()
+    fitted(FLAVOUR, strategy, module, **ranks(), max_steps=-1, max_epochs=2, limit_train_batches=3, limit_val_batches=1)
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole])
+
+
+@pytest.mark.parametrize("send", ["updates", "gradients"])
+def test_changes_of_shards_after_validation_are_kept(send: str) -> None:
+    for found, due in zip(
+        run_ranks(scaled_after_validation, send, **{**TWO, "devices": 2}),
+        run_ranks(scaled_after_validation, "ddp", **{**TWO, "devices": 2}),
+        strict=True,
+    ):
+        assert torch.allclose(found, due, rtol=1e-4, atol=1e-5)
