@@ -92,6 +92,22 @@ def idle(flavour: str) -> list[str]:
     return [line for line in lines.lines if "in no optimizer" in line]
 
 
+@scenario
+def manual_batch_norm(flavour: str) -> list[str]:
+    lines = Lines()
+    for automatic in (True, False):
+        module = plain_module(flavour, nn.Sequential(nn.Linear(13, 11), nn.BatchNorm1d(11)))
+        module.automatic_optimization = automatic
+        if not automatic:
+            module.training_step = lambda batch, batch_idx, on=module: on.manual_backward(on.net(batch).square().mean())
+        fitted(flavour, sparse(flavour), module, max_steps=-1, max_epochs=1, limit_train_batches=1)
+    return [line for line in lines.lines if "DDP broadcasts no buffers" in line]
+
+
+def test_batch_norm_in_manual_optimization_warns_that_ranks_differ(results: Results) -> None:
+    assert [len(each["manual_batch_norm"]) for each in results] == [1, 0, 0, 0]
+
+
 def test_parameters_that_nobody_steps_are_told_of(results: Results) -> None:
     assert len(results[0]["idle"]) == 1, "a frozen one is as it should be"
     assert "net.0.weight" in results[0]["idle"][0]
