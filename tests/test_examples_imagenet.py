@@ -99,7 +99,7 @@ def test_the_whole_recipe_on_two_nodes(image_folder: Path, environment: dict[str
         "`Trainer.fit` stopped: `max_epochs=2` reached",
         "val_top1",
         "PTOCallback(scope='auto'): Lars",
-        "what one device exchanged with other nodes, in 6 rounds",
+        "what one device exchanged with other nodes, in 6 steps",
         "samples by tier and epoch",
     ):
         assert said in outputs[0], outputs[0][-3000:]

@@ -251,7 +251,7 @@ def test_elastic_node_of_another_run_is_refused_and_the_others_keep_their_weight
     nodes.wait_for("a", of(2))
     nodes.start("c", timeout=5, density=0.1, version=["0123456789abcdef", 100_000, 0, run])
     assert nodes.join("c") == 1
-    assert f"goes on from round 100000 of run '{run or '0123456789abcdef'}'" in nodes.output("c")
+    assert f"resumes round 100000 of run '{run or '0123456789abcdef'}'" in nodes.output("c")
     assert nodes.wait_for("a", of(2))["number"] < 100_000
     finish(nodes, "ab")
 
