@@ -33,19 +33,34 @@ def flat(model: nn.Module) -> Tensor:
 
 
 class Sent:
-    """The sum of what this node has sent in rounds that count."""
+    """The sum of the messages that this node sent in rounds that count.
+
+    A node that stood still may learn only from the history of a peer that a round counts.
+    """
 
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
         self.state: Any = None
-        count = Rounds._count
+        self.tokens: set[str] = set()  # of these rounds
+        count, reconcile = Rounds._count, Rounds.reconcile
 
         def counted(rounds: Rounds, found: Round, held: Tensor | None, outcome: Outcome) -> None:
             if held is not None:
-                self.total = self.total + self.dense(held)
+                self.add(found.token, held)
             count(rounds, found, held, outcome)
 
-        Rounds._count = counted  # type: ignore[method-assign]
+        def reconciled(rounds: Rounds) -> Any:
+            for each in rounds._ledger:
+                if each.token in rounds.history:
+                    self.add(each.token, each.held)
+            return reconcile(rounds)
+
+        Rounds._count, Rounds.reconcile = counted, reconciled  # type: ignore[method-assign]
+
+    def add(self, token: str, held: Tensor) -> None:
+        if token not in self.tokens:
+            self.tokens.add(token)
+            self.total = self.total + self.dense(held)
 
     def dense(self, held: Tensor) -> Tensor:
         if held.dtype != torch.uint8:
@@ -126,12 +141,13 @@ def toy(seed: int, width: int = 64) -> nn.Module:
 
 
 def pending(state: Any, updates: ElasticUpdates, sent: Sent) -> Tensor:
-    """What is pending, and what is in limbo."""
-    total = state.pending_S.double()
-    unsettled = updates.peers._unsettled
-    held = None if unsettled is None else unsettled[1]
-    if held is not None:
-        total += sent.dense(held)
+    """Return the pending updates, and the messages of rounds of which this node does not know whether they count."""
+    total, peers = state.pending_S.double(), updates.peers
+    held = [] if peers._unsettled is None else [peers._unsettled[1]]
+    held += [each.held for each in peers._ledger if not each.is_pending and each.token not in sent.tokens]
+    for message in held:
+        if message is not None:
+            total += sent.dense(message)
     return total
 
 
