@@ -143,9 +143,11 @@ class FsspecStorage:
     """A URL that fsspec opens."""
 
     def __init__(self, url: str, options: "dict[str, Any]") -> None:
-        from fsspec.core import url_to_fs
+        # Importing fsspec.core here, while another thread imports fsspec, would make each wait for the other's lock, and
+        # Python would give one of them a module that is only partially imported.
+        import fsspec
 
-        self._fs, root = url_to_fs(url, **options)
+        self._fs, root = fsspec.core.url_to_fs(url, **options)
         self._root = root.rstrip("/")
 
     def read(self, path: str, first: "int | None" = None, last: "int | None" = None) -> tuple[bytes, int, int]:
