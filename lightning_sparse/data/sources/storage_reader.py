@@ -143,8 +143,8 @@ class FsspecStorage:
     """A URL that fsspec opens."""
 
     def __init__(self, url: str, options: "dict[str, Any]") -> None:
-        # Importing fsspec.core here, while another thread imports fsspec, would make each wait for the other's lock, and
-        # Python would give one of them a module that is only partially imported.
+        # While another thread imports fsspec, an import of fsspec.core would make each wait for the other's lock, and
+        # Python would give one of them a partially imported module.
         import fsspec
 
         self._fs, root = fsspec.core.url_to_fs(url, **options)
