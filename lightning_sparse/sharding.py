@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
@@ -205,6 +206,13 @@ def memory_of_part(parameter: Tensor, part: Part) -> Tensor:
     if isinstance(parameter, DTensor):
         return memory_of(parameter.to_local())
     return memory_of(parameter)[part.begin : part.end]
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Drop the parameters that FSDP2 gathered, so that the module holds its shards."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
 
 def check_sharded(name: str, parameter: Tensor) -> None:

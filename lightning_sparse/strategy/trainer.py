@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.agree import extremes
@@ -30,7 +29,7 @@ from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
 from lightning_sparse.messages import log, said_if_long
 from lightning_sparse.pto.step import has_unfinished_step
-from lightning_sparse.sharding import Part, parameters_of, trained_by
+from lightning_sparse.sharding import Part, drop_gathered, parameters_of, trained_by
 from lightning_sparse.strategy import distributed
 from lightning_sparse.strategy.adapter import (
     ELASTIC_KEY,
@@ -97,7 +96,6 @@ if TYPE_CHECKING:
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel: ...
         def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any: ...
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]: ...
-        def barrier(self, *args: Any, **kwargs: Any) -> None: ...
         def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
         def validation_step(self, *args: Any, **kwargs: Any) -> Any: ...
         def post_training_step(self) -> None: ...
@@ -121,10 +119,10 @@ class TrainerAdapter(Adapter, Host):
 
     _shows_each_step = _flushes_each_epoch = _shows_between_batches = False
     _in_batch = _over = False
-    _steps_before = _batches_before = 0  # the epoch
+    _steps_before = _batches_before = 0  # at the start of the epoch
     _not_saved = ""  # why no checkpoint can be saved after an exception
     _interruptions = 0
-    _loop_methods: Sequence[tuple[Any, str]] = ()  # methods that call the engine first
+    _wrapped_methods: Sequence[tuple[Any, str]] = ()  # of the Trainer and its loops
 
     @property
     def engine(self) -> Engine | None:
@@ -137,8 +135,19 @@ class TrainerAdapter(Adapter, Host):
         return isinstance(self.model, DistributedDataParallel)
 
     def setup(self, trainer: Any) -> None:
-        """Allow a new run to save."""
-        self._not_saved = ""
+        """Let the Trainer save after an exception only if all ranks can."""
+        self._release_trainer()
+        self._not_saved, save = "", trainer.save_checkpoint
+
+        @wraps(save)
+        def save_together(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            if trainer.interrupted and self._gives_up_saving():
+                log.warning("%s is not saved: %s. Resume from the last checkpoint.", filepath, self._not_saved)
+            else:
+                save(filepath, *args, **kwargs)
+
+        trainer.save_checkpoint = save_together
+        self._wrapped_methods = [(trainer, "save_checkpoint")]
         super().setup(trainer)
 
     def _show_to_hooks(self, trainer: Any) -> None:
@@ -155,8 +164,8 @@ class TrainerAdapter(Adapter, Host):
         self._in_batch = self._over = False
         self._steps_before = self._batches_before = 0
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._release_loops()
-        self._loop_methods = [
+        self._wrapped_methods = [
+            *self._wrapped_methods,
             _call_around(epoch.automatic_optimization, "run", after=self._after_batch),
             _call_around(epoch.manual_optimization, "run", after=self._after_batch),
             _call_around(epoch, "_should_check_val_fx", after=self._show_if),  # hooks run before the loop
@@ -168,10 +177,10 @@ class TrainerAdapter(Adapter, Host):
         if self.engine is not None and self.engine.in_step:
             self.engine.show_shared()
 
-    def _release_loops(self) -> None:
-        for loop, name in self._loop_methods:
-            delattr(loop, name)
-        self._loop_methods = ()
+    def _release_trainer(self) -> None:
+        for owner, name in self._wrapped_methods:
+            delattr(owner, name)
+        self._wrapped_methods = ()
 
     def _show(self) -> None:
         if self.engine is not None:
@@ -232,7 +241,7 @@ class TrainerAdapter(Adapter, Host):
             self.engine.show_own()
 
     def on_train_start(self) -> None:
-        """A fit may train twice: `LearningRateFinder` runs the whole loop before."""
+        """Begin to train, maybe once more: `LearningRateFinder` runs the whole loop first."""
         super().on_train_start()
         self._over = False
 
@@ -245,7 +254,7 @@ class TrainerAdapter(Adapter, Host):
 
     def teardown(self) -> None:
         """Take hooks off the model; what is pending stays for a second fit of the same module."""
-        self._release_loops()
+        self._release_trainer()
         for engine in self.engines:
             engine.end()
         super().teardown()
@@ -258,35 +267,26 @@ class TrainerAdapter(Adapter, Host):
         engine = self.engine
         if engine is None or not self._fitting or self._over:
             return super().lightning_module_state_dict()
-        if self.lightning_module.trainer.interrupted and self._gives_up_saving(engine):
-            return {}
         with engine.shared_weights() if self._in_batch else nullcontext():
             engine.show_shared()
             engine.adopt_changes()
             weights = super().lightning_module_state_dict()
             return detached(weights) if engine.has_own_weights else weights
 
-    def _gives_up_saving(self, engine: Engine) -> bool:
+    def _gives_up_saving(self) -> bool:
         """Return whether ranks cannot save together after an exception. Every rank that saves calls it."""
+        if self.engine is None or not self._fitting or self._over:
+            return False
         broken = any(map(has_unfinished_step, self.optimizers))
         self._interruptions += 1
         self._not_saved = self._not_saved or why_not_saved(
             f"lightning_sparse/interrupted/{self._saves.run_id}/{self._interruptions}",
             self.global_rank,
             self.world_size,
-            engine.steps,
+            self.engine.steps,
             "an exception ended the optimizer step, so ranks hold different parameters" if broken else "",
         )
         return bool(self._not_saved)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of an optimizer, or an empty dict if no checkpoint is saved."""
-        return {} if self._not_saved else super().optimizer_state(optimizer)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, except after an exception that only some ranks met."""
-        if not self._not_saved:
-            super().barrier(*args, **kwargs)
 
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
@@ -299,9 +299,6 @@ class TrainerAdapter(Adapter, Host):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """What each rank alone knows first, then the main file. No collective."""
-        if self._not_saved:
-            log.warning("%s is not saved: %s. Resume from the last checkpoint.", filepath, self._not_saved)
-            return
         with self._saving(checkpoint, filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -392,7 +389,7 @@ class ReplicasAdapter(TrainerAdapter):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """One file, and what each rank alone knows beside it; or a folder of it all, by a collective of the world."""
-        if not self._save_distributed_checkpoint or self._not_saved:
+        if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -699,8 +696,6 @@ class MSTopKLocalMixin(ReplicasAdapter):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        if self._not_saved:
-            return {}
         if self._save_distributed_checkpoint and self.updates is not None and self.updates.active:
             return {}  # each device saves its pieces
         state = self._optimizer_state(inner)
@@ -946,10 +941,8 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         self._show_to_hooks(trainer)
 
     def _drop_gathered(self) -> None:
-        """FSDP2 keeps what an evaluation gathered in the place of the shards, and would lose changes of that."""
-        for each in self.lightning_module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        """Show shards to hooks: FSDP2 keeps gathered parameters after an evaluation, and would drop their changes."""
+        drop_gathered(self.lightning_module)
 
     def on_train_start(self) -> None:
         """Set the length of the density warm-up of gradients; data loaders exist by now."""
@@ -1004,7 +997,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole."""
-        with nullcontext(filepath) if self._not_saved else self._whole(filepath) as path:
+        with self._whole(filepath) as path:
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:

@@ -131,8 +131,8 @@ class ElasticUpdates(LocalUpdates):
 
     kind = "elastic"
     in_step = False
-    _joined = False  # nodes that train
-    _begins: bool  # a run
+    _joined = False  # whether this node joined nodes that train
+    _begins: bool  # whether this node begins a run
 
     def __init__(
         self,

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from lightning_sparse.sharding import (
     Part,
     Parts,
     divide_new,
+    drop_gathered,
     local_of,
     parameters_of,
     part_of,
@@ -391,9 +391,7 @@ class Shards(Division):
 
     def gather(self) -> None:
         """FSDP2 does that in the next forward pass, unless it kept what an evaluation gathered: drop that."""
-        for each in self._module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        drop_gathered(self._module)
 
 
 def division_of(
