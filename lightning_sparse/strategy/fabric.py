@@ -555,8 +555,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             super().save_checkpoint(path, {**state, **version}, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nodes that load the same file go on together. Weights loaded without an optimizer begin a run of their own:
-        samples are dealt from the first on.
+        """Load a checkpoint. Nodes that load the same file continue together. Weights that are loaded without an
+        optimizer keep the name of their run, but nodes draw from the first sample.
 
         Raises:
             ValueError: once the node has joined the others.
