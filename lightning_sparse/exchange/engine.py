@@ -87,7 +87,7 @@ class Exchange:
             )
 
     def begin(self, path: Path, shard: Shard, *, of_a_step: bool = True) -> Transfer:
-        """Select what is sent of a shard, and count it.
+        """Select the entries of a shard that are sent, and count them.
 
         Args:
             of_a_step: whether DDP would have sent this shard's gradients, too.

@@ -115,9 +115,15 @@ class Sizes(NamedTuple):
 
 @dataclass
 class RoundStats:
-    """Nodes of the last round; of one device so far: rounds that failed, rounds without its updates, which were not
-    finite, seconds that it waited for others, and seconds
-    until it had taken up the weights of others, when it joined and after rounds that it missed."""
+    """Statistics of one device.
+
+    Attributes:
+        nodes: nodes of the last round.
+        lost: rounds that failed.
+        left_out: rounds without the updates of this node, because they were not finite.
+        waited_s: seconds of waiting for other nodes.
+        healing_s: seconds until the device had the weights of other nodes, after it joined or missed rounds.
+    """
 
     nodes: int = 0
     lost: int = 0

@@ -17,16 +17,17 @@ DEFAULT_EPOCHS, DEFAULT_SHARE = 4, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsConfig(ExchangeConfig):
-    """Options of every exchange of gradients, besides those of `ExchangeConfig`.
+    """Options of every exchange of gradients, in addition to `ExchangeConfig`.
 
     Args:
         warmup_epochs: epochs over which the density falls exponentially to ``density`` (DGC, Lin et al. 2018,
             section 3.3); 0 for none. None leaves it to ``warmup_steps``.
-        warmup_steps: the same in rounds. With both the warm-up ends with whichever is over first. With neither, Trainer
-            takes the smaller of 4 epochs and 5 % of the steps that it expects; elsewhere there is no warm-up.
+        warmup_steps: rounds over which the density falls in this way. With both options, the warm-up ends when the
+            first of them is over. With neither, Trainer takes the smaller of 4 epochs and 5% of the expected steps.
+            Without a Trainer there is no warm-up.
 
     Raises:
-        ValueError: naming the value, the rule and the way out.
+        ValueError: with the value, the rule and the fix.
     """
 
     warmup_epochs: int | None = None
@@ -41,14 +42,14 @@ class GradientsConfig(ExchangeConfig):
 
     @property
     def wants_warmup(self) -> bool:
-        """Whether entries may be left out from the first step on, though nobody said that there be no warm-up."""
+        """Whether entries may be left out from the first step on, and the user has not turned the warm-up off."""
         given = self.warmup_epochs is not None or self.warmup_steps is not None
         return not given and (self.path is None or self.leaves_entries_out) and self.density < 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class HierConfig(GradientsConfig):
-    """Options of the hierarchical top-k reduction, besides those of `GradientsConfig`.
+    """Options of the hierarchical top-k reduction, in addition to `GradientsConfig`.
 
     Args:
         momentum_correction: for torch.optim.SGD with momentum: keep the momentum with the residuals, and stop it where
@@ -58,7 +59,7 @@ class HierConfig(GradientsConfig):
             ``("*.bias", "head.*")``, in which ``*`` stands for anything.
 
     Raises:
-        ValueError: naming the value, the rule and the way out.
+        ValueError: with the value, the rule and the fix.
     """
 
     momentum_correction: bool = False

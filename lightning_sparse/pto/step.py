@@ -163,7 +163,7 @@ class ShardedStep:
             try:
                 return step(*args, **kwargs)
             except BaseException:
-                self._share.put_back()  # parameters keep their shapes, whatever happens
+                self._share.put_back()  # parameters keep their shapes after any exception
                 raise
 
         # A subclass may call super().step(), which runs the hooks once more: only what is called here is a step.

@@ -41,7 +41,7 @@ class LateGradients:
         self._equal: dict[int, Tensor] = {}  # late parameters that hold the same values on all ranks
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        """Note the parameters that a new wrapper averages, and the parameters that the user told DDP to ignore."""
+        """Note the parameters that a new wrapper averages, and those that the user lets DDP ignore."""
         for before in [each for each in self._known if each.module is ddp.module]:
             del self._known[before]
         named = ddp.module.named_parameters(remove_duplicate=False)

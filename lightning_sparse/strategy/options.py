@@ -35,7 +35,7 @@ Send = Literal["updates", "gradients"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsConfig(UpdatesConfig, GradientsConfig):
-    """Options of the FSDP2 strategies, besides the options of `UpdatesConfig` and `GradientsConfig`.
+    """Options of the FSDP2 strategies, in addition to `UpdatesConfig` and `GradientsConfig`.
 
     Args:
         exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; ``"auto"`` is not available, because it

@@ -183,7 +183,9 @@ class LocalOptimizer:
                 weights. Otherwise a change is an update of this node.
         """
         state, changed_S = self.state, self.changed_weights() if adopt else None
-        if changed_S is not None and self._waits:  # exactly what the hook left, so no message may be added to it later
+        if (
+            changed_S is not None and self._waits
+        ):  # exact: no later message may be added to the values that the hook left
             self._put(self._own or ())
             state.settle_now()
             state.set_shared(changed_S)
@@ -268,7 +270,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def follow_groups(self) -> None:
-        """Take up parameters of ``add_param_group()``, and those that are frozen no more; all ranks begin with those of
+        """Take up parameters that were added by ``add_param_group()`` or unfrozen; all ranks begin with the values of
         rank 0. Parameters that were taken out of the optimizer keep the global weights."""
         known = self.parameters
         ids = set(map(id, known))

@@ -1,9 +1,9 @@
 """Finds optimizers that undo received updates, by their effect on the parameters, not by their state.
 
 An optimizer with a copy of the weights (fp32 master weights, slow weights) overwrites the parameters with it, and so
-removes received updates. Before an early step, a few elements are changed by much more than a step changes them. The
-share of this change that is left after the step is 1 for an optimizer that steps the parameters themselves, 0 for one
-with master weights, and between 0 and 1 for one that pulls the weights back towards a copy. The change is then removed.
+removes received updates. Before an early step, a few elements are changed by much more than a step changes them. After
+the step, a share of this change is left, and it is then removed. The share is 1 if the optimizer steps the parameters
+themselves. It is 0 with master weights, and between 0 and 1 if the optimizer pulls the weights back towards a copy.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
     callback = pl.Callback()
     callback.scheduling = {0: "warm", 5: "cold"}
     module, strategy = plain_module("pytorch_lightning"), ours("pytorch_lightning").MSTopKHierStrategy()
-    t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=SimpleNamespace(fn="fit"))
+    state = SimpleNamespace(fn="fit")
+    t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=state, save_checkpoint=print)
     strategy.model = module
     with pytest.raises(AssertionError):  # from Lightning, which has no accelerator yet: our own check has let it pass
         strategy.setup(t)

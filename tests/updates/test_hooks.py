@@ -182,7 +182,7 @@ def test_change_that_differs_between_nodes_between_batches_is_an_error() -> None
 
 
 def with_a_callback_of_rank_0() -> Tensor:
-    """A callback that one rank alone has, as those that print are added."""
+    """Train with a callback that only one rank has, such as a callback that prints."""
 
     class Prints(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None: ...

@@ -159,7 +159,7 @@ class TierLog:
 
     Args:
         read: returns what this rank reports so far; the reports of all ranks are added.
-        sizes: the same, of what the tiers hold; a disk tier that several nodes of a host share counts once.
+        sizes: returns the contents of the tiers. If several nodes of a host share a disk tier, it counts once.
     """
 
     def __init__(self, read: Callable[[], TierCounts], sizes: Callable[[], TierSizes]) -> None:

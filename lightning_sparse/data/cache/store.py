@@ -428,7 +428,7 @@ class SampleStore:
         return self._tiers().counter.total()
 
     def sizes(self) -> TierSizes:
-        """Return what the tiers of this node hold, without files that wait to be written to disk."""
+        """Return the contents of this node's tiers. Files that wait to be written to disk do not count."""
         tiers = self._tiers()
         memory, disk = tiers.memory, tiers.disk
         folder = f"{socket.gethostname()}:{disk.folder.resolve()}"
