@@ -5,6 +5,7 @@ Lightning's side of it is `lightning_sparse.strategy.adapter.Adapter`, whose ann
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from operator import attrgetter
@@ -24,6 +25,7 @@ USED = (
     "amp.GradScaler._get_scale_async",
     "distributed.distributed_c10d._get_default_store",
     "distributed.distributed_c10d.default_pg_timeout",
+    "distributed.distributed_c10d.default_pg_nccl_timeout",
     "utils._pytree.tree_leaves",
     "utils._pytree.tree_map",
     "utils._pytree.tree_map_only",
@@ -70,16 +72,16 @@ def default_store() -> Store:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
-    """Return what a group of NCCL is made with, to use so many blocks of a kernel at most.
+def nccl_options(parent: Any, max_ctas: int, timeout: timedelta | None) -> Any:
+    """Return the options of a new NCCL group: those of another group, but at most so many blocks of a kernel.
 
     Args:
-        timeout: that the group is given; torch warns of options that have another one. None: NCCL's own.
+        parent: the group, which has an NCCL backend.
+        timeout: that the new group is given; torch warns of options that have another one. None: NCCL's own.
     """
-    options = torch.distributed.ProcessGroupNCCL.Options()
+    options = copy.deepcopy(parent._get_backend(torch.device("cuda")).options)
     options.config.max_ctas = max_ctas
-    if timeout is not None:
-        options._timeout = timeout
+    options._timeout = timeout or torch.distributed.distributed_c10d.default_pg_nccl_timeout  # type: ignore[attr-defined]
     return options
 
 

@@ -362,16 +362,19 @@ def own_group(
         name: which NCCL's watchdog tells when a collective of the group does not end.
         max_ctas: blocks of a kernel of NCCL, at most; default: NCCL's own. NCCL_MAX_CTAS takes precedence.
     """
-    cells, default, nccl = [list(ranks) for ranks in partition], dist.group.WORLD, dist.get_backend() == "nccl"
+    cells, default, nccl_alone = [list(ranks) for ranks in partition], dist.group.WORLD, dist.get_backend() == "nccl"
     options: dict[str, Any] = {"timeout": timeout, "group_desc": f"lightning_sparse: {name}"}
-    if max_ctas and nccl and not os.environ.get("NCCL_MAX_CTAS"):  # of several backends each would get the options
-        options["pg_options"] = nccl_options(max_ctas, timeout)
-    if default is not None and default.bound_device_id is not None and nccl:
-        # one split of the communicator for all of them
-        split = dist.split_group(split_ranks=cells, **options)
-        return split if isinstance(split, ProcessGroup) else None
-    # all ranks create all groups, in one order
-    made = [dist.new_group(cell, **options) for cell in cells]
+    if max_ctas and "cuda:nccl" in dist.get_backend_config() and not os.environ.get("NCCL_MAX_CTAS"):
+        options["pg_options"] = nccl_options(default, max_ctas, timeout)
+        if not nccl_alone:  # each backend would get the options
+            options["backend"] = "nccl"
+    with waiting("at the creation of process groups"):
+        if default is not None and default.bound_device_id is not None and nccl_alone:
+            # one split of the communicator for all of them
+            split = dist.split_group(split_ranks=cells, **options)
+            return split if isinstance(split, ProcessGroup) else None
+        # all ranks create all groups, in one order
+        made = [dist.new_group(cell, **options) for cell in cells]
     return next((group for group in made if isinstance(group, ProcessGroup)), None)
 
 

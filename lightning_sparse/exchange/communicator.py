@@ -273,6 +273,8 @@ class HierCommunicator:
             yield
             if between_nodes:
                 self.topology.traffic.end()
+        except torch.OutOfMemoryError:  # of this device, so other ranks did not cause it
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed {self.where}. "

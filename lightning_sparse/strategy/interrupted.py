@@ -6,34 +6,43 @@ the collectives of that step. So the ranks first report in the store of the proc
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
+
 from lightning_sparse.internals import default_store
 from lightning_sparse.messages import PATIENCE
 
+_NOTHING = "nothing"
 
-def why_not_saved(key: str, rank: int, world_size: int, steps: int, broken: str) -> str:
+
+def why_not_saved(steps: int, broken: str) -> str:
     """Wait for all ranks, and return why they cannot save; empty if they can. Every rank calls it.
 
     Args:
-        key: equal on all ranks, and different in each call.
         steps: optimizer steps so far. Ranks that stopped in different steps cannot exchange anything.
         broken: why this rank cannot save; empty if it can.
     """
     try:
-        store = default_store()
-        store.set(f"{key}/{rank}", f"{steps} {broken}")
-        try:
-            store.wait([f"{key}/{other}" for other in range(world_size)], PATIENCE)
-        except RuntimeError:  # timeout
-            store.set(f"{key}/left", str(rank))
-        missing = [other for other in range(world_size) if not store.check([f"{key}/{other}"])]
-        if missing:
-            listed = ", ".join(map(str, missing))
-            return f"rank(s) {listed} did not come to save within {PATIENCE.total_seconds():.0f} s"
-        if store.check([f"{key}/left"]):
-            return f"rank {store.get(f'{key}/left').decode()} gave up waiting for the others"
-        told = [store.get(f"{key}/{other}").decode().partition(" ") for other in range(world_size)]
+        store, rank = default_store(), dist.get_rank()
+        key = f"lightning_sparse/interruption {store.add(f'lightning_sparse/interruptions/{rank}', 1)}"
+        reports = [f"{key}/{other}" for other in range(dist.get_world_size())]
+        store.set(reports[rank], f"{steps} {broken}")
+        with suppress(RuntimeError):  # timeout
+            store.wait(reports, PATIENCE)
+        # The first rank decides for all: a report may come just when another rank stops waiting for it.
+        cause = store.compare_set(f"{key}/cause", "", _cause(store, reports) or _NOTHING).decode()
     except RuntimeError as error:  # the process that has the store is gone
         return f"the store of the process group does not answer ({error})"
+    return "" if cause == _NOTHING else cause
+
+
+def _cause(store: Store, reports: list[str]) -> str:
+    missing = [str(rank) for rank, report in enumerate(reports) if not store.check([report])]
+    if missing:
+        return f"rank(s) {', '.join(missing)} did not come to save within {PATIENCE.total_seconds():.0f} s"
+    told = [store.get(report).decode().partition(" ") for report in reports]
     if len({made for made, _, _ in told}) > 1:
         return "ranks stopped in different steps"
-    return next((f"on rank {other} {cause}" for other, (_, _, cause) in enumerate(told) if cause), "")
+    return next((f"on rank {rank} {broken}" for rank, (_, _, broken) in enumerate(told) if broken), "")

@@ -121,7 +121,6 @@ class TrainerAdapter(Adapter, Host):
     _in_batch = _over = False
     _steps_before = _batches_before = 0  # at the start of the epoch
     _not_saved = ""  # why no checkpoint can be saved after an exception
-    _interruptions = 0
     _wrapped_methods: Sequence[tuple[Any, str]] = ()  # of the Trainer and its loops
 
     @property
@@ -134,9 +133,10 @@ class TrainerAdapter(Adapter, Host):
         """Whether the model is set up for training."""
         return isinstance(self.model, DistributedDataParallel)
 
-    def setup(self, trainer: Any) -> None:
+    def setup_environment(self) -> None:
         """Let the Trainer save after an exception only if all ranks can."""
         self._release_trainer()
+        trainer = self.lightning_module.trainer
         self._not_saved, save = "", trainer.save_checkpoint
 
         @wraps(save)
@@ -148,7 +148,7 @@ class TrainerAdapter(Adapter, Host):
 
         trainer.save_checkpoint = save_together
         self._wrapped_methods = [(trainer, "save_checkpoint")]
-        super().setup(trainer)
+        super().setup_environment()
 
     def _show_to_hooks(self, trainer: Any) -> None:
         """Let hooks see the global weights from now on. A collective of the world."""
@@ -275,15 +275,11 @@ class TrainerAdapter(Adapter, Host):
 
     def _gives_up_saving(self) -> bool:
         """Return whether ranks cannot save together after an exception. Every rank that saves calls it."""
-        if self.engine is None or not self._fitting or self._over:
+        if not dist.is_initialized():
             return False
         broken = any(map(has_unfinished_step, self.optimizers))
-        self._interruptions += 1
         self._not_saved = self._not_saved or why_not_saved(
-            f"lightning_sparse/interrupted/{self._saves.run_id}/{self._interruptions}",
-            self.global_rank,
-            self.world_size,
-            self.engine.steps,
+            self.engine.steps if self.engine is not None else 0,
             "an exception ended the optimizer step, so ranks hold different parameters" if broken else "",
         )
         return bool(self._not_saved)
@@ -454,9 +450,9 @@ class MSTopKHierMixin(ReplicasAdapter):
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
         save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes a part of the weights and
             what it alone knows; False: one file, which any strategy reads, and a file of each rank beside it.
+        gradient_as_bucket_view: True: gradients lie in DDP's buckets, so that neither is copied.
         **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), and DDPStrategy's and
-            DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given, and on GPUs
-            ``bucket_cap_mb`` grows with the devices of a node.
+            DistributedDataParallel's own. On GPUs ``bucket_cap_mb`` grows with the devices of a node.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
@@ -464,7 +460,12 @@ class MSTopKHierMixin(ReplicasAdapter):
 
     @with_options_of(HierConfig, OWN)
     def __init__(
-        self, *, node_name: str | None = None, save_distributed_checkpoint: bool = False, **kwargs: Any
+        self,
+        *,
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = False,
+        gradient_as_bucket_view: bool = True,
+        **kwargs: Any,
     ) -> None:
         config = take(HierConfig, OWN, kwargs)
         check_options(type(self), kwargs)
@@ -472,7 +473,8 @@ class MSTopKHierMixin(ReplicasAdapter):
         self._begin(config, node_name, HierState.kind)
         self._gradients = GradientEngines(config)
         self.engines = self._gradients.states
-        super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
+        # LightningCLI reads this call to know which options a YAML file may give.
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         self._resumes = False
 
     @property
@@ -629,8 +631,9 @@ class MSTopKLocalMixin(ReplicasAdapter):
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
         save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes a part of the weights,
             and what it alone knows of its optimizers and of updates; False: one file and a file of each rank beside it.
+        gradient_as_bucket_view: True: gradients lie in DDP's buckets, so that neither is copied.
         **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...), and DDPStrategy's and
-            DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+            DistributedDataParallel's own.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
@@ -644,14 +647,20 @@ class MSTopKLocalMixin(ReplicasAdapter):
 
     @with_options_of(UpdatesConfig, OWN_OF_UPDATES)
     def __init__(
-        self, *, node_name: str | None = None, save_distributed_checkpoint: bool = False, **kwargs: Any
+        self,
+        *,
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = False,
+        gradient_as_bucket_view: bool = True,
+        **kwargs: Any,
     ) -> None:
         config = take(self._config, self._own, kwargs)
         folders = {"save_distributed_checkpoint": save_distributed_checkpoint or None}
         check_options(type(self), {**kwargs, **folders}, self._own, self._refused)
         self._together = self._save_distributed_checkpoint = save_distributed_checkpoint
         self._begin(config, node_name, self._engine.kind)
-        super().__init__(**kwargs)  # spelt plainly: LightningCLI reads it to know which options a YAML file may give
+        # LightningCLI reads this call to know which options a YAML file may give.
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     @property
     def updates(self) -> LocalUpdates | None:
@@ -733,18 +742,20 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
 
     Args:
         node_name: the name of this node in the log; default: its host.
+        gradient_as_bucket_view: True: gradients lie in DDP's buckets, so that neither is copied.
         **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
-            DDPStrategy's and DistributedDataParallel's own. ``gradient_as_bucket_view`` is True unless given.
+            DDPStrategy's and DistributedDataParallel's own.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
     _engine, _config, _own, _refused = ElasticUpdates, ElasticConfig, OWN_OF_ELASTIC, REFUSED_BY_ELASTIC
+    _another_writes = False  # checkpoints
 
     @with_options_of(ElasticConfig, OWN_OF_ELASTIC)
-    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(node_name=node_name, **kwargs)
+    def __init__(self, *, node_name: str | None = None, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
+        super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def setup(self, trainer: Any) -> None:
         """Find the other nodes."""
@@ -827,7 +838,15 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The first node writes."""
         if not self._writes:
+            self._another_writes = True
             return
+        if self._another_writes:
+            self._another_writes = False
+            log.info(
+                "this node writes checkpoints from now on, because the node that wrote them has left. Callbacks do not "
+                "remove the checkpoints that it left in %s",
+                Path(filepath).parent,
+            )
         if self.elastic is not None:
             checkpoint[ELASTIC_KEY] = list(self.elastic.version)
         super().save_checkpoint(checkpoint, filepath, storage_options)

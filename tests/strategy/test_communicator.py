@@ -178,8 +178,13 @@ def groups_made(
         made[options["group_desc"].removeprefix("lightning_sparse: ")] = options
 
     world = SimpleNamespace(bound_device_id=torch.device("cuda:0") if bound else None)
+    if "nccl" in backend:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.cga_cluster_size = 2
+        world._get_backend = {torch.device("cuda"): SimpleNamespace(options=options)}.__getitem__
     asked: dict[str, Any] = {"new_group": record, "split_group": record, "group": SimpleNamespace(WORLD=world)}
-    known = {"get_rank": 0, "get_world_size": 4, "get_backend": backend, "get_backend_config": backend}
+    config = "cpu:gloo,cuda:gloo" if backend == "gloo" else "cuda:nccl" if backend == "nccl" else backend
+    known = {"get_rank": 0, "get_world_size": 4, "get_backend": backend, "get_backend_config": config}
     answers = {name: lambda value=value: value for name, value in known.items()}
     monkeypatch.setattr(topology_module, "dist", SimpleNamespace(**asked, **answers))
     with_groups(((0, 1), (2, 3)), timeout=timeout)
@@ -189,23 +194,27 @@ def groups_made(
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
 @pytest.mark.parametrize("timeout", [None, timedelta(seconds=7)])
 @pytest.mark.parametrize("bound", [True, False])
-def test_nccl_takes_few_blocks_between_nodes(
-    bound: bool, timeout: timedelta | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_takes_few_blocks_between_nodes_and_keeps_other_options(
+    backend: str, bound: bool, timeout: timedelta | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-    made = groups_made(monkeypatch, "nccl", bound, timeout)
+    made = groups_made(monkeypatch, backend, bound, timeout)
     options = made["between nodes"].pop("pg_options")
     assert options.config.max_ctas == topology_module.MAX_CTAS == 4
+    assert options.is_high_priority_stream
+    assert options.config.cga_cluster_size == 2
     assert options._timeout == (timeout or dist.constants.default_pg_nccl_timeout), "torch warns of another one"
-    assert made.keys() == {"inside the node", "between nodes", "inside the node, at the end"}
+    assert made["between nodes"].get("backend") == (None if backend == "nccl" else "nccl"), "Gloo refuses the options"
+    assert {"inside the node", "between nodes", "inside the node, at the end"} <= made.keys()
     assert not any("pg_options" in each for each in made.values()), "inside a node NCCL takes what it needs"
-    assert [each["timeout"] for each in made.values()] == 3 * [timeout]
+    assert {each["timeout"] for each in made.values()} == {timeout}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", "undefined", "nccl"])
 def test_options_of_nccl_are_for_nccl_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the user's NCCL_MAX_CTAS holds."""
-    monkeypatch.setenv("NCCL_MAX_CTAS", "16" if backend == "nccl" else "")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16" if "nccl" in backend else "")
     made = groups_made(monkeypatch, backend, False, None)
     assert len(made) >= 3
     assert not any("pg_options" in each for each in made.values())

@@ -74,7 +74,6 @@ def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
 
 def test_defaults_reach_ddp() -> None:
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True}, "as Lightning's own strategy has them"
     assert strategy.config == HierConfig()
     strategy._prepare_ddp()
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "gradient_as_bucket_view": True}
@@ -90,16 +89,25 @@ def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> Non
     that has one flavour only."""
     pytest.importorskip("jsonargparse")
     given = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
-    assert run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False, start_method="spawn") == [given]
+    due = {**given, "gradient_as_bucket_view": True}
+    (parsed,) = run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False, start_method="spawn")
+    assert parsed == {name: due for name in STRATEGIES}
+
+
+STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy", "MSTopKElasticStrategy"]
 
 
 def parse_options(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What LightningCLI passes to each strategy of these options, and of one that is left out."""
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ours(flavour).MSTopKHierStrategy, "strategy")
-    parsed = parser.parse_object({"strategy": given}).strategy
-    return {name: parsed[name] for name in given}
+    found = {}
+    for name in STRATEGIES:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(getattr(ours(flavour), name), "strategy")
+        parsed = parser.parse_object({"strategy": given}).strategy
+        found[name] = {option: parsed[option] for option in [*given, "gradient_as_bucket_view"]}
+    return found
 
 
 NODES_OF_8 = Topology(tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(2)), 0)

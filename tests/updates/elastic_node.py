@@ -2,8 +2,9 @@
 
 It trains a toy and prints a line of JSON after each step. OPTIONS is a JSON object: those of `ElasticConfig`, and
 ``steps``, ``pause`` (seconds between steps), ``seed``, ``version`` (that its weights have in a checkpoint), ``width``
-(of the hidden layer), ``validate_every`` (steps), ``breaks_at`` (steps after which a weight is NaN), and
-``sample_always``, with which a sample rides along with each message.
+(of the hidden layer), ``numel`` (of the model, by a parameter that fills it up), ``validate_every`` (steps),
+``breaks_at`` (steps after which a weight is NaN), and ``sample_always``, with which a sample rides along with each
+message.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model, teacher = toy(seed, width), toy(-1)
+    if numel := options.pop("numel", 0):
+        model.register_parameter("rest", nn.Parameter(torch.zeros(numel - flat(model).numel())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))

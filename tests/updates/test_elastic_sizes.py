@@ -59,24 +59,35 @@ def test_rows_of_all_members_are_equally_long_whatever_each_holds(
 @pytest.mark.timeout(6000)
 def test_nodes_join_validate_and_die_with_models_of_random_sizes() -> None:
     """A sample rides along with every message, and the node that joins or validates only observes. LS_SIZES is the
-    number of sizes."""
+    number of random sizes, and LS_SHAPES has names of known ones."""
     pytest.importorskip("torchft", reason="needs torchft")
     from tests.helpers.nodes import nodes_of
     from tests.updates.elastic_node import main
     from tests.updates.test_elastic import check, of
 
     generator = random.Random(0)
+    sizes: list[dict[str, int]] = []
     for _ in range(int(os.environ.get("LS_SIZES", "3"))):
-        width = int(2 ** generator.uniform(7.6, 14))  # 21 * width + 4 elements: 4,000 to 344,000
-        options = {"timeout": 5, "density": 0.1, "width": width, "pause": 0.01, "sample_always": True}
+        sizes.append({"width": int(2 ** generator.uniform(7.6, 14))})  # 21 * width + 4 elements: 4,000 to 344,000
+    sizes += [{"numel": SHAPES[name]} for name in os.environ.get("LS_SHAPES", "").split()]
+    for size in sizes:
+        options = {
+            "timeout": 5 if "width" in size else 60,
+            "density": 0.1,
+            "pause": 0.01,
+            "sample_always": True,
+            **size,
+        }
+        few, more = (10, 30) if "width" in size else (2, 4)
         with nodes_of(main, join_timeout_ms=1000) as nodes:
             nodes.start("a", **options)
-            nodes.wait_for("a", lambda report: report.get("step", 0) > generator.randint(2, 30))
+            after = generator.randint(2, more)
+            nodes.wait_for("a", lambda report, after=after: report.get("step", 0) > after, timeout=300)
             nodes.start("b", seed=1, validate_every=generator.randint(3, 9), **options)
-            begun = nodes.wait_for("b", of(2))["number"]
-            nodes.wait_for("a", of(2, begun + generator.randint(10, 30)))
+            begun = nodes.wait_for("b", of(2), timeout=300)["number"]
+            nodes.wait_for("a", of(2, begun + generator.randint(few, more)), timeout=300)
             nodes.kill("b")
             last = nodes.reports("a")[-1]["step"]
-            nodes.wait_for("a", lambda report, last=last: report["step"] > last + 2)
-            assert nodes.reports("b")[0]["begins"] > 0, f"width={width}: the node that joins begins where the other is"
+            nodes.wait_for("a", lambda report, last=last: report["step"] > last + 2, timeout=300)
+            assert nodes.reports("b")[0]["begins"] > 0, f"{size}: the node that joins begins where the other is"
             check(nodes, "ab")

@@ -62,6 +62,19 @@ def test_a_trainer_that_joins_goes_on_where_the_others_are(nodes: Nodes, tmp_pat
 
 
 @pytest.mark.slow
+def test_node_that_takes_over_writes_checkpoints_and_says_that_old_ones_stay(nodes: Nodes, tmp_path: Path) -> None:
+    for name in "ab":
+        nodes.start(name, folder=str(tmp_path), timeout=5, density=0.1)
+    saved, begun = tmp_path / "last.ckpt", nodes.wait_for("b", of(2))["step"]
+    step = nodes.wait_for("b", lambda report: report["step"] > begun + 10)["step"]  # a has written since
+    assert "writes checkpoints from now on" not in nodes.output("b")
+    nodes.kill("a")
+    nodes.wait_for("b", lambda report: report["step"] > step + 30 and report["nodes"] == 1)
+    assert nodes.output("b").count(f"remove the checkpoints that it left in {tmp_path}") == 1
+    assert torch.load(saved, weights_only=False)["global_step"] > step
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "every"), [(25, 10), (95, 10), (70, 64)], ids=["first epoch", "second epoch", "saved after the last batch"]
 )
