@@ -2,7 +2,7 @@
 
 ::
 
-    <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout; another one for
+    <cache_dir>/v2-<hash of the source>/     mode 0700, one per source and version of the layout; another one for
                                              files that are not images (format="bytes")
         cache.json                           the source, for `lightning-sparse cache info`
         <split>.manifest                     list of the samples
@@ -25,7 +25,7 @@ from pathlib import Path
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.messages import log
 
-VERSION = 1
+VERSION = 2
 WAIT_S = 5.0  # for a lock, before it is logged
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "virtiofs", "afs", "coda"),

@@ -155,4 +155,4 @@ class Bucket:
 def test_what_marks_a_folder_is_no_file(kind: str) -> None:
     storage = FsspecStorage("memory://", {})
     storage._fs, storage._root = Bucket(), "bucket/data"
-    assert storage.listing("train", kind, lambda: None) == ([("train/0.bin", 4, 0)], [])
+    assert storage.listing("train", kind, lambda: None) == ([("train/0.bin", 4, 0, 0)], [], [])
