@@ -93,13 +93,7 @@ def warm(
         if verify:
             _verify(store, np.setdiff1d(owned, missing), pool, report)
         _fill(store, missing, pool, report)
-        store.disk.flush()
-        broken = {path for path, _ in report.corrupt}
-        kept = store.disk.has([store.manifest.key(index) for index in missing.tolist()])
-        report.fetched = sum(
-            each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
-        )
-        report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
+        _count_fetched(store, missing, report)
     return report
 
 
@@ -118,6 +112,16 @@ def warm_splits(
         if splits or split == "train" or has_split(config, split):
             reports.append(warm(config, split, placement=placement, threads=threads, prune=prune, verify=verify))
     return reports
+
+
+def _count_fetched(store: SampleStore, missing: npt.NDArray[np.int64], report: WarmReport) -> None:
+    store.disk.flush()
+    broken = {path for path, _ in report.corrupt}
+    kept = store.disk.has([store.manifest.key(index) for index in missing.tolist()])
+    report.fetched = sum(
+        each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
+    )
+    report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
 
 
 def _verify(store: SampleStore, cached: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport) -> None:

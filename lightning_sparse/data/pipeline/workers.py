@@ -113,8 +113,8 @@ def _started(loader: DataLoader[Any]) -> Iterator[Any]:
         return iter(loader)
     except OSError as error:
         raise DataError(
-            f"{loader.num_workers} process(es) that make batches cannot start ({error}). They need processes, open files "
-            "and a writable /dev/shm: raise the limits of the job, or set workers=0."
+            f"{loader.num_workers} process(es) that make batches cannot start ({error}). They need processes, open "
+            "files and a writable /dev/shm: raise the limits of the job, or set workers=0."
         ) from error
 
 

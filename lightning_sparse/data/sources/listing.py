@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
+from lightning_sparse.data.folders import (
+    cache_folder,
+    cache_path,
+    file_name,
+    is_read_only,
+    locked,
+    usable,
+    write_private,
+)
 from lightning_sparse.data.sources.layout import (
     ClassFolders,
     Files,
@@ -73,6 +81,10 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
         ValueError, DataError: as `list_source`.
     """
     file = _file(config, split)
+    if not file.parent.exists():
+        with _asked(config, split) as asked:
+            layout_of(asked)  # a source that is not there leaves no folder in the cache
+    cache_folder(config)
     with usable(file.parent), locked(file.with_suffix(".lock")):
         kept = None if relist else kept_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
@@ -143,6 +155,7 @@ def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
 def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
     """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
     sent, file = Manifest.from_bytes(data), _file(config, split)
+    cache_folder(config)
     if is_read_only(file.parent):
         return sent
     with usable(file.parent), locked(file.with_suffix(".lock")):
@@ -202,4 +215,4 @@ def _change(split: Split, kept: Manifest) -> str:
 
 
 def _file(config: CacheConfig, split: str) -> Path:
-    return cache_folder(config) / f"{file_name(split)}.manifest"
+    return cache_path(config) / f"{file_name(split)}.manifest"
