@@ -107,6 +107,10 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
     distinct = [*dict.fromkeys(values)]
     if all(map(_BOOLEANS.__contains__, distinct)):
         numbers: list[Any] = [_BOOLEANS[each] for each in distinct]
+    elif all(each in _BOOLEANS or each in "01" for each in distinct) and not _BOOLEANS.keys().isdisjoint(distinct):
+        other = next(each for each in distinct if each not in _BOOLEANS)
+        problem = f"is {other}, and other labels are words such as {min(_BOOLEANS.keys() & {*distinct})}: use one kind"
+        raise _refused(file, column, values.index(other), problem)
     elif all(_WHOLE.fullmatch(each.strip()) for each in distinct):
         for each in distinct:
             if _LEADING_ZERO.fullmatch(each.strip()):
@@ -114,6 +118,7 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
                 raise _refused(file, column, values.index(each), problem)
         numbers = [int(each) for each in distinct]
     elif all(_NUMBER.fullmatch(each.strip()) for each in distinct):
+        _whole(file, column, [int(each) if _WHOLE.fullmatch(each.strip()) else 0 for each in values])  # has room
         numbers = [float(each) for each in distinct]
     else:
         return None
