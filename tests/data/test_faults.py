@@ -114,7 +114,7 @@ def test_a_cache_of_another_version_is_left_alone(
     store = store_of(folder, stores)
     own = cache_folder(store.config)
     store.close()
-    other = own.with_name(own.name.replace("v1-", "v7-"))
+    other = own.with_name(own.name.replace("v2-", "v7-"))
     os.rename(own, other)
     assert len(contents(store_of(folder, stores))) == 20
     stores[-1].close()
