@@ -47,7 +47,7 @@ ROW_GROUPS = (
     "disk_gb, or use smaller row groups."
 )
 GROUP_LOCKS = 64
-MAX_REPLACEMENTS = 100  # candidates that are tried in place of a corrupt file
+RANDOM_TRIES, MAX_REPLACEMENTS = 32, 100  # samples that are tried in place of a corrupt one: at random, in a row
 
 
 @dataclass(frozen=True)
@@ -402,8 +402,8 @@ class SampleStore:
             return self._replacement(tiers, requested, reason, index)
 
     def _replacement(self, tiers: Tiers, requested: int, reason: str, index: int | None = None) -> Sample:
-        """Return a valid sample of the same owner in place of a corrupt one; the same in each epoch and run. The search
-        begins at a random place for each sample, so that different samples replace corrupt neighbors."""
+        """Return a valid sample of the same owner in place of a corrupt one; the same in each epoch and run. Samples at
+        random places are tried first, so that different samples replace corrupt neighbors."""
         index = requested if index is None else index
         path = self.manifest.paths[index]
         if self.config.on_corrupt == "raise":
@@ -414,8 +414,9 @@ class SampleStore:
             f"corrupt {index}", f"{path} cannot be used and is replaced by another sample: {reason}"
         )
         same_owner = np.flatnonzero(self.owners == self.owners[requested])
-        first = int(bits(self.config.seed, requested)[0]) % len(same_owner)
-        tries = np.roll(same_owner, -first)[:MAX_REPLACEMENTS].tolist()
+        drawn = (bits(self.config.seed, requested, np.arange(RANDOM_TRIES)) % len(same_owner)).astype(np.int64)
+        following = np.roll(same_owner, -int(drawn[0]))[:MAX_REPLACEMENTS]
+        tries = dict.fromkeys([*same_owner[drawn].tolist(), *following.tolist()])
         for other in tries:
             if other in self._corrupt:
                 continue
