@@ -99,7 +99,7 @@ class LocalStorage:
         if at < min(end, about.st_size):
             raise OSError(EIO, f"a read ended at byte {at:,} of {about.st_size:,}", path)
         data = b"".join(parts)
-        return _whole_part(data, first, last), len(data), about.st_mtime_ns
+        return data if last is None else _whole_part(data, first, last), len(data), about.st_mtime_ns
 
     def opened(self, path: str) -> Any:
         return open(os.path.join(self.root, path), "rb")
@@ -113,12 +113,13 @@ class LocalStorage:
         progress: called every `PROGRESS_S` seconds, if entries are read.
         """
         found: Listing = ([], [], [])
-        told, volatile = time.monotonic(), _volatile_devices()
-        for place, entry in self._walk(path, kind, (), volatile):
-            found[place].append(entry)
-            if time.monotonic() - told >= PROGRESS_S:
+        add, clock = tuple(each.append for each in found), time.monotonic  # looked up once, not for each entry
+        due = clock() + PROGRESS_S
+        for place, entry in self._walk(path, kind, (), _volatile_devices()):
+            add[place](entry)
+            if clock() >= due:
                 progress()
-                told = time.monotonic()
+                due = clock() + PROGRESS_S
         return found
 
     def _walk(
@@ -133,18 +134,23 @@ class LocalStorage:
         if own in parents:
             return
         yield 1, (folder, _stamp(about, volatile))
-        wanted = WANTED[kind]
+        wanted, above = WANTED[kind], f"{folder}/" if folder else ""
         with os.scandir(os.path.join(self.root, folder)) as entries:
             for entry in entries:
-                name = f"{folder}/{entry.name}" if folder else entry.name
+                name = above + entry.name
                 if entry.is_dir():
                     if is_visible(entry.name) and kind == "here":
                         yield 1, (name, _stamp(entry.stat(), volatile))
                     elif is_visible(entry.name):
                         yield from self._walk(name, kind, (*parents, own), volatile)
                 elif wanted(entry.name):
-                    file = _stat(entry)
-                    yield 0, (name, file.st_size, file.st_mtime_ns, _tag(file, volatile)) if file else (name, 0, 0, 0)
+                    try:
+                        file = entry.stat()
+                    except FileNotFoundError:  # a dangling link; listed, so that the read error names it
+                        yield 0, (name, 0, 0, 0)
+                        continue
+                    tag = 0 if file.st_dev in volatile else hash((file.st_ino, file.st_ctime_ns))
+                    yield 0, (name, file.st_size, file.st_mtime_ns, tag)
                 elif is_visible(entry.name):
                     yield 2, name
 
@@ -171,7 +177,7 @@ class FsspecStorage:
         """Return (contents, size, 0): the modification time would take another request."""
         part = {} if last is None else {"start": first, "end": last}
         data = bytes(self._fs.cat_file(self._at(path), **part))  # some return views, unfit for messages
-        return _whole_part(data, first, last), len(data), 0
+        return data if last is None else _whole_part(data, first, last), len(data), 0
 
     def opened(self, path: str) -> Any:
         return self._fs.open(self._at(path), "rb", block_size=1 << 20)
@@ -267,9 +273,9 @@ def _root_of_archive(fs: Any) -> str:
     return "." if "." in names else ""
 
 
-def _whole_part(data: bytes, first: int, last: "int | None") -> bytes:
+def _whole_part(data: bytes, first: int, last: int) -> bytes:
     """Return what was read, unless it is not the part from first to last - 1 that was asked for."""
-    if last is not None and len(data) != last - first:
+    if len(data) != last - first:
         raise UnreadableFileError(
             f"storage gave {len(data):,} bytes for bytes {first:,} to {last:,}. Either the file has become shorter: "
             "run `lightning-sparse cache warm` to list the source again; or its server cannot send parts of files"
@@ -293,13 +299,6 @@ WANTED: "dict[str, Callable[[str], bool]]" = {
 """Which files are listed, by their names. Hidden folders are not."""
 
 
-def _stat(entry: "os.DirEntry[str]") -> "os.stat_result | None":
-    try:
-        return entry.stat()
-    except FileNotFoundError:  # a dangling link; listed, so that the read error names it
-        return None
-
-
 def _volatile_devices() -> "frozenset[int]":
     """Return the devices of FUSE mounts: many of these number the same file differently after a while."""
     found = set()
@@ -311,13 +310,10 @@ def _volatile_devices() -> "frozenset[int]":
     return frozenset(found)
 
 
-def _tag(about: os.stat_result, volatile: "frozenset[int]") -> int:
-    """Return a number of the inode and the time of its last change, which users cannot set; 0 if it may not last."""
-    return 0 if about.st_dev in volatile else (about.st_ino * 0x9E3779B97F4A7C15 ^ about.st_ctime_ns) & _MASK
-
-
 def _stamp(about: os.stat_result, volatile: "frozenset[int]") -> int:
-    return (about.st_mtime_ns * 31 + _tag(about, volatile)) & _MASK  # not ^: both times may be equal
+    """Return the hash of the inode and its times, as tags are; users cannot set the last one."""
+    own = () if about.st_dev in volatile else (about.st_ino, about.st_ctime_ns)
+    return hash((about.st_mtime_ns, *own))
 
 
 _MASK = (1 << 63) - 1
