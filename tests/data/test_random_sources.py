@@ -284,13 +284,13 @@ VALUES: list[Callable[[random.Random], str]] = [
 
 
 def random_column(draw: random.Random, rows: int) -> list[str]:
-    kinds = draw.choices(VALUES, weights=[4, 1, 3, 2, 1, 4, 1, 1], k=1 if draw.random() < 0.7 else 2)
-    spaces = draw.choice(["", "", "", " "])
+    kinds = draw.choices(VALUES, weights=[4, 1, 3, 2, 1, 4, 1, 1], k=1 if draw.random() < 0.8 else 2)
+    spaces = draw.choice(["", "", "", "", "", " "])
     return [f"{spaces}{draw.choice(kinds)(draw)}{draw.choice(['', spaces])}" for _ in range(rows)]
 
 
 def random_csv(draw: random.Random) -> bytes:
-    rows, columns = draw.randint(1, 8), draw.randint(1, 3)
+    rows, columns = draw.randint(1, 8), draw.randint(1, 2)
     names = [f"{draw.choice(['', ' '])}c{number}" for number in range(columns)]
     table = [["path", *names], *zip(*[[f"{row}.bin" for row in range(rows)]], strict=True)]
     labels = [random_column(draw, rows) for _ in range(columns)]
@@ -350,7 +350,7 @@ def test_labels_of_a_table_are_those_that_others_read_or_refused(reference: Call
             assert array is not None, (number, data, "a value is missing")
             np.testing.assert_array_equal(labels[:, column], array, err_msg=f"{number} {data!r}")
             assert names == classes or column, (number, data)
-    assert accepted > 0.2 * INPUTS
+    assert accepted > 0.15 * INPUTS
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
