@@ -3,12 +3,14 @@
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from heapq import nsmallest
 from typing import Any
 
 log = logging.getLogger("lightning_sparse")
+SHOWN = 3  # names in a log line
 PATIENCE = timedelta(seconds=10)
 """After so long a rank says what it waits for."""
 
@@ -18,6 +20,19 @@ def show_log_lines() -> None:
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
+
+
+def log_ignored(where: str, names: Collection[str], wanted: str) -> None:
+    """Log that files are left out, if there are any: how many, and the first names.
+
+    Args:
+        where: what contains them.
+        wanted: what is read instead, as in "images".
+    """
+    if names:
+        more = ", ..." if len(names) > SHOWN else ""
+        first = ", ".join(nsmallest(SHOWN, names))
+        log.warning("%s: ignored %s file(s) that are not %s: %s%s", where, f"{len(names):,}", wanted, first, more)
 
 
 @contextmanager

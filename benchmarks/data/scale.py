@@ -40,8 +40,12 @@ def answers(files: int) -> dict[str, Listed]:
     each = [files // CLASSES + (label < files % CLASSES) for label in range(CLASSES)]
     return {
         f"n{label:08}": Listed(
-            [(f"train/n{label:08}/n{label:08}_{number}.JPEG", 110_000 + number, number + 1) for number in range(count)],
+            [
+                (f"train/n{label:08}/n{label:08}_{number}.JPEG", 110_000 + number, number + 1, number)
+                for number in range(count)
+            ],
             [(f"train/n{label:08}", 1)],
+            [],
         )
         for label, count in enumerate(each)
     }

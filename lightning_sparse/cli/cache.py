@@ -32,6 +32,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     fill.add_argument("--list", dest="lists", action="append", type=_pair, metavar="SPLIT=FILE", help=named)
     fill.add_argument("--member", metavar="EXT", help="extension of the member of a shard that is the sample")
     fill.add_argument("--prune", action="store_true", help="first remove cached files that have left the source")
+    verify = "read the source again, and name and replace cached files that differ from it"
+    fill.add_argument("--verify", action="store_true", help=verify)
     info = actions.add_parser("info", help="list the caches in a folder")
     info.add_argument("cache_dir")
     info.set_defaults(run=_info)
@@ -62,13 +64,21 @@ def _warm(arguments: argparse.Namespace) -> int:
     )
     placement = Placement(arguments.node, arguments.nodes)
     reports = warm_splits(
-        config, arguments.splits, placement=placement, threads=arguments.threads, prune=arguments.prune
+        config,
+        arguments.splits,
+        placement=placement,
+        threads=arguments.threads,
+        prune=arguments.prune,
+        verify=arguments.verify,
     )
     for report in reports:
         print(report.describe())
         for path, reason in report.corrupt:
             print(f"  {path}: {reason}")
-    return int(any(report.corrupt for report in reports) and arguments.on_corrupt == "raise")
+        for path in report.differing:
+            print(f"  {path}: the cache had other contents than the source")
+    corrupt = any(report.corrupt for report in reports) and arguments.on_corrupt == "raise"
+    return int(corrupt or any(report.differing for report in reports))
 
 
 def _info(arguments: argparse.Namespace) -> int:

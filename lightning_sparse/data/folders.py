@@ -2,7 +2,7 @@
 
 ::
 
-    <cache_dir>/v1-<hash of the source>/     mode 0700, one per source and version of the layout; another one for
+    <cache_dir>/v2-<hash of the source>/     mode 0700, one per source and version of the layout; another one for
                                              files that are not images (format="bytes")
         cache.json                           the source, for `lightning-sparse cache info`
         <split>.manifest                     list of the samples
@@ -25,7 +25,7 @@ from pathlib import Path
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.messages import log
 
-VERSION = 1
+VERSION = 2
 WAIT_S = 5.0  # for a lock, before it is logged
 NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "glusterfs", "9p", "virtiofs", "afs", "coda"),
@@ -46,16 +46,22 @@ def file_name(split: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", split)
 
 
+def cache_path(config: CacheConfig) -> Path:
+    """Return the path of the cache folder of the source, which need not exist."""
+    name = source_name(config.source)
+    hashed = name if config.format != "bytes" else f"{name} as bytes"
+    folder = f"v{VERSION}-{hashlib.blake2b(hashed.encode(), digest_size=8).hexdigest()}"
+    return Path(os.path.abspath(config.cache_dir), folder)
+
+
 def cache_folder(config: CacheConfig) -> Path:
     """Return the cache folder of the source; create it if needed.
 
     Raises:
         DataError: if the folder cannot be created, belongs to another user, or is on a network file system.
     """
-    root = Path(os.path.abspath(config.cache_dir))
-    name = source_name(config.source)
-    hashed = name if config.format != "bytes" else f"{name} as bytes"
-    folder = root / f"v{VERSION}-{hashlib.blake2b(hashed.encode(), digest_size=8).hexdigest()}"
+    folder = cache_path(config)
+    root = folder.parent
     with usable(root):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         kind = file_system(root)
@@ -69,7 +75,7 @@ def cache_folder(config: CacheConfig) -> Path:
         private_folder(folder)
         about = folder / "cache.json"
         if not about.exists() or not about.stat().st_size:
-            write_private(about, json.dumps({"source": name, "version": VERSION}).encode())
+            write_private(about, json.dumps({"source": source_name(config.source), "version": VERSION}).encode())
     return folder
 
 

@@ -18,11 +18,12 @@ DIGEST_BYTES = 16  # of a key
 
 
 class FileKey(NamedTuple):
-    """A file, as listed."""
+    """A file, as listed. size: -1 if unknown. mtime_ns, tag: 0 if unknown; see `Manifest`."""
 
     path: str
     size: int
     mtime_ns: int
+    tag: int = 0
 
     def digest(self) -> bytes:
         return hashlib.blake2b(os.fsencode(self.path), digest_size=DIGEST_BYTES).digest()
@@ -63,7 +64,11 @@ class SampleReader(Protocol):
 
 
 class ReplacingReader(SampleReader, Protocol):
-    """A reader that knows what takes the place of a sample that cannot be decoded. interrupt: end waits for storage."""
+    """A reader that knows what takes the place of a sample that cannot be decoded.
 
-    def replacement(self, index: int, reason: str) -> Sample: ...
+    replacement: `index` is the sample that cannot be decoded, which may already replace `requested`.
+    interrupt: end waits for storage.
+    """
+
+    def replacement(self, requested: int, index: int, reason: str) -> Sample: ...
     def interrupt(self) -> None: ...

@@ -55,11 +55,11 @@ def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
 
     def lead() -> str:
         own.append(load_or_list(config, split))
-        return own[0].fingerprint
+        return own[0].identity
 
-    fingerprint = on_rank_zero(lead)
+    identity = on_rank_zero(lead)
     found = own[0] if own else kept_manifest(config, split)
-    if found is not None and found.fingerprint != fingerprint:
+    if found is not None and found.identity != identity:
         found = None
     if all(on_all_ranks(lambda: found is not None)):
         assert found is not None

@@ -2,7 +2,7 @@
 
 ::
 
-    <cache_dir>/v1-<hash of the source>/     as of other sources, see `folders.py`
+    <cache_dir>/v2-<hash of the source>/     as of other sources, see `folders.py`
         tokens-<hash of the tokenizer>/      also of vocab_size
             <hash of a shard's path>.bin     its ids
             <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
@@ -59,7 +59,7 @@ Progress = Callable[[int], None]
 
 
 class Shard(NamedTuple):
-    """A file as it is on storage. beside: changes with the JSON beside it, if it is of ids."""
+    """A file as it is on storage. size: 0 if unknown. beside: changes with its tag, and with the JSON beside ids."""
 
     path: str
     size: int
@@ -212,10 +212,10 @@ class TokenSource:
             files = storage.files("") if self.only else next(storage.listing([""], images=False)).files
         except MissingFolderError as error:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
-        jsons = {path: size + mtime for path, size, mtime in files if path.endswith(".json")}
+        jsons = {path: size + mtime + tag for path, size, mtime, tag in files if path.endswith(".json")}
         found = sorted(
-            Shard(path, size, mtime, jsons.get(f"{path.removesuffix('.bin')}.json", 0))
-            for path, size, mtime in files
+            Shard(path, max(0, size), mtime, tag + jsons.get(f"{path.removesuffix('.bin')}.json", 0))
+            for path, size, mtime, tag in files
             if self.only in ("", path)
         )
         text = [each for each in found if Path(each.path).suffix in TEXT_SUFFIXES]

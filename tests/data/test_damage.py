@@ -68,8 +68,10 @@ def test_a_damaged_file_is_replaced_counted_and_not_asked_for_again(
         store = store_of(folder, stores, on_corrupt="skip")
         for _ in range(2):
             samples = store.get(range(20))
-            assert [sample.index for sample in samples[4:8]] == [4, 7, 7, 7]
-            assert np.array_equal(samples[5].data, samples[7].data)
+            used = [sample.index for sample in samples[4:8]]
+            assert (used[0], used[3]) == (4, 7)
+            assert not {5, 6} & set(used)
+            assert all(np.array_equal(samples[at].data, samples[samples[at].index].data) for at in (5, 6))
         counts = store.counters()
         assert counts.replaced == 4
         assert counts.storage_samples == (20 if run == 0 else 0)
@@ -98,17 +100,18 @@ def test_a_pipe_in_the_place_of_a_picture_does_not_hang(folder: Path, stores: Op
 def test_a_file_that_changed_on_storage_is_noticed(
     folder: Path, stores: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Since it was listed: its present content is taken, once. Listed anew, only the changed file is read again."""
+    """The store reads the current content, in every run until the source is listed again."""
     config = config_of(folder)
     load_or_list(config, "train")
     path = folder / "train" / "c0" / "5.jpg"
     path.write_bytes(jpeg(99))
-    for run in range(2):
+    for _ in range(2):
         store = store_of(folder, stores, format="jpeg")
         assert contents(store)[5] == jpeg(99)
-        assert store.counters().changed == (run == 0)
+        assert contents(store)[5] == jpeg(99)
+        assert store.counters().changed == 1
         store.close()
-    assert ["train/c0/5.jpg has changed since it was listed" in text for text in warnings_of(caplog)] == [True]
+    assert ["train/c0/5.jpg has changed since it was listed" in text for text in warnings_of(caplog)] == [True] * 2
     path.write_bytes(jpeg(98))
     report = warm(config, "train")
     assert (report.present, report.fetched) == (19, 1)

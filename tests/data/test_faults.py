@@ -114,7 +114,7 @@ def test_a_cache_of_another_version_is_left_alone(
     store = store_of(folder, stores)
     own = cache_folder(store.config)
     store.close()
-    other = own.with_name(own.name.replace("v1-", "v7-"))
+    other = own.with_name(own.name.replace("v2-", "v7-"))
     os.rename(own, other)
     assert len(contents(store_of(folder, stores))) == 20
     stores[-1].close()
@@ -124,7 +124,7 @@ def test_a_cache_of_another_version_is_left_alone(
     assert "train: 20 of 20 files" in printed
     path = own / "train.lmdb"
     with lmdb.open(str(path), map_size=1 << 30) as environment, environment.begin(write=True) as transaction:
-        transaction.put(b"format", b"lightning_sparse disk cache 2")
+        transaction.put(b"format", b"lightning_sparse disk cache 1")
     with pytest.raises(DataError, match="written by another version.*cache clear"):
         store_of(folder, stores)
     assert main(["cache", "clear", str(own.parent), "--source", str(folder)]) == 0

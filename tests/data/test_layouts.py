@@ -98,10 +98,10 @@ def test_a_link_of_a_class_that_leads_nowhere_is_no_class_less(tmp_path: Path) -
         listed(tmp_path)
 
 
-def test_images_beside_the_classes_are_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_next_to_class_folders_are_ignored_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train = make_folder(tmp_path) / "train"
     for name in ("stray.JPG", "README", "._stray.jpg"):
         (train / name).write_bytes(jpeg(1))
     with caplog.at_level(logging.WARNING):
         assert len(listed(tmp_path)) == 12
-    assert "1 image(s) beside the folders of classes in train/ are left out, such as stray.JPG" in caplog.text
+    assert "train: ignored 2 file(s) that are not in a folder of a class: README, stray.JPG" in caplog.text

@@ -55,7 +55,12 @@ def test_samples_are_in_the_order_of_the_list_and_may_repeat(folder: Path) -> No
         ("path,x,y\n4.bin,3,1\nc/3.bin,0,2\n", [[3, 1], [0, 2]], (), 4),
         ("path,x,y\n4.bin,3,0.5\nc/3.bin,0,2\n", [[3.0, 0.5], [0.0, 2.0]], (), 0),
         ("path,x,y\n4.bin,b,1\nc/3.bin,a,2\n", [[1, 1], [0, 2]], ("a", "b"), 2),
-        ("path,x\n4.bin,007\nc/3.bin,7\n", [[0], [1]], ("007", "7"), 2),
+        ("path,x\n4.bin,007\nc/3.bin,x7\n", [[0], [1]], ("007", "x7"), 2),
+        ("path, x\n4.bin, 2\nc/3.bin, 10\n", [[2], [10]], (), 11),
+        ("path,x\n4.bin,+1\nc/3.bin,-2\n", [[1], [-2]], (), 2),
+        ("path,x\n4.bin,.5\nc/3.bin,1e1\n", [[0.5], [10.0]], (), 0),
+        ("path,x\n4.bin,1_0\nc/3.bin,2\n", [[0], [1]], ("1_0", "2"), 2),
+        ("path,x\n4.bin,True\nc/3.bin,True\n", [[1], [1]], (), 2),
         ("\ufeffpath,x\r\n4.bin,ä\r\nc/3.bin,ä\r\n", [[0], [0]], ("ä",), 1),
         ("path\n4.bin\nc/3.bin\n", [[], []], (), 0),
     ],
@@ -133,10 +138,15 @@ def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> 
         ("file,label\n4.bin,1\n", "its columns are file, label"),
         ("path,label\n", "and a row for each sample"),
         ("path,label\n4.bin\n", r"row 2 has 1 column\(s\), and the first row has 2"),
-        ("path,label\n4.bin,\n", "column label has rows without a value"),
-        ("path,a,b\n4.bin,1,dog\n", "column b contains 'dog', which is not a number"),
-        ("path,a,b\n4.bin,1,1\nc/3.bin,1,dog\n", "column b contains 'dog', which is not a number"),
-        (f"path,a,b\n4.bin,1,1\nc/3.bin,1,{10**20}\n", "column b contains '1000.*', which is not a number"),
+        ("path,label\n4.bin,\n", "column label, sample 1: the label is '', which means a missing value"),
+        ("path,label\n4.bin,cat\nc/3.bin,NA\n", "sample 2: the label is 'NA', which means a missing value"),
+        ("path,a,b\n4.bin,1,dog\n", "column b, sample 1: the label is 'dog', which is not a number"),
+        ("path,a,b\n4.bin,1,1\nc/3.bin,1,dog\n", "column b, sample 2: the label is 'dog', which is not a number"),
+        (f"path,a,b\n4.bin,1,1\nc/3.bin,1,{10**20}\n", "column b, sample 2: the label is 1000.*, which has no room"),
+        ("path,label\n4.bin, cat\nc/3.bin,cat\n", "sample 1: the label is ' cat': remove the spaces around it"),
+        ("path,label\n4.bin,10\nc/3.bin,007\n", "sample 2: the label is 007, a number or a name: write 7, or"),
+        ("path,label\n4.bin,1\nc/3.bin,inf\n4.bin,2e999\n", "sample 2: the label is inf: give each sample a finite"),
+        ('path,label\n4.bin,"cat\nc/3.bin,dog\n', "is not a CSV file in UTF-8: unexpected end of data"),
         ("path,a,b,a\n4.bin,1,1,2\n", "has several columns named a"),
         ("path,label\nnowhere/4.bin,1\n", "lists files of a folder that is not there"),
         ("path,label\n4.bin,1\n5.bin,1\n", r"lists 1 file\(s\) that .* does not have, such as '5\.bin'"),
@@ -154,8 +164,9 @@ def test_a_parquet_list_that_is_none_is_named(folder: Path) -> None:
         load_or_list(config_of(folder, lists={"train": str(folder / "train.parquet")}), "train")
 
 
-def test_numbers_that_are_too_large_are_names(folder: Path) -> None:
-    assert listed(folder, f"path,kind\n4.bin,7\nc/3.bin,{10**20}\n").classes == (str(10**20), "7")
+def test_list_with_absolute_paths_inside_the_source_names_its_samples(folder: Path) -> None:
+    manifest = listed(folder, f"path,x\n{folder}/a/b/2.bin,1\n./4.bin,2\n")
+    assert list(manifest.paths) == ["a/b/2.bin", "4.bin"]
 
 
 def test_options_of_lists_are_refused_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

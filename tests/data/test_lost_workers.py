@@ -90,3 +90,35 @@ def members(session: int) -> list[str]:
         if rest.split()[3] == str(session) and rest.split()[0] != "Z":
             found.append(name)
     return found
+
+
+NO_FILES = """
+import resource
+import torch
+from lightning_sparse import CachedDataModule
+data = CachedDataModule(sys.argv[1], sys.argv[2], bytes, 4, workers=3, memory_gb=0.01, collate=list)
+data.setup("fit")
+loader = data.train_dataloader()
+opened = max(map(int, os.listdir("/proc/self/fd"))) + 8
+resource.setrlimit(resource.RLIMIT_NOFILE, (opened, opened))
+try:
+    next(iter(loader))
+finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened, opened))
+"""
+
+
+def test_workers_that_cannot_start_say_why(tmp_path: Path) -> None:
+    """Too few open files are left for their queues."""
+    (tmp_path / "source" / "train").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / "source" / "train" / f"{number}.bin").write_bytes(b"x")
+    command = [sys.executable, "-W", "ignore", "-c", "import os, sys\n" + NO_FILES]
+    command += [str(tmp_path / "source"), str(tmp_path / "cache")]
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert ended.returncode == 1
+    assert "DataError: 3 process(es) that make batches cannot start" in ended.stderr
+    assert "Too many open files" in ended.stderr

@@ -176,3 +176,63 @@ def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(layout, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
         load_or_list(config, "train")
+
+
+@pytest.mark.parametrize(
+    ("labels", "count"),
+    [([[0, 1, 0], [1, 0, 0]], 3), ([[1, 1], [0, 5]], 6), ([[0.5, 1.5], [0.0, 1.0]], 0)],
+    ids=["0 or 1 for each class", "ids", "numbers"],
+)
+def test_lists_of_labels_are_rows_of_a_batch(tmp_path: Path, labels: list[list[Any]], count: int) -> None:
+    write(tmp_path / "source" / "train" / "0.parquet", {"x": [b"a", b"b"], "labels": labels})
+    config = config_of(tmp_path / "source", tmp_path / "cache")
+    manifest = load_or_list(config, "train")
+    assert manifest.labels.tolist() == labels
+    assert manifest.num_classes == count
+    assert classes_of(config, "train")[1] == count
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([[1], [1, 2]], r"sample 2: the label is a list of 2 value\(s\), and that of the first row has 1"),
+        ([[1], [None]], r"sample 2: the label is \[None\]: write lists of numbers"),
+        ([1, None], "sample 2: the label has no value"),
+        ([1.0, float("nan")], "sample 2: the label is nan"),
+        (
+            pyarrow.array([2**64 - 1, 1], pyarrow.uint64()),
+            "sample 1: the label is 18446744073709551615, which has no room in 64 bits",
+        ),
+        (["1", "10"], "sample 1: the label is the text '1'"),
+        (["a", " b"], "sample 2: the label is ' b': remove the spaces"),
+    ],
+)
+def test_labels_that_are_none_are_refused_with_their_row(tmp_path: Path, labels: Any, says: str) -> None:
+    write(tmp_path / "source" / "train" / "0.parquet", {"x": [b"a", b"b"], "label": labels})
+    with pytest.raises(ValueError, match=says):
+        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train")
+
+
+def test_columns_that_may_be_the_label_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As CIFAR-100 has them: images are refused, and other samples have no labels."""
+    write(tmp_path / "source" / "train" / "0.parquet", {"img": [b"a"], "fine_label": [1], "coarse_label": [0]})
+    named = r"train/0\.parquet has no column label or labels, and fine_label, coarse_label are whole numbers"
+    with pytest.raises(ValueError, match=named):
+        load_or_list(config_of(tmp_path / "source", tmp_path / "cache", format="jpeg"), "train")
+    manifest = load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train")
+    assert manifest.labels.shape == (1, 0)
+    assert "fine_label, coarse_label are whole numbers" in caplog.text
+
+
+def test_cache_warm_verify_reads_row_groups_again(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    warm(config, "train")
+    assert warm(config, "train", verify=True).differing == []
+    store = SampleStore(config, load_or_list(config, "train"))
+    key = store.manifest.key(10)
+    (kept,) = store.disk.get([key])
+    assert kept is not None
+    store.disk.put(key, kept._replace(data=b"old"))
+    store.close()
+    assert warm(config, "train", verify=True).differing == ["train/0001.parquet#0/2"]
+    assert warm(config, "train", verify=True).differing == []

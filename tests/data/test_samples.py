@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,24 @@ def test_a_file_that_cannot_be_decoded_is_named_or_replaced(folder: Path) -> Non
 
     with pytest.raises(DataError, match="decode raised KeyError"):
         epoch_of(data_of(folder, decode=never, on_corrupt="skip"))
+
+
+def test_corrupt_samples_are_counted_once_and_replaced_by_different_samples(folder: Path) -> None:
+    """Also where half of the samples are corrupt, one after the other."""
+    corrupt = set(range(TRAIN // 4, TRAIN * 3 // 4))
+    for number in corrupt:
+        (found,) = (folder / "source" / "train").glob(f"*/{number:02}.txt")
+        found.write_text("no number")
+    data = data_of(folder, on_corrupt="skip")
+    data.setup("fit")
+    numbers = [number for batch in data.train_dataloader() for number in batch[0][:, 0].tolist()]
+    counts = data._session.train.store.node_counters()
+    data.teardown("fit")
+    assert len(numbers) == TRAIN
+    assert not corrupt & set(numbers)
+    assert counts.replaced == len(corrupt)
+    most = Counter(numbers).most_common(1)[0][1]
+    assert most <= len(corrupt) // 2, "several samples replace the corrupt ones"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from tests.data.fits import FLAVOURS, ours
@@ -183,3 +184,126 @@ def test_s3_without_s3fs_names_the_package_at_once(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match="needs a package that is not installed: Install s3fs to access S3"):
         config_of("s3://bucket/folder", tmp_path / "cache")
     assert not os.path.exists(tmp_path / "cache")
+
+
+def beside(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / "train" / name).write_bytes(b"{}")
+
+
+@pytest.mark.parametrize("format", ["bytes", "jpeg"])
+def test_files_next_to_shards_are_ignored_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
+) -> None:
+    """As img2dataset, WebDataset and people leave them."""
+    for number in range(2):
+        shard(tmp_path / "source" / "train" / f"{number}.tar", {f"{each}.jpg": jpeg(each) for each in range(3)})
+    os.rename(tmp_path / "source" / "train" / "1.tar", tmp_path / "source" / "train" / "1.TAR")
+    beside(tmp_path / "source", "0_stats.json", "0.parquet", "README", "x.idx", ".hidden.npy")
+    manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache", format=format))
+    assert data == [jpeg(each) for each in range(3)] * 2
+    assert manifest.paths[3] == "train/1.TAR/0.jpg"
+    said = [each.getMessage() for each in caplog.records if "ignored" in each.getMessage()]
+    assert len(said) == 1
+    assert "ignored 4 file(s) that are not shards: train/0.parquet, train/0_stats.json, train/README, ..." in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("5.npy", r"has shards \(train/0\.tar\) and other files \(train/5\.npy\)"),
+        ("other.parquet", r"has shards \(train/0\.tar\) and other files \(train/other\.parquet\)"),
+        ("1.tar.gz", r"the shard train/1\.tar\.gz is compressed"),
+        ("1.TGZ", r"the shard train/1\.TGZ is compressed"),
+    ],
+)
+def test_files_that_may_be_the_samples_next_to_shards_are_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
+    shard(tmp_path / "source" / "train" / "0.tar", {"0.npy": b"a"})
+    beside(tmp_path / "source", name)
+    with pytest.raises(ValueError, match=says):
+        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+
+
+def test_folder_next_to_shards_is_refused_by_name(tmp_path: Path) -> None:
+    shard(tmp_path / "source" / "train" / "0.tar", {"0.npy": b"a"})
+    (tmp_path / "source" / "train" / "logs").mkdir()
+    beside(tmp_path / "source", "logs/x.txt")
+    with pytest.raises(ValueError, match=r"has shards \(0\.tar\) and folders \(logs\)"):
+        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+
+
+def test_hidden_members_are_ignored_and_links_are_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the tar of macOS writes them, and GNU tar those of a folder with hard links."""
+    file = tmp_path / "source" / "train" / "0.tar"
+    shard(file, {"./._0.npy": b"macOS", "./0.npy": b"zero", "./.git/1.npy": b"hidden", "k/1.npy": b"one"})
+    with tarfile.open(file, "a") as tar:
+        for name, kind, target in (
+            ("2.npy", tarfile.LNKTYPE, "./0.npy"),
+            ("k/3.npy", tarfile.SYMTYPE, "../2.npy"),
+            ("pipe", tarfile.FIFOTYPE, ""),
+        ):
+            about = tarfile.TarInfo(name)
+            about.type, about.linkname = kind, target
+            tar.addfile(about)
+    manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache"))
+    assert list(manifest.paths) == [f"train/0.tar/{each}" for each in ("0.npy", "k/1.npy", "2.npy", "k/3.npy")]
+    assert data == [b"zero", b"one", b"zero", b"zero"]
+    assert "ignored 3 file(s) that are not visible files in a shard: train/0.tar/._0.npy" in caplog.text
+
+
+def test_link_in_a_shard_that_leads_nowhere_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "source" / "train" / "0.tar"
+    shard(file, {"0.npy": b"zero"})
+    with tarfile.open(file, "a") as tar:
+        about = tarfile.TarInfo("1.npy")
+        about.type, about.linkname = tarfile.SYMTYPE, "/somewhere/1.npy"
+        tar.addfile(about)
+    with pytest.raises(ValueError, match=r"its member 1\.npy is a link to /somewhere/1\.npy, which is no file in it"):
+        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("format", ["gnu", "posix"])
+def test_sparse_member_of_a_shard_is_refused_by_name(tmp_path: Path, format: str) -> None:
+    (tmp_path / "source" / "train").mkdir(parents=True)
+    with open(tmp_path / "0.bin", "wb") as file:
+        file.write(b"HEAD")
+        file.seek(1 << 20)
+        file.write(b"TAIL")
+    target = str(tmp_path / "source" / "train" / "0.tar")
+    subprocess.run(["tar", "-S", f"--format={format}", "-cf", target, "-C", str(tmp_path), "0.bin"], check=True)
+    with tarfile.open(target) as tar:
+        if not tar.getmembers()[0].issparse():
+            pytest.skip("the file system of the test, or this tar, keeps no holes")
+    with pytest.raises(ValueError, match=r"its member 0\.bin is sparse"):
+        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "joined"])
+def test_shard_that_is_not_whole_is_refused(folder: Path, tmp_path: Path, damage: str) -> None:
+    """tarfile ends at a damaged header, and at the end of the first of several files."""
+    file = folder / "train" / "000#0.tar"
+    data = bytearray(file.read_bytes())
+    with tarfile.open(file) as tar:
+        third = tar.getmembers()[2]
+    if damage == "cut":
+        del data[third.offset_data + 10 :]
+    elif damage == "header":
+        data[third.offset] ^= 1
+    else:
+        data += bytes(data)
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"000#0\.tar cannot be used: it (has more data behind its end|is not an)"):
+        contents(config_of(folder, tmp_path / "cache"))
+
+
+def test_shard_that_became_shorter_is_an_error_of_its_samples(folder: Path, tmp_path: Path) -> None:
+    """The length of each read is checked."""
+    config = config_of(folder, tmp_path / "cache")
+    manifest = load_or_list(config, "train")
+    file = folder / "train" / "000#0.tar"
+    os.truncate(file, int(manifest.offsets[3]) + 7)
+    store = SampleStore(config, manifest)
+    assert store.get([2])[0].data.tobytes() == payload(2)
+    with pytest.raises(CorruptSampleError, match=r"000003\.npy cannot be used: storage gave 7 bytes for bytes"):
+        store.get([3])
+    store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tarfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources import storage as storage_module
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
-from lightning_sparse.data.sources.storage import ReaderProcess, Storage
+from lightning_sparse.data.sources.storage import ReaderProcess, Storage, Unreadable
 from lightning_sparse.data.sources.storage_reader import FsspecStorage
-from tests.data.small import make_folder
+from tests.data.small import jpeg, make_folder
 from tests.data.stores import warnings_of
 
 KEY = {"client_kwargs": {"headers": {"X-Key": "secret"}}}
@@ -155,4 +156,70 @@ class Bucket:
 def test_what_marks_a_folder_is_no_file(kind: str) -> None:
     storage = FsspecStorage("memory://", {})
     storage._fs, storage._root = Bucket(), "bucket/data"
-    assert storage.listing("train", kind, lambda: None) == ([("train/0.bin", 4, 0)], [])
+    assert storage.listing("train", kind, lambda: None) == ([("train/0.bin", 4, 0, 0)], [], [])
+
+
+@pytest.mark.parametrize("format", ["bytes", "jpeg"])
+def test_web_server_gives_the_samples_of_its_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
+) -> None:
+    """Neither its index pages nor their links are samples; names and labels are those of a mount. A web server lists no
+    sizes, so that nothing has changed, and all samples fit in memory."""
+    pytest.importorskip("aiohttp", reason="fsspec opens http with it")
+    folder, number = tmp_path / "pictures", 0
+    for name in ("b c", "ä", "10%41", "[x]&#1"):
+        for inner in ("1.jpg", "deep er/2#?.jpg", "deep er/.hidden.jpg"):
+            (folder / "train" / name / inner).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "train" / name / inner).write_bytes(jpeg(number))
+            number += 1
+    server = Server(folder)
+    try:
+        config = config_of(server.url, tmp_path, storage_options=KEY, format=format)
+        found = load_or_list(config, "train")
+        expected = load_or_list(config_of(str(folder), tmp_path, format=format), "train")
+        assert (list(found.paths), found.classes) == (list(expected.paths), expected.classes)
+        assert found.labels.tolist() == expected.labels.tolist()
+        store = SampleStore(config, found)
+        for _ in range(2):
+            samples = store.get(range(8))
+            assert [each.data.tobytes() for each in samples] == [(folder / path).read_bytes() for path in found.paths]
+        counts = store.counters()
+        assert (counts.storage_samples, counts.memory_samples, counts.disk_samples, counts.changed) == (8, 8, 0, 0)
+        store.close()
+    finally:
+        server.close()
+    assert not warnings_of(caplog)
+
+
+def test_web_server_that_ignores_ranges_gives_no_part_of_a_shard(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec opens http with it")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "0.bin").write_bytes(b"0123456789")
+    server = Server(tmp_path / "pictures")
+    try:
+        with Storage(config_of(server.url, tmp_path, storage_options=KEY)) as storage:
+            (found,) = storage.read([("0.bin", 2, 5)])
+    finally:
+        server.close()
+    assert found == Unreadable(
+        "storage gave 10 bytes for bytes 2 to 5. Either the file has become shorter: run `lightning-sparse cache warm` "
+        "to list the source again; or its server cannot send parts of files"
+    )
+
+
+def test_tar_source_whose_names_are_of_two_kinds_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("./train/c/0.bin", "train/c/1.bin"):
+            tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(DataError, match=r"the names of some members begin with \./, and others do not \(train\)"):
+        load_or_list(config_of(f"tar://::file://{tmp_path / 'a.tar'}", tmp_path, format="bytes"), "train")
+
+
+def test_only_file_systems_known_to_be_thread_safe_are_read_by_threads_at_once(tmp_path: Path) -> None:
+    import zipfile
+
+    zipfile.ZipFile(tmp_path / "a.zip", "w").close()
+    for url in (f"zip://::file://{tmp_path}/a.zip", f"simplecache::file://{tmp_path}", f"dir::file://{tmp_path}"):
+        assert hasattr(FsspecStorage(url, {}).turn, "acquire"), url
+    for url in ("memory://", "http://127.0.0.1"):
+        assert not hasattr(FsspecStorage(url, {}).turn, "acquire"), url

@@ -34,7 +34,8 @@ CHUNK = 16  # files per request of a thread
 class WarmReport:
     """Result for a split.
 
-    present: files cached before. corrupt: (path, reason). full: no space for more. pruned: files removed.
+    present: files cached before. corrupt: (path, reason). full: no space for more. pruned: files removed. differing:
+    paths of cached files that differed from the source.
     """
 
     split: str
@@ -45,6 +46,7 @@ class WarmReport:
     corrupt: list[tuple[str, str]] = field(default_factory=list)
     full: bool = False
     pruned: int = 0
+    differing: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
         left = self.files - self.present - self.fetched - len(self.corrupt)
@@ -52,11 +54,18 @@ class WarmReport:
         text += f"({self.fetched_bytes / 1e6:,.1f} MB)"
         text += f", {len(self.corrupt):,} corrupt" if self.corrupt else ""
         text += f", {left:,} did not fit" if self.full else ""
+        text += f", {len(self.differing):,} replaced, which differed from the source" if self.differing else ""
         return text + (f", {self.pruned:,} removed" if self.pruned else "")
 
 
 def warm(
-    config: CacheConfig, split: str, *, placement: Placement | None = None, threads: int = 4, prune: bool = False
+    config: CacheConfig,
+    split: str,
+    *,
+    placement: Placement | None = None,
+    threads: int = 4,
+    prune: bool = False,
+    verify: bool = False,
 ) -> WarmReport:
     """Copy the files of a split to the disk tier of this node.
 
@@ -65,6 +74,7 @@ def warm(
         threads: threads that read and decode.
         prune: first remove the files that are not listed any more, or that other nodes own. A run that uses an older
             list reads them from storage again.
+        verify: first read the files that are cached again, compare, and replace those that differ.
 
     Raises:
         ValueError, DataError: as `manifest.list_source`; StorageTimeoutError if storage does not respond.
@@ -80,15 +90,10 @@ def warm(
         report.files, report.pruned = len(keys), store.disk.prune(keys) if prune else 0
         missing = owned[~np.array(store.disk.has(keys), np.bool_)]
         report.present = len(keys) - len(missing)
-        with tqdm(total=len(keys), initial=report.present, desc=f"caching {split}", unit="file") as bar:
-            _fill(store, missing, pool, report, bar)
-        store.disk.flush()
-        broken = {path for path, _ in report.corrupt}
-        kept = store.disk.has([store.manifest.key(index) for index in missing.tolist()])
-        report.fetched = sum(
-            each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
-        )
-        report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
+        if verify:
+            _verify(store, np.setdiff1d(owned, missing), pool, report)
+        _fill(store, missing, pool, report)
+        _count_fetched(store, missing, report)
     return report
 
 
@@ -99,18 +104,37 @@ def warm_splits(
     placement: Placement | None = None,
     threads: int = 4,
     prune: bool = False,
+    verify: bool = False,
 ) -> list[WarmReport]:
     """Call `warm` for several splits; None: "train", and "val" and "test" if the source has them."""
     reports = []
     for split in splits or SPLITS:
         if splits or split == "train" or has_split(config, split):
-            reports.append(warm(config, split, placement=placement, threads=threads, prune=prune))
+            reports.append(warm(config, split, placement=placement, threads=threads, prune=prune, verify=verify))
     return reports
 
 
-def _fill(
-    store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport, bar: tqdm[None]
-) -> None:
+def _count_fetched(store: SampleStore, missing: npt.NDArray[np.int64], report: WarmReport) -> None:
+    store.disk.flush()
+    broken = {path for path, _ in report.corrupt}
+    kept = store.disk.has([store.manifest.key(index) for index in missing.tolist()])
+    report.fetched = sum(
+        each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
+    )
+    report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
+
+
+def _verify(store: SampleStore, cached: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport) -> None:
+    with tqdm(total=len(cached), desc=f"verifying {report.split}", unit="file") as bar:
+        chunks = [*_chunks(store.manifest, cached)]
+        for chunk, differing in zip(chunks, pool.map(store.differing, chunks), strict=True):
+            report.differing += [store.manifest.paths[index] for index in differing]
+            bar.update(len(chunk))
+
+
+def _fill(store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport) -> None:
+    bar = tqdm(total=report.files, initial=report.present, desc=f"caching {report.split}", unit="file")
+
     def fetch(chunk: list[int]) -> tuple[int, dict[int, str]]:
         """Return how many files were read, and why others are corrupt."""
         if store.disk.full:
@@ -119,9 +143,10 @@ def _fill(
         return 0 if store.disk.full else len(chunk) - len(corrupt), corrupt
 
     try:
-        for fetched, corrupt in pool.map(fetch, _chunks(store.manifest, missing)):
-            report.corrupt += [(store.manifest.paths[index], reason) for index, reason in corrupt.items()]
-            bar.update(fetched + len(corrupt))
+        with bar:
+            for fetched, corrupt in pool.map(fetch, _chunks(store.manifest, missing)):
+                report.corrupt += [(store.manifest.paths[index], reason) for index, reason in corrupt.items()]
+                bar.update(fetched + len(corrupt))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -10,8 +10,9 @@ bytes  field    meaning
 ====== ======== ====================================================================
 4      magic    kind and version of the value
 4      decoder  the decoder that validated the file; another decoder validates again
-8, 8   size,    of the file when it was listed; a different listing means that the
-       mtime    file has changed
+8 each size,    of the file when it was listed; a different listing means that the
+       mtime,   file has changed
+       tag
 4, 4   height,  of the upright image; 0, 0: the file is corrupt, and the data is the
        width    reason
 8      checksum xxh3 of the key, the fields above and the file
@@ -46,11 +47,11 @@ from lightning_sparse.data.sample import DIGEST_BYTES, FileKey
 if TYPE_CHECKING:
     import lmdb
 
-_FORMAT = b"lightning_sparse disk cache 1"
+_FORMAT = b"lightning_sparse disk cache 2"
 BATCH_BYTES, BATCH_S = 8 << 20, 2.0  # at most this is lost when a process is killed
 RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk; stays free
-_MAGIC = b"LSd1"
-_HEADER = struct.Struct("<4sIqqIIQ")
+_MAGIC = b"LSd2"
+_HEADER = struct.Struct("<4sIqqqIIQ")
 _UNCHECKED = _HEADER.size - 8
 
 
@@ -206,7 +207,7 @@ class DiskCache:
         if len(header) < _HEADER.size or _checksum(digest, header, data) != _HEADER.unpack(header)[-1]:
             self._counter.add(flipped_disk=1)
             return None
-        magic, decoder, _, _, height, width, _ = _HEADER.unpack_from(value)
+        magic, decoder, _, _, _, height, width, _ = _HEADER.unpack_from(value)
         if magic != _MAGIC or not _matches(key, value):
             return None
         return CachedFile(bytes(data), height, width, decoder)
@@ -229,7 +230,7 @@ class DiskCache:
 
 
 def _packed(key: FileKey, digest: bytes, stored: CachedFile) -> bytes:
-    fields = (_MAGIC, stored.decoder, key.size, key.mtime_ns, stored.height, stored.width)
+    fields = (_MAGIC, stored.decoder, key.size, key.mtime_ns, key.tag, stored.height, stored.width)
     header = _HEADER.pack(*fields, 0)
     return _HEADER.pack(*fields, _checksum(digest, header, stored.data)) + stored.data
 
@@ -244,8 +245,8 @@ def _checksum(digest: bytes, header: bytes | memoryview, data: bytes | memoryvie
 
 
 def _matches(key: FileKey, value: memoryview) -> bool:
-    _, _, size, mtime_ns, _, _, _ = _HEADER.unpack_from(value)
-    return (size, mtime_ns) == (key.size, key.mtime_ns)
+    _, _, *version, _, _, _ = _HEADER.unpack_from(value)
+    return version == [key.size, key.mtime_ns, key.tag]
 
 
 LOCK_BYTES = 1 << 17  # of the lock file, rounded up

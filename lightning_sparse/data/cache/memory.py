@@ -49,6 +49,7 @@ LOCK_S = 2.0
 PHOTOGRAPH = 271_617 / 256**2
 MAX_COMPRESSION = 60  # upper bound of decoded size / JPEG size, reached by images of one colour
 DEFAULT_SHARE = 0.5  # of the available memory
+UNKNOWN_BYTES = 1 << 20  # of a file whose size storage does not list
 _SLOTS_AT = 4096
 _SLOT = np.dtype(
     [("state", "u4"), ("length", "u4"), ("offset", "u8"), ("height", "u4"), ("width", "u4"), ("checksum", "u8")]
@@ -214,8 +215,9 @@ def _seed(index: int, height: int, width: int) -> int:
 
 
 def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
-    """Return the bytes that the node's samples need in memory: an estimate for "decoded", else exact."""
-    sizes = manifest.sizes[owned]
+    """Return the bytes that the node's samples need in memory: an estimate for "decoded" and for files whose sizes
+    storage does not list, else exact."""
+    sizes = np.where(manifest.sizes < 0, UNKNOWN_BYTES, manifest.sizes)[owned]
     if format == "decoded" and len(manifest.probed):
         decoded = np.array([3 * np.prod(decode.scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
         mean = decoded.mean() + 2 * decoded.std() / np.sqrt(len(decoded))  # likely above that of all files
@@ -260,19 +262,20 @@ def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.b
         content_name(config, manifest, owned, format),
         needed_bytes(manifest, owned, format, config.short_side),
     )
-    found = segments.find(name)
+    found, unknown = segments.find(name), format != "decoded" and bool((manifest.sizes < 0).any())
     if found is None:
         allowed, limit = _allowed(config)
         # leave room where the size of decoded images is a guess: what a run may still take, others may not
         guessed = format == "decoded" and not len(manifest.probed)
-        tier = create(name, format, len(manifest), min(allowed, 2 * needed if guessed else needed))
+        most = allowed if unknown else 2 * needed if guessed else needed
+        tier = create(name, format, len(manifest), min(allowed, most))
     else:
         tier, limit = MemoryCache(found), "the copy of another run on this node"
         if not counter.is_first:
             return tier
         log.info(f"memory tier of {manifest.split}: {tier.cached:,} samples are there, of another run on this node")
         tier.retry()
-    if needed > tier.capacity > 0:
+    if needed > tier.capacity > 0 and not unknown:
         about = "about " if format == "decoded" else ""
         counter.warn_once(
             "memory full",
@@ -291,7 +294,7 @@ def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.
     source = (source_name(config.source), json.dumps(config.storage_options, sort_keys=True))
     limit = None if config.memory_gb is None else float(config.memory_gb)
     others = config.shuffle == "local"  # keeps samples of other nodes, too, which would take the room of this one's
-    content = (VERSION, *source, manifest.fingerprint, config.member, pixels, limit, others)
+    content = (VERSION, *source, manifest.identity, config.member, pixels, limit, others)
     digest = hashlib.blake2b(repr(content).encode("utf-8", "surrogateescape"), digest_size=16)
     digest.update(np.packbits(owned).tobytes())
     return f"{digest.hexdigest()}-{format}-{file_name(manifest.split)}"

@@ -47,7 +47,7 @@ ROW_GROUPS = (
     "disk_gb, or use smaller row groups."
 )
 GROUP_LOCKS = 64
-MAX_REPLACEMENTS = 100  # candidates that are tried in place of a corrupt file
+RANDOM_TRIES, MAX_REPLACEMENTS = 32, 100  # samples that are tried in place of a corrupt one: at random, in a row
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,7 @@ class SampleStore:
         self._owned = self.owners == self.placement.node_index
         self.hits_count_as: Literal["memory", "served"] = "memory"  # "served" in the server process
         self._corrupt: dict[int, str] = {}
+        self._changed: set[str] = set()
         self._endpoints: dict[int, str] = {}
         self._opened: Tiers | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
@@ -247,10 +248,14 @@ class SampleStore:
             yield index, found
         if absent and self.manifest.has_row_groups:
             yield from self._from_row_groups(tiers, [*absent])
-        elif absent:
-            answers = tiers.storage.read([self.manifest.location(index) for index in absent])
-            for index, answer in zip(absent, answers, strict=True):
+        else:
+            for index, answer in self._answers(tiers, [*absent]):
                 yield index, self._from_storage(tiers, index, answer)
+
+    def _answers(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
+        """Read samples of network storage that are not in row groups."""
+        answers = tiers.storage.read([self.manifest.location(index) for index in indices])
+        return zip(indices, answers, strict=True)
 
     def _on_disk(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
         """Yield the samples that are on local disk."""
@@ -306,7 +311,7 @@ class SampleStore:
         if isinstance(answer, StoredFile):
             tiers.counter.add(storage_samples=1, storage_bytes=len(answer.data))
             if not self.manifest.has_row_groups:  # which do not tell the size of a sample before they are read
-                self._check_unchanged(tiers, key, answer)
+                key = self._version_read(tiers, key, answer)
         pixels = None
         try:
             if isinstance(answer, Unreadable):
@@ -335,15 +340,46 @@ class SampleStore:
             tiers.keep(index, view)
         return view
 
-    def _check_unchanged(self, tiers: Tiers, key: FileKey, file: StoredFile) -> None:
-        if file.size == key.size and (file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)):
-            return
-        tiers.counter.add(changed=1)
+    def _version_read(self, tiers: Tiers, key: FileKey, file: StoredFile) -> FileKey:
+        """Return the key of a file as it was read: of one that has changed, the disk must not keep it as listed."""
+        same_time = file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)
+        if key.size in (-1, file.size) and same_time:
+            return key
+        tiers.counter.add(changed=key.path not in self._changed)
+        self._changed.add(key.path)
         tiers.counter.warn_once(
             "changed",
             f"{key.path} has changed since it was listed ({key.size:,} bytes then, {file.size:,} now); using its "
             f"current content. Run `lightning-sparse cache warm` to list the source again.",
         )
+        return FileKey(key.path, file.size, file.mtime_ns)
+
+    def differing(self, indices: Sequence[int]) -> list[int]:
+        """Read samples from network storage again, and return those that differ from the disk cache, or that can no
+        longer be read. The cache then has what was read."""
+        tiers, found = self._tiers(), []
+        with tiers.reading():
+            cached = tiers.disk.get([self.manifest.key(index) for index in indices])
+            for (index, answer), file in zip(self._read_again(tiers, list(indices)), cached, strict=True):
+                if file is None:
+                    continue
+                result = self._from_storage(tiers, index, answer)
+                same = isinstance(answer, StoredFile) and answer.data == file.data
+                if result != file.error if isinstance(result, str) else not same:
+                    found.append(index)
+        return found
+
+    def _read_again(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
+        """Yield what network storage answers, in order of the samples."""
+        if not self.manifest.has_row_groups:
+            yield from self._answers(tiers, indices)
+            return
+        rows: dict[tuple[str, int], list[StoredFile | Unreadable]] = {}
+        for index in indices:
+            group = self.manifest.row_group(index)
+            if group not in rows:
+                rows = {group: tiers.storage.rows(*group, self.config.member or "")}  # one at a time in memory
+            yield index, rows[group][int(self.manifest.offsets[index])]
 
     def cache_files(self, indices: Sequence[int]) -> dict[int, str]:
         """Cache files on disk; return why those that are corrupt cannot be used, by index."""
@@ -352,36 +388,44 @@ class SampleStore:
             found = dict(self._from_files(tiers, list(indices)))
         return {index: reason for index, reason in found.items() if isinstance(reason, str)}
 
-    def replacement(self, index: int, reason: str) -> Sample:
-        """Return another sample in place of one that cannot be decoded.
+    def replacement(self, requested: int, index: int, reason: str) -> Sample:
+        """Return another sample in place of a requested one, because a sample cannot be decoded.
+
+        Args:
+            index: the sample that cannot be decoded: the requested one, or one that already replaces it.
 
         Raises:
             CorruptSampleError: if ``on_corrupt="raise"``, or if the samples that could replace it are corrupt, too.
         """
         tiers = self._tiers()
         with tiers.reading():
-            return self._replacement(tiers, index, reason)
+            return self._replacement(tiers, requested, reason, index)
 
-    def _replacement(self, tiers: Tiers, index: int, reason: str) -> Sample:
-        """Return the next valid sample of the same owner in place of a corrupt one; the same in each epoch and run."""
+    def _replacement(self, tiers: Tiers, requested: int, reason: str, index: int | None = None) -> Sample:
+        """Return a valid sample of the same owner in place of a corrupt one; the same in each epoch and run. Samples at
+        random places are tried first, so that different samples replace corrupt neighbors."""
+        index = requested if index is None else index
         path = self.manifest.paths[index]
         if self.config.on_corrupt == "raise":
             raise CorruptSampleError(path, reason)
         self._corrupt[index] = reason
-        tiers.counter.add(replaced=1)
+        tiers.counter.add(replaced=index == requested)  # not once more if its replacement is corrupt
         tiers.counter.warn_once(
             f"corrupt {index}", f"{path} cannot be used and is replaced by another sample: {reason}"
         )
-        same_owner = np.flatnonzero(self.owners == self.owners[index])
-        position = int(np.searchsorted(same_owner, index))
-        for other in np.roll(same_owner, -position - 1)[:MAX_REPLACEMENTS].tolist():
+        same_owner = np.flatnonzero(self.owners == self.owners[requested])
+        drawn = (bits(self.config.seed, requested, np.arange(RANDOM_TRIES)) % len(same_owner)).astype(np.int64)
+        following = np.roll(same_owner, -int(drawn[0]))[:MAX_REPLACEMENTS]
+        tries = dict.fromkeys([*same_owner[drawn].tolist(), *following.tolist()])
+        for other in tries:
+            if other in self._corrupt:
+                continue
             view = tiers.memory.get([other])[0][0]
             found = self._below_memory(tiers, [other])[other] if view is None else self._sample(other, view)
             if not isinstance(found, str):
                 return found
             self._corrupt[other] = found
-        tried = min(MAX_REPLACEMENTS, len(same_owner) - 1)
-        raise CorruptSampleError(path, f"{reason}; the next {tried} samples are corrupt, too")
+        raise CorruptSampleError(path, f"{reason}; the {len(tries)} samples that were tried are corrupt, too")
 
     def _sample(self, index: int, view: View) -> Sample:
         return Sample(view.data, self.manifest.labels[index].tolist(), index, view.height, view.width)

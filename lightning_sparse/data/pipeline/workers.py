@@ -75,7 +75,7 @@ class WorkerPipeline:
         ordered = prefetch(requests, self._depth, "order")
         self._current.requests = ordered
         try:
-            for batch in self._loader:
+            for batch in _started(self._loader):
                 if isinstance(batch, Exception):
                     raise batch
                 yield batch
@@ -83,7 +83,9 @@ class WorkerPipeline:
             if not _is_loss(error):
                 raise
             self.close()
-            raise DataError("a process that makes batches has ended; the log says how, and what to do.") from error
+            raise DataError(
+                f"a process that makes batches has ended ({error}); the log may say how, and what to do."
+            ) from error
         finally:
             ordered.close()
 
@@ -103,6 +105,17 @@ class WorkerPipeline:
         for each in workers:
             if each.exitcode not in (None, 0, -signal.SIGTERM):
                 log.error("%s", _loss(each.pid, each.exitcode))
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers, unless an earlier run has. Raises: DataError: if the system refuses."""
+    try:
+        return iter(loader)
+    except OSError as error:
+        raise DataError(
+            f"{loader.num_workers} process(es) that make batches cannot start ({error}). They need processes, open "
+            "files and a writable /dev/shm: raise the limits of the job, or set workers=0."
+        ) from error
 
 
 class _Current:
@@ -139,7 +152,7 @@ class _Batches(Dataset[Any]):
 
     def _decoded(self, sample: Sample, epoch: int) -> tuple[Any, Any]:
         """Return a decoded sample and its label; of another sample, if it is corrupt and ``on_corrupt="skip"``."""
-        reason = ""
+        requested, reason = sample.index, ""
         for _ in range(_ATTEMPTS):
             _seed(int(bits(self._options.seed + _SEED_OFFSET, epoch, sample.index)[0]))
             try:
@@ -148,7 +161,7 @@ class _Batches(Dataset[Any]):
                 raise DataError(_NO_MEMORY) from error  # not the fault of the file
             except Exception as error:
                 reason = f"decode raised {type(error).__name__}: {error}"
-                sample = self._store.replacement(sample.index, reason)
+                sample = self._store.replacement(requested, sample.index, reason)
         raise DataError(f"decode failed on {_ATTEMPTS} samples in a row, which it cannot read: {reason}")
 
 

@@ -15,12 +15,10 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import hashlib
-import io
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,8 +30,10 @@ from tqdm import tqdm
 from lightning_sparse.data.config import SPLITS, CacheConfig, is_installed
 from lightning_sparse.data.decode import UndecodableError, probe
 from lightning_sparse.data.folders import source_name
+from lightning_sparse.data.sources.labels import columns_of_csv, columns_of_parquet, numbered
 from lightning_sparse.data.sources.manifest import Manifest, Paths, count_classes
 from lightning_sparse.data.sources.storage import (
+    Entry,
     Listed,
     Location,
     MissingFolderError,
@@ -41,11 +41,30 @@ from lightning_sparse.data.sources.storage import (
     StoredFile,
     Unreadable,
 )
-from lightning_sparse.data.sources.storage_reader import is_image, is_visible
-from lightning_sparse.messages import log
+from lightning_sparse.data.sources.storage_reader import IMAGE_SUFFIXES, Member, is_image, is_visible
+from lightning_sparse.messages import log, log_ignored
 
+IMAGES = f"images ({', '.join(IMAGE_SUFFIXES)})"
 LIST_READERS = 16  # folders listed at the same time
 PROBES = 64  # files that are read to estimate the size of decoded images
+SHARD_SUFFIXES = (".tar", ".parquet")
+COMPRESSED = tuple(f".tar.{each}" for each in ("gz", "bz2", "xz", "zst", "lz4")) + (".tgz", ".tbz2", ".txz", ".tzst")
+COMPANIONS = (
+    ".json",
+    ".idx",
+    ".index",
+    ".txt",
+    ".md",
+    ".csv",
+    ".tsv",
+    ".yaml",
+    ".yml",
+    ".log",
+    ".html",
+    ".crc",
+    ".md5",
+)
+"""What lies next to shards and is no sample; a file without a suffix is none, either."""
 
 
 @dataclass
@@ -79,7 +98,7 @@ class Split:
 
     @cached_property
     def folders(self) -> dict[str, int] | MissingFolderError:
-        """Modification times of the folders in the folder of the split, by name; the error if it is missing."""
+        """Stamps of the folders in the folder of the split, by name; the error if it is missing."""
         try:
             return self.storage.names(self.name)
         except MissingFolderError as error:
@@ -94,9 +113,46 @@ class Split:
         return listed._replace(files=sorted(listed.files))
 
     def shards(self, suffix: str) -> Listed | None:
-        """The files of the split, if all of them have this suffix; else None."""
-        files = self.files
-        return files if files and files.files and all(path.endswith(suffix) for path, _, _ in files.files) else None
+        """Return the shards with this suffix, if the split has some; else None. `Listed.ignored` is what is left out.
+
+        Raises:
+            ValueError: if there are other files that may be the samples.
+        """
+        listed = self.files
+        kind = None if listed is None else self._kind_of_shards([path for path, *_ in listed.files])
+        if listed is None or kind != suffix:
+            return None
+        shards = [each for each in listed.files if each[0].lower().endswith(suffix)]
+        stems = {each[0][: -len(suffix)] for each in shards}
+        ignored = [path for path, *_ in listed.files if not path.lower().endswith(suffix)]
+        unclear = next((path for path in ignored if not self._is_companion(path, stems)), None)
+        if unclear is not None:
+            raise ValueError(
+                f"source={self.source}: {self.name}/ has shards ({shards[0][0]}) and other files ({unclear}), so it is "
+                "not clear which are the samples: put them into folders of their own."
+            )
+        return listed._replace(files=shards, ignored=ignored)
+
+    def _kind_of_shards(self, paths: Sequence[str]) -> str | None:
+        """Return the suffix of the shards. Raises: ValueError: if shards are compressed."""
+        packed = next((path for path in paths if path.lower().endswith(COMPRESSED)), None)
+        if packed is not None:
+            raise ValueError(
+                f"source={self.source}: the shard {packed} is compressed, so its samples cannot be read by their place "
+                "in it: decompress it."
+            )
+        return next((kind for kind in SHARD_SUFFIXES if any(path.lower().endswith(kind) for path in paths)), None)
+
+    def _is_companion(self, path: str, stems: Collection[str]) -> bool:
+        """Whether a file next to shards is no sample. img2dataset writes a table of the samples next to each shard.
+
+        Args:
+            stems: paths of the shards without their suffixes.
+        """
+        stem, dot, suffix = path.rpartition(".")
+        if suffix.lower() == "parquet":
+            return stem in stems
+        return self.images or not dot or "/" in suffix or f".{suffix.lower()}" in COMPANIONS
 
     def below(self, folders: Sequence[str], *, images: bool) -> list[Listed]:
         """List folders, with a progress bar."""
@@ -148,17 +204,25 @@ def manifest_of_files(
     source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...], **more: Any
 ) -> Manifest:
     """Return the manifest of samples that are files. more: other fields of `Manifest`."""
-    sizes, mtimes = (np.array([each[column] for each in listed.files], np.int64) for column in (1, 2))
-    paths = [path for path, _, _ in listed.files]
+    sizes, mtimes, tags = (np.array([each[column] for each in listed.files], np.int64) for column in (1, 2, 3))
     return Manifest(
-        split, source_name(source), classes, paths, labels, sizes, mtimes, **folder_times(listed.folders), **more
+        split,
+        source_name(source),
+        classes,
+        [path for path, *_ in listed.files],
+        labels,
+        sizes,
+        mtimes,
+        tags=tags,
+        **folder_stamps(listed.folders),
+        **more,
     )
 
 
-def folder_times(folders: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """Return the fields of `Manifest` that tell when folders changed."""
-    times = np.array([time for _, time in folders], np.int64)
-    return {"folders": Paths.of([path for path, _ in folders]), "folder_mtimes_ns": times}
+def folder_stamps(folders: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Return the fields of `Manifest` that tell whether folders have changed."""
+    stamps = np.array([stamp for _, stamp in folders], np.int64)
+    return {"folders": Paths.of([path for path, _ in folders]), "folder_stamps": stamps}
 
 
 class Files(Layout):
@@ -181,10 +245,10 @@ class ClassFolders(Layout):
     """Files in folders of classes, which are listed at the same time.
 
     Args:
-        times: modification time of the folder of each class.
+        stamps: of the folder of each class.
     """
 
-    times: dict[str, int]
+    stamps: dict[str, int]
 
     @classmethod
     def find(cls, split: Split) -> ClassFolders:
@@ -194,18 +258,19 @@ class ClassFolders(Layout):
         return cls(split, split.folders)
 
     def classes(self) -> tuple[tuple[str, ...], int] | None:
-        return (tuple(sorted(self.times)), len(self.times)) if self.times else None
+        return (tuple(sorted(self.stamps)), len(self.stamps)) if self.stamps else None
 
     def manifest(self) -> Manifest:
-        split, names = self.split, sorted(self.times)
+        split, names = self.split, sorted(self.stamps)
+        self._check_beside()
         below = split.below([f"{split.name}/{name}" for name in names], images=split.images)
         found = dict(zip(names, below, strict=True))
         self._check_classes(found)
         if split.images:
             self._check_depth(found)
-            self._check_beside()
-        probed = split.probed([path for each in below for path, _, _ in each.files] if split.images else [])
-        return manifest_of(split.source, split.name, self.times, found, probed=probed)
+        log_ignored(f"{split.source}/{split.name}", [path for each in below for path in each.ignored], IMAGES)
+        probed = split.probed([path for each in below for path, *_ in each.files] if split.images else [])
+        return manifest_of(split.source, split.name, self.stamps, found, probed=probed)
 
     def _check_classes(self, below: Mapping[str, Listed]) -> None:
         """Raise ValueError if there are no classes, or one without files."""
@@ -229,7 +294,7 @@ class ClassFolders(Layout):
             return
         split = self.split.name
         ((name, listed),) = below.items()
-        folders = sorted({path.rpartition("/")[0] for path, _, _ in listed.files})
+        folders = sorted({path.rpartition("/")[0] for path, *_ in listed.files})
         if len(folders) > 1 and f"{split}/{name}" not in folders:
             raise ValueError(
                 f"source={self.split.source}: {split}/{name}/ would be the only class, and its images are in folders "
@@ -238,41 +303,45 @@ class ClassFolders(Layout):
             )
 
     def _check_beside(self) -> None:
-        """Say which images lie beside the folders of classes, and raise ValueError for a broken link of a class."""
+        """Log which files lie next to the folders of classes.
+
+        Raises:
+            ValueError: for a broken link, which may be that of a class; for shards, if samples are no images.
+        """
         source, split = self.split.source, self.split.name
-        files = self.split.storage.files(split)
-        broken = [name for name, size, mtime in files if not (size or mtime or "://" in source or not is_visible(name))]
+        files = [each for each in self.split.storage.files(split) if is_visible(each[0])]
+        broken = [name for name, size, mtime, _ in files if not (size or mtime or "://" in source)]
         if broken:
             raise ValueError(
                 f"source={source}: {split}/{min(broken)} is a link that leads nowhere, and may be that of a class. "
                 "Mount what it leads to, or correct or remove the link."
             )
-        beside = [name for name, _, _ in files if is_image(name) and is_visible(name)]
-        if beside:
-            log.warning(
-                "%d image(s) beside the folders of classes in %s/ are left out, such as %s: put each into the folder "
-                "of its class",
-                len(beside),
-                split,
-                min(beside),
+        names = sorted(name for name, *_ in files)
+        shard = next((name for name in names if name.lower().endswith((*SHARD_SUFFIXES, *COMPRESSED))), None)
+        if shard is not None and self.stamps and not self.split.images:
+            raise ValueError(
+                f"source={source}: {split}/ has shards ({shard}) and folders ({min(self.stamps)}), so it is not clear "
+                "which contain the samples: put them into folders of their own."
             )
+        if self.stamps:
+            log_ignored(f"{source}/{split}", names, "in a folder of a class")
 
 
 def manifest_of(
-    source: str, split: str, times: Mapping[str, int], below: Mapping[str, Listed], **more: object
+    source: str, split: str, stamps: Mapping[str, int], below: Mapping[str, Listed], **more: object
 ) -> Manifest:
     """Return the manifest of folders of classes.
 
     Args:
-        times: modification time of the folder of each class.
+        stamps: of the folder of each class.
         below: what each contains, by class in order.
         more: other fields of `Manifest`.
     """
     found = sorted((*file, label) for label, each in enumerate(below.values()) for file in each.files)
-    folders = {f"{split}/{name}": time for name, time in times.items()}
-    folders |= {path: time for each in below.values() for path, time in each.folders if path not in folders}
+    folders = {f"{split}/{name}": stamp for name, stamp in stamps.items()}
+    folders |= {path: stamp for each in below.values() for path, stamp in each.folders if path not in folders}
     labels = np.array([label for *_, label in found], np.int64)
-    listed = Listed([(path, size, mtime) for path, size, mtime, _ in found], list(folders.items()))
+    listed = Listed([(path, size, mtime, tag) for path, size, mtime, tag, _ in found], list(folders.items()), [])
     return manifest_of_files(source, split, listed, labels, tuple(below), **more)
 
 
@@ -315,15 +384,17 @@ class SampleList(Layout):
             (answer,) = storage.read([name])
         if isinstance(answer, Unreadable):
             raise ValueError(f"the list {file} of {split.name} cannot be read: {answer.reason}.")
-        columns = (_of_parquet if name.endswith(".parquet") else _of_csv)(file, answer.data)
+        is_csv = not name.endswith(".parquet")
+        columns = (columns_of_csv if is_csv else columns_of_parquet)(file, answer.data)
         digest = hashlib.blake2b(answer.data, digest_size=16).hexdigest()
         if next(iter(columns), None) != "path" or not len(columns["path"]):
             raise ValueError(
                 f"{file} must have a first column named path, and a row for each sample; its columns are "
                 f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
             )
-        paths = [str(each) for each in columns.pop("path")]
-        labels, names = numbered(file, columns) if columns else (np.zeros((len(paths), 0), np.int64), ())
+        paths = _within(split.source, [str(each) for each in columns.pop("path")])
+        no_labels: tuple[npt.NDArray[Any], tuple[str, ...]] = (np.zeros((len(paths), 0), np.int64), ())
+        labels, names = numbered(file, columns, text=is_csv) if columns else no_labels
         return cls(split, file, digest, paths, labels, names)
 
     def classes(self) -> tuple[tuple[str, ...], int]:
@@ -337,7 +408,7 @@ class SampleList(Layout):
             probed = split.probed(self.paths if split.images else [])
         except MissingFolderError as error:
             raise ValueError(f"{self.file} lists files of a folder that is not there: {error}") from error
-        about = {path: (size, mtime) for each in below for path, size, mtime in each.files}
+        about = {entry[0]: entry for each in below for entry in each.files}
         absent = [path for path in self.paths if path not in about]
         if absent:
             raise ValueError(
@@ -345,84 +416,16 @@ class SampleList(Layout):
                 "are relative to the source, and hidden files are left out: correct the list, or remove these rows."
             )
         folders = [folder for each in below for folder in each.folders]
-        named = Listed([(path, *about[path]) for path in self.paths], folders)
+        named = Listed([about[path] for path in self.paths], folders, [])
         return manifest_of_files(
             source, split.name, named, self.labels, self.names, list_digest=self.digest, probed=probed
         )
 
 
-def _of_csv(file: str, data: bytes) -> dict[str, Sequence[Any]]:
-    try:
-        rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline="")) if row]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{file} is not a CSV file in UTF-8: {error}.") from error
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
-            raise ValueError(
-                f"{file}: row {number:,} has {len(row)} column(s), and the first row has {len(rows[0])}: {row}."
-            )
-    return _columns(file, ((names[0], names[1:]) for names in zip(*rows, strict=True)))
-
-
-def _of_parquet(file: str, data: bytes) -> dict[str, Sequence[Any]]:
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(io.BytesIO(data))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is not a Parquet file: {error}.") from error
-    values = (column.to_pylist() for column in table.columns)
-    return _columns(file, zip(table.column_names, values, strict=True))
-
-
-def _columns(file: str, named: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
-    columns: dict[str, Sequence[Any]] = {}
-    for name, values in named:
-        if name in columns:
-            raise ValueError(f"{file} has several columns named {name}: rename or remove all but one.")
-        columns[name] = values
-    return columns
-
-
-def numbered(file: str, columns: Mapping[str, Sequence[Any]]) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
-    """Return the labels as numbers [N, L], and the names of the first column."""
-    arrays: list[npt.NDArray[Any]] = []
-    classes: tuple[str, ...] = ()
-    for position, (name, values) in enumerate(columns.items()):
-        if any(value is None or value == "" for value in values):
-            raise ValueError(f"{file}: column {name} has rows without a value. Give each sample a label.")
-        array = _as_numbers(values)
-        if array is None and position:
-            which = next((value for value in values if _as_numbers([value]) is None), values[0])
-            raise ValueError(
-                f"{file}: column {name} contains {which!r}, which is not a number. Only the first label may be a name."
-            )
-        if array is None:
-            names, array = np.unique(np.array(values, str), return_inverse=True)
-            classes = tuple(names.tolist())
-        arrays.append(array)
-    return np.stack(arrays, 1), classes
-
-
-def _as_numbers(values: Sequence[Any]) -> npt.NDArray[Any] | None:
-    """Return numbers, int64 or float64; None if the values are names: 007 is one, and what int64 has no room for."""
-    array = np.array(values)
-    if array.dtype.kind in "US":
-        try:
-            numbers = _converted(array, np.int64)
-        except OverflowError:
-            return None
-        if numbers is None:
-            return _converted(array, np.float64)
-        return numbers if (numbers.astype(str) == array).all() else None
-    return array.astype(np.float64 if array.dtype.kind == "f" else np.int64) if array.dtype.kind in "iufb" else None
-
-
-def _converted(array: npt.NDArray[Any], dtype: type) -> npt.NDArray[Any] | None:
-    try:
-        return array.astype(dtype)
-    except ValueError:
-        return None
+def _within(source: str, paths: Sequence[str]) -> list[str]:
+    """Return paths relative to the source, also of those that begin with it, or with ./."""
+    root = f"{source_name(source).rstrip('/')}/"
+    return [path.removeprefix(root).removeprefix("./") for path in paths]
 
 
 def _highest(paths: Sequence[str]) -> list[str]:
@@ -464,9 +467,8 @@ class TarShards(Layout):
         return None if shards is None else cls(split, shards)
 
     def manifest(self) -> Manifest:
-        split, shards = self.split, [path for path, _, _ in self.listed.files]
-        members = split.progress(split.storage.members(shards), len(shards), "shard")
-        found = [each for number, some in enumerate(members) for each in self._samples(number, shards[number], some)]
+        split, shards = self.split, [path for path, *_ in self.listed.files]
+        found = self._found(shards)
         if not found:
             raise ValueError(f"the shards {shards[0]}, ... contain no samples.")
         labelled = [sample for sample in found if sample.label]
@@ -480,7 +482,7 @@ class TarShards(Layout):
         except (ValueError, OverflowError) as error:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
         shard_of, offsets, sizes = (np.array(each, np.int64) for each in list(zip(*found, strict=True))[1:4])
-        mtimes = np.array([mtime for _, _, mtime in self.listed.files], np.int64)
+        mtimes, tags = (np.array([each[column] for each in self.listed.files], np.int64) for column in (2, 3))
         parts = [(shards[each.shard], each.offset, each.offset + each.size) for each in found if split.images]
         return Manifest(
             split.name,
@@ -490,20 +492,33 @@ class TarShards(Layout):
             labels.reshape(len(found), -1),
             sizes,
             mtimes[shard_of],
+            tags=tags[shard_of],
             shards=Paths.of(shards),
             shard_of=shard_of,
             offsets=offsets,
             probed=split.probed(parts),
-            **folder_times(self.listed.folders),
+            **folder_stamps(self.listed.folders),
         )
 
-    def _samples(self, number: int, shard: str, members: list[tuple[str, int, int, str]]) -> Iterator[_Sample]:
-        """Yield the samples in the members of a shard: (name, offset, size, contents of a label) of each.
+    def _found(self, shards: list[str]) -> list[_Sample]:
+        split, ignored = self.split, []
+        found: list[_Sample] = []
+        answers = split.progress(split.storage.members(shards), len(shards), "shard")
+        for number, (shard, (members, others)) in enumerate(zip(shards, answers, strict=True)):
+            found += self._samples(number, shard, members)
+            ignored += [f"{shard}/{name}" for name in others]
+        where = f"{split.source}/{split.name}"
+        log_ignored(where, self.listed.ignored, "shards")
+        log_ignored(where, ignored, "visible files in a shard")
+        return found
+
+    def _samples(self, number: int, shard: str, members: list[Member]) -> Iterator[_Sample]:
+        """Yield the samples in the members of a shard.
 
         Raises:
             ValueError: if a sample has no member that can be it, or several.
         """
-        groups: dict[str, list[tuple[str, int, int, str]]] = {}
+        groups: dict[str, list[Member]] = {}
         for each in members:
             folder, slash, name = each[0].rpartition("/")
             groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(each)
@@ -552,19 +567,20 @@ class ParquetFiles(Layout):
         return None if files is None else cls(split, files)
 
     def manifest(self) -> Manifest:
-        split, files = self.split, [path for path, _, _ in self.listed.files]
+        split, files = self.split, [path for path, *_ in self.listed.files]
         if not is_installed("pyarrow"):
             raise ValueError(
                 f"source={split.source}: the Parquet files in {split.name}/ need pyarrow: `pip install pyarrow`."
             )
         found = split.storage.row_groups(files, split.config.member or "")
         contents = list(split.progress(found, len(files), "shard"))
+        log_ignored(f"{split.source}/{split.name}", self.listed.ignored, "shards")
         groups = [
-            (f"{file}#{number}", rows, nbytes, mtime)
-            for (file, _, mtime), each in zip(self.listed.files, contents, strict=True)
+            (f"{file}#{number}", rows, nbytes, mtime, tag)
+            for (file, _, mtime, tag), each in zip(self.listed.files, contents, strict=True)
             for number, (rows, nbytes) in enumerate(each["groups"])
         ]
-        counts, sizes, mtimes = (np.array([group[column] for group in groups], np.int64) for column in (1, 2, 3))
+        counts, sizes, mtimes, tags = (np.array([each[column] for each in groups], np.int64) for column in (1, 2, 3, 4))
         total = int(counts.sum())
         if not total:
             raise ValueError(f"the files {files[0]}, ... contain no rows.")
@@ -578,10 +594,12 @@ class ParquetFiles(Layout):
             labels,
             (sizes // counts.clip(1))[shard_of],
             mtimes[shard_of],
+            tags=tags[shard_of],
+            is_vector=any(isinstance(label, list) for label in contents[0]["labels"][:1]),
             shards=Paths.of([group for group, *_ in groups]),
             shard_of=shard_of,
             offsets=np.concatenate([np.arange(rows) for rows in counts]),
-            **folder_times(self.listed.folders),
+            **folder_stamps(self.listed.folders),
         )
 
     def _labels(
@@ -602,9 +620,20 @@ class ParquetFiles(Layout):
         if len(values) not in (0, total):
             raise ValueError(f"only some of the files {files[0]}, ... have a column of labels: give all of them one.")
         if not values:
+            self._check_columns(files, contents)
             return np.zeros((total, 0), np.int64), names
-        labels, found = numbered(f"{files[0]}, ...", {"label": values})
+        labels, found = numbered(f"{files[0]}, ...", {"label": values}, text=False)
         return labels, found or names
+
+    def _check_columns(self, files: list[str], contents: list[dict[str, Any]]) -> None:
+        """Log that columns which may be labels are left out. Raises: ValueError: if samples are images to train on."""
+        split, unclear = self.split, [name for each in contents[:1] for name in each["unclear"]]
+        if not unclear:
+            return
+        problem = f"{files[0]} has no column label or labels, and {', '.join(unclear)} are whole numbers"
+        if split.images and split.name != "test":
+            raise ValueError(f"source={split.source}: {problem}: rename the one that is the label to label.")
+        log.warning("%s/%s: samples have no labels, because %s", split.source, split.name, problem)
 
 
 def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -> Listed | None:
@@ -640,9 +669,10 @@ def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -
     if len(prefixes) > 1:
         raise ValueError(f"source={storage.source} has files of {' and of '.join(prefixes)}: remove one of them.")
     names = sorted(files[prefixes[0]])
-    _check_complete(storage.source, [name for name, _, _ in names])
+    _check_complete(storage.source, [name for name, *_ in names])
     path = f"{folder}/" if folder else ""
-    return Listed([(path + name, size, mtime) for name, size, mtime in names], [(folder, storage.mtimes([folder])[0])])
+    located = [(path + name, size, mtime, tag) for name, size, mtime, tag in names]
+    return Listed(located, [(folder, storage.stamps([folder])[0])], [])
 
 
 def _folders(storage: Storage) -> dict[str, int] | None:
@@ -675,9 +705,9 @@ def _check_no_configurations(storage: Storage, folders: Iterable[str]) -> None:
         )
 
 
-def _by_prefix(storage: Storage, folder: str) -> dict[str, list[tuple[str, int, int]]]:
+def _by_prefix(storage: Storage, folder: str) -> dict[str, list[Entry]]:
     """Return the Parquet files of each split in a folder."""
-    found: dict[str, list[tuple[str, int, int]]] = {}
+    found: dict[str, list[Entry]] = {}
     known = {prefix for split in SPLITS for prefix in _prefixes(split)}
     for file in storage.files(folder):
         match = _FILE.fullmatch(file[0])

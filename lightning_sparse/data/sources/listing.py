@@ -1,10 +1,10 @@
 """The samples of a split: found in the source, kept in the cache, and found again when the source has changed.
 
 Listing takes minutes over a network, so a run uses the list in the cache if the folders on storage have not changed
-since: it compares the names of the classes and the modification times of all folders, which change when a file is
-added, removed or renamed. A file that is overwritten in place does not change its folder, and object stores keep no
-times of folders: there, `lightning-sparse cache warm` lists again. Without an answer from storage, the run uses the
-list in the cache.
+since: it compares the names of the classes and the stamps of all folders, which change when a file is added, removed or
+renamed, and when a path leads to another folder. A file that is overwritten in place does not change its folder, and
+object stores keep no times of folders: there, `lightning-sparse cache warm` lists again. Without an answer from
+storage, the run uses the list in the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.folders import cache_folder, file_name, is_read_only, locked, usable, write_private
+from lightning_sparse.data.folders import (
+    cache_folder,
+    cache_path,
+    file_name,
+    is_read_only,
+    locked,
+    usable,
+    write_private,
+)
 from lightning_sparse.data.sources.layout import (
     ClassFolders,
     Files,
@@ -73,6 +81,10 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
         ValueError, DataError: as `list_source`.
     """
     file = _file(config, split)
+    if not file.parent.exists():
+        with _asked(config, split) as asked:
+            layout_of(asked)  # a source that is not there leaves no folder in the cache
+    cache_folder(config)
     with usable(file.parent), locked(file.with_suffix(".lock")):
         kept = None if relist else kept_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
@@ -143,11 +155,12 @@ def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
 def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
     """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
     sent, file = Manifest.from_bytes(data), _file(config, split)
+    cache_folder(config)
     if is_read_only(file.parent):
         return sent
     with usable(file.parent), locked(file.with_suffix(".lock")):
         kept = kept_manifest(config, split)
-        if kept is not None and kept.fingerprint == sent.fingerprint:
+        if kept is not None and kept.identity == sent.identity:
             return kept
         write_private(file, data)
         return Manifest.load(file)
@@ -191,10 +204,10 @@ def _change(split: Split, kept: Manifest) -> str:
     for verb, names in (("is new", now.keys() - classes), ("is gone", classes - now.keys())):
         if names:
             return f"{min(names)}/ {verb}"
-    listed = dict(zip(kept.folders, kept.folder_mtimes_ns.tolist(), strict=True))
+    listed = dict(zip(kept.folders, kept.folder_stamps.tolist(), strict=True))
     deeper = sorted(listed.keys() - classes)
     try:
-        now |= dict(zip(deeper, split.storage.mtimes(deeper), strict=True))
+        now |= dict(zip(deeper, split.storage.stamps(deeper), strict=True))
     except MissingFolderError:
         return f"a folder below {split.name}/ is gone"
     changed = [name for name, time in now.items() if time and listed[name] and time != listed[name]]
@@ -202,4 +215,4 @@ def _change(split: Split, kept: Manifest) -> str:
 
 
 def _file(config: CacheConfig, split: str) -> Path:
-    return cache_folder(config) / f"{file_name(split)}.manifest"
+    return cache_path(config) / f"{file_name(split)}.manifest"

@@ -1,8 +1,8 @@
 """The samples of a split, and the file that keeps them.
 
 The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or those of a list. Classes are numbered by name, like
-torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size and the time of
-modification of each file identify its listed version: a file that differs has changed on storage.
+torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size, the time of
+modification and the tag of each file identify its listed version: a file that differs has changed on storage.
 
 A manifest file is a line of JSON, with the types and shapes of its arrays and all else, and then the arrays. Processes
 map the file, so that all processes of a node share one copy.
@@ -17,7 +17,8 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sample import FileKey
 
-_MAGIC = b"lightning_sparse manifest 3 "
+_MAGIC = b"lightning_sparse manifest 4 "
 _ALIGN = 64
 
 
@@ -87,11 +88,13 @@ class Manifest:
         classes: names, in order.
         paths: paths of the files relative to the root, with forward slashes, sorted.
         labels: int64 [N], class of each sample; or int64 or float64 [N, L], the L columns of a list.
-        sizes: int64, size of each file when it was listed.
+        sizes: int64, size of each file when it was listed; -1 if unknown.
         mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
-        fingerprint: hash of all of these; computed if "".
+        fingerprint: hash of all of these; computed if "". Equal for a copy of the source that keeps times.
+        tags: int64, changes when a path leads to another file, even one of equal size and time; 0 if unknown.
+        is_vector: whether the L labels of a sample are one list of numbers, such as a 0 or 1 for each class.
         folders: paths of the folders of the split.
-        folder_mtimes_ns: int64, modification time of each folder when it was listed; 0 if unknown.
+        folder_stamps: int64, changes with each folder; 0 if unknown.
         list_digest: hash of the list that names the samples; "" if they are those of the folder.
         shards: paths of the tar files, or of the row groups, that the samples are in; none if they are files.
         shard_of: int64 [N], shard of each sample. `paths` are then those of the shard and the member, joined by "/".
@@ -110,8 +113,10 @@ class Manifest:
     sizes: npt.NDArray[np.int64]
     mtimes_ns: npt.NDArray[np.int64]
     fingerprint: str = ""
+    tags: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    is_vector: bool = False
     folders: Paths = _NONE
-    folder_mtimes_ns: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    folder_stamps: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
     list_digest: str = ""
     shards: Paths = _NONE
     shard_of: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
@@ -124,8 +129,10 @@ class Manifest:
         unsafe = paths.unsafe()
         if unsafe is not None:
             raise DataError(f"the manifest of {self.root} contains {unsafe!r}, which could lead outside the source.")
-        if not len(paths) == len(self.labels) == len(self.sizes) == len(self.mtimes_ns):
-            raise ValueError("paths, labels, sizes and mtimes_ns of a manifest must have equal lengths.")
+        if not len(self.tags):
+            object.__setattr__(self, "tags", np.zeros(len(paths), np.int64))
+        if not len(paths) == len(self.labels) == len(self.sizes) == len(self.mtimes_ns) == len(self.tags):
+            raise ValueError("paths, labels, sizes, mtimes_ns and tags of a manifest must have equal lengths.")
         digest = hashlib.blake2b(repr((self.split, self.classes)).encode("utf-8", "surrogateescape"), digest_size=16)
         digest.update(paths.joined.data)
         if self._columns:
@@ -141,6 +148,11 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @cached_property
+    def identity(self) -> str:
+        """Hash of the fingerprint and the tags: equal if the samples are those of the same files."""
+        return hashlib.blake2b(self.fingerprint.encode() + self.tags.tobytes(), digest_size=16).hexdigest()
+
     @property
     def strata(self) -> npt.NDArray[np.int64]:
         """Class of each sample, int64 [N], which placement spreads evenly over nodes; 0 if samples have none."""
@@ -155,7 +167,10 @@ class Manifest:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; of integer labels in a list, the largest one plus 1."""
+        """Number of classes; of integer labels in a list, the largest one plus 1; of vectors of 0 and 1, their size."""
+        if self.is_vector and not self.classes and self.labels.dtype.kind != "f":
+            is_hot = bool(self.labels.size) and 0 <= self.labels.min() <= self.labels.max() <= 1
+            return self.label_columns if is_hot else count_classes((), self.labels.reshape(-1, 1))
         return count_classes(self.classes, self.labels)
 
     @property
@@ -215,14 +230,14 @@ class Manifest:
 
     def take(self, indices: npt.NDArray[np.int64]) -> Manifest:
         """Return the manifest of some of the samples, in this order. Shards, classes and folders stay."""
-        arrays = {name: getattr(self, name)[indices] for name in ("labels", "sizes", "mtimes_ns")}
+        arrays = {name: getattr(self, name)[indices] for name in ("labels", "sizes", "mtimes_ns", "tags")}
         if len(self.shards):
             arrays |= {"shard_of": self.shard_of[indices], "offsets": self.offsets[indices]}
         return replace(self, paths=[self.paths[each] for each in indices.tolist()], **arrays, fingerprint="")
 
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""
-        return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]))
+        return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]), int(self.tags[index]))
 
     @property
     def has_row_groups(self) -> bool:
@@ -245,7 +260,7 @@ class Manifest:
         """Return the contents of a manifest file."""
         about: dict[str, Any] = {}
         arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, value in vars(self).items():
+        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
             if isinstance(value, Paths):
                 arrays |= {f"{name} joined": value.joined, f"{name} ends": value.ends}
             elif isinstance(value, np.ndarray):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.sources.storage_reader import Answer
+from lightning_sparse.data.sources.storage_reader import Answer, Member
 from lightning_sparse.messages import log
 
 WARN_S = 5.0  # silence before a warning
@@ -53,14 +53,18 @@ class StoredFile(NamedTuple):
     mtime_ns: int
 
 
-class Listed(NamedTuple):
-    """What is below a folder.
+Entry = tuple[str, int, int, int]  # path, size or -1, mtime in ns or 0, tag or 0
 
-    files: (path, size, mtime in ns) of each file. folders: (path, mtime in ns) of each folder, 0 if unknown.
+
+class Listed(NamedTuple):
+    """What is below a folder, as `storage_reader.Listing`.
+
+    ignored: paths of visible files that are not listed.
     """
 
-    files: list[tuple[str, int, int]]
+    files: list[Entry]
     folders: list[tuple[str, int]]
+    ignored: list[str]
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ class Storage:
             for each in found
         ]
 
-    def members(self, paths: Sequence[str]) -> Iterator[list[tuple[str, int, int, str]]]:
-        """Yield (name, offset, size, contents of a label) of the members of each tar file."""
+    def members(self, paths: Sequence[str]) -> Iterator[tuple[list[Member], list[str]]]:
+        """Yield the members of each tar file, and those that are no samples, as `storage_reader.members`."""
         return self._ask("members", paths)
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
@@ -151,29 +155,29 @@ class Storage:
             images: only images; else all files but hidden ones.
 
         Raises:
-            MissingFolderError: if a folder cannot be listed; also `names`, `files` and `mtimes`.
+            MissingFolderError: if a folder cannot be listed; also `names`, `files` and `stamps`.
         """
         return (Listed(*found) for found in self._ask("list", folders, "images" if images else "visible"))
 
     def names(self, folder: str) -> dict[str, int]:
-        """Return the modification times in ns of the subfolders of a folder, by name; 0 if unknown."""
-        ((_, folders),) = self._ask("list", [folder], "here")
+        """Return the stamps of the subfolders of a folder, by name; 0 if unknown."""
+        ((_, folders, _),) = self._ask("list", [folder], "here")
         return {path.rpartition("/")[2]: time for path, time in folders if path != folder}
 
-    def files(self, folder: str) -> list[tuple[str, int, int]]:
-        """Return (name, size, mtime in ns) of the files in a folder, not below it."""
-        ((files, _),) = self._ask("list", [folder], "here")
-        return [(path.rpartition("/")[2], size, time) for path, size, time in files]
+    def files(self, folder: str) -> list[Entry]:
+        """Return the files in a folder, not below it, by their names."""
+        ((files, _, _),) = self._ask("list", [folder], "here")
+        return [(path.rpartition("/")[2], size, mtime, tag) for path, size, mtime, tag in files]
 
-    def mtimes(self, folders: Sequence[str]) -> list[int]:
-        """Return the modification time of each folder in ns; 0 if unknown."""
-        return list(self._ask("mtime", folders))
+    def stamps(self, folders: Sequence[str]) -> list[int]:
+        """Return a number of each folder that changes with it; 0 if unknown."""
+        return list(self._ask("stamp", folders))
 
     def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
         """Yield an answer for each path. All are requested at once."""
         for path, request in zip(paths, self._requested(kind, [(each, *more) for each in paths]), strict=True):
             status, result, _, _ = self._wait_for(request)
-            if status != "k" and kind in ("list", "mtime"):
+            if status != "k" and kind in ("list", "stamp"):
                 raise MissingFolderError(
                     f"source={self.source} has no folder {path}/ to read ({result}{self._instead()}). "
                     f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
@@ -187,7 +191,7 @@ class Storage:
     def _instead(self) -> str:
         """What the source has in place of a folder that is missing: its name may be spelled in another way."""
         status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))
-        files, folders = result if status == "k" else ([], [])
+        files, folders, _ = result if status == "k" else ([], [], [])
         names = [*sorted(path for path, _ in folders if path), *sorted(path for path, *_ in files)]
         return f"; it has {', '.join(names[:10])}" if names else ""
 

@@ -11,7 +11,7 @@ fsspec if the source is a URL, so that it starts fast; where that takes long, it
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it
                                                  "list": what is in a folder, or below it, see `WANTED`
-                                                 "mtime": when it changed
+                                                 "stamp": a number that changes with a folder
                                                  "members": of a tar file
                                                  "groups": the row groups of a Parquet file; its column
                                                  "rows": those of a row group; its number and column
@@ -30,19 +30,23 @@ if __name__ == "__main__":
     sys.path.pop(0)  # the folder of this file: its modules must not shadow others
 
 import contextlib
+import hashlib
+import html
 import json
 import os
 import pickle
+import posixpath
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, ENXIO, EPERM
+from errno import EACCES, EIO, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, ENXIO, EPERM
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NoReturn
+from urllib.parse import quote, unquote
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Errors of the file. All others (EIO, ENOTCONN, ESTALE, ETIMEDOUT, ...) are errors of the network and may pass.
@@ -52,6 +56,7 @@ _PROGRAM_ERRORS = (AttributeError, ImportError, NotImplementedError, TypeError)
 PROGRESS_S = 1.0
 MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
 MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
+MAX_LINKS = 40  # that are followed from member to member, as from file to file
 READ_BYTES = 4 << 20  # Parquet files are read in parts, so that slow storage is seen to answer
 LFS_POINTER = b"version https://git-lfs"
 SEND_BYTES, SEND_S = 1 << 16, 0.02  # answers wait for others up to these
@@ -61,12 +66,16 @@ class UnreadableFileError(Exception):
     """The file cannot be read, now or later."""
 
 
-Listing = tuple[list[tuple[str, int, int]], list[tuple[str, int]]]
-"""(Path relative to the root, size, mtime in ns) of files, and (path, mtime) of folders; 0 if unknown."""
+Listing = tuple[list[tuple[str, int, int, int]], list[tuple[str, int]], list[str]]
+"""(Path relative to the root, size, mtime in ns, tag) of files; (path, stamp) of folders; paths of files that are not
+wanted. An unknown size is -1, and all else that is unknown is 0. Tag and stamp change when a path leads to another file
+or folder, even one of equal size and time."""
 
 
 class LocalStorage:
     """A mounted folder."""
+
+    turn: "contextlib.AbstractContextManager[Any]" = contextlib.nullcontext()  # threads may use it at the same time
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -80,39 +89,43 @@ class LocalStorage:
             about = os.fstat(file)
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
-            parts, end = [], sys.maxsize if last is None else last
+            parts, end, at = [], sys.maxsize if last is None else last, first
             most = min(about.st_size + 1, 1 << 24)  # a read allocates what it asks for
-            while first < end and (part := os.pread(file, min(end - first, most), first)):
+            while at < end and (part := os.pread(file, min(end - at, most), at)):
                 parts.append(part)
-                first += len(part)
+                at += len(part)
         finally:
             os.close(file)
+        if at < min(end, about.st_size):
+            raise OSError(EIO, f"a read ended at byte {at:,} of {about.st_size:,}", path)
         data = b"".join(parts)
-        return data, about.st_size if last is None else len(data), about.st_mtime_ns
+        return data if last is None else _whole_part(data, first, last), len(data), about.st_mtime_ns
 
     def opened(self, path: str) -> Any:
         return open(os.path.join(self.root, path), "rb")
 
-    def mtime(self, path: str) -> int:
-        return os.stat(os.path.join(self.root, path)).st_mtime_ns
+    def stamp(self, path: str) -> int:
+        return _stamp(os.stat(os.path.join(self.root, path)), _volatile_devices())
 
     def listing(self, path: str, kind: str, progress: "Callable[[], None]") -> Listing:
         """List a folder.
 
         progress: called every `PROGRESS_S` seconds, if entries are read.
         """
-        found: Listing = ([], [])
-        told = time.monotonic()
-        for files, folders in self._walk(path, kind, ()):
-            found[0].extend(files)
-            found[1].extend(folders)
-            if time.monotonic() - told >= PROGRESS_S:
+        found: Listing = ([], [], [])
+        add, clock = tuple(each.append for each in found), time.monotonic  # looked up once, not for each entry
+        due = clock() + PROGRESS_S
+        for place, entry in self._walk(path, kind, (), _volatile_devices()):
+            add[place](entry)
+            if clock() >= due:
                 progress()
-                told = time.monotonic()
+                due = clock() + PROGRESS_S
         return found
 
-    def _walk(self, folder: str, kind: str, parents: "tuple[tuple[int, int], ...]") -> Iterator[Listing]:
-        """Yield files and folders, one at a time.
+    def _walk(
+        self, folder: str, kind: str, parents: "tuple[tuple[int, int], ...]", volatile: "frozenset[int]"
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the entries of a `Listing`, each with the place of its list.
 
         parents: device and inode of the folders above, because links could form a loop.
         """
@@ -120,18 +133,26 @@ class LocalStorage:
         own = (about.st_dev, about.st_ino)
         if own in parents:
             return
-        yield [], [(folder, about.st_mtime_ns)]
+        yield 1, (folder, _stamp(about, volatile))
+        wanted, above = WANTED[kind], f"{folder}/" if folder else ""
         with os.scandir(os.path.join(self.root, folder)) as entries:
             for entry in entries:
-                name = f"{folder}/{entry.name}" if folder else entry.name
+                name = above + entry.name
                 if entry.is_dir():
                     if is_visible(entry.name) and kind == "here":
-                        yield [], [(name, entry.stat().st_mtime_ns)]
+                        yield 1, (name, _stamp(entry.stat(), volatile))
                     elif is_visible(entry.name):
-                        yield from self._walk(name, kind, (*parents, own))
-                elif WANTED[kind](entry.name):
-                    file = _stat(entry)
-                    yield [(name, file.st_size, file.st_mtime_ns) if file else (name, 0, 0)], []
+                        yield from self._walk(name, kind, (*parents, own), volatile)
+                elif wanted(entry.name):
+                    try:
+                        file = entry.stat()
+                    except FileNotFoundError:  # a dangling link; listed, so that the read error names it
+                        yield 0, (name, 0, 0, 0)
+                        continue
+                    tag = 0 if file.st_dev in volatile else hash((file.st_ino, file.st_ctime_ns))
+                    yield 0, (name, file.st_size, file.st_mtime_ns, tag)
+                elif is_visible(entry.name):
+                    yield 2, name
 
     def alive(self) -> bool:
         """Whether the storage is mounted: an unmounted folder is empty."""
@@ -148,19 +169,22 @@ class FsspecStorage:
         import fsspec
 
         self._fs, root = fsspec.core.url_to_fs(url, **options)
-        self._root = root.rstrip("/")
+        self._root = root.rstrip("/") or _root_of_archive(self._fs)
+        self._is_web = type(self._fs).__name__ == "HTTPFileSystem"
+        self.turn = contextlib.nullcontext() if _is_thread_safe(self._fs) else threading.RLock()
 
-    def read(self, path: str, first: "int | None" = None, last: "int | None" = None) -> tuple[bytes, int, int]:
+    def read(self, path: str, first: int = 0, last: "int | None" = None) -> tuple[bytes, int, int]:
         """Return (contents, size, 0): the modification time would take another request."""
-        data = bytes(self._fs.cat_file(self._at(path), start=first, end=last))  # some return views, unfit for messages
-        return data, len(data), 0
+        part = {} if last is None else {"start": first, "end": last}
+        data = bytes(self._fs.cat_file(self._at(path), **part))  # some return views, unfit for messages
+        return data if last is None else _whole_part(data, first, last), len(data), 0
 
     def opened(self, path: str) -> Any:
         return self._fs.open(self._at(path), "rb", block_size=1 << 20)
 
-    def mtime(self, path: str) -> int:
-        """0 if storage keeps no times of folders."""
-        return _mtime(self._fs.info(self._at(path)))
+    def stamp(self, path: str) -> int:
+        """0 if storage keeps neither times nor tags of folders."""
+        return _mtime_or_tag(self._fs.info(self._at(path)))
 
     def listing(self, path: str, kind: str, progress: "Callable[[], None]") -> Listing:
         ended, deadline = threading.Event(), time.monotonic() + MAX_LISTING_S
@@ -177,26 +201,86 @@ class FsspecStorage:
 
     def _listing(self, path: str, kind: str) -> Listing:
         at, skip = self._at(path), len(self._root) + 1 if self._root else 0
-        if kind == "here":
-            entries = {each["name"]: each for each in self._fs.ls(at, detail=True)}
-        else:
-            entries = self._fs.find(at, detail=True, withdirs=True)
-        found: Listing = ([], [])
-        for name, about in entries.items():
+        found: Listing = ([], [], [])
+        for name, about in self._entries(at, kind).items():
             *folders, last = name[len(at) :].rstrip("/").split("/")
             if not all(map(is_visible, folders)):
                 continue
-            if about["type"] == "directory" and is_visible(last):
-                found[1].append((name.rstrip("/")[skip:], _mtime(about)))
-            elif about["type"] != "directory" and not name.endswith("/") and WANTED[kind](last):  # which marks a folder
-                found[0].append((name[skip:], about.get("size") or 0, _mtime(about)))
+            is_folder, own = about["type"] == "directory", self._name(name[skip:])
+            if is_folder and is_visible(last):
+                found[1].append((own.rstrip("/"), _mtime_or_tag(about)))
+            elif is_folder or name.endswith("/") or name == at:  # which marks a folder, or is its page
+                continue
+            elif WANTED[kind](self._name(last)):
+                size = about.get("size")
+                found[0].append((own, -1 if size is None else size, _mtime(about), _tag_of_entry(about)))
+            elif is_visible(last):
+                found[2].append(own)
         return found
+
+    def _entries(self, at: str, kind: str) -> "dict[str, dict[str, Any]]":
+        """Return what is in a folder, or below it, by name."""
+        if self._is_web:
+            return dict(self._linked(at, below=kind != "here"))
+        if kind == "here":
+            return {each["name"]: each for each in self._fs.ls(at, detail=True)}
+        found: dict[str, dict[str, Any]] = self._fs.find(at, detail=True, withdirs=True)
+        return found
+
+    def _linked(self, at: str, *, below: bool) -> "Iterator[tuple[str, dict[str, Any]]]":
+        """Yield what the index page of a web server links to in a folder; other links sort the page, or leave it."""
+        for each in self._fs.ls(f"{at}/", detail=True):
+            inner = html.unescape(each["name"][len(at) + 1 :])
+            if not inner.strip("/") or "/" in inner[:-1] or "?" in inner or "#" in inner or inner in ("./", "../"):
+                continue
+            yield f"{at}/{inner}", each
+            if below and each["type"] == "directory" and is_visible(inner):
+                yield from self._linked(f"{at}/{inner.rstrip('/')}", below=True)
+
+    def _name(self, path: str) -> str:
+        """Return a path as a mount would list it: web servers quote names."""
+        return unquote(path, errors="surrogateescape") if self._is_web else path
 
     def alive(self) -> bool:
         return bool(self._fs.ls(self._root or "", detail=False))
 
     def _at(self, path: str) -> str:
+        path = quote(path, errors="surrogateescape") if self._is_web else path
         return f"{self._root}/{path}" if self._root and path else self._root or path
+
+
+def _is_thread_safe(fs: Any) -> bool:
+    """Whether threads may use a file system of fsspec at the same time. Others share one file or one connection: their
+    reads would get the bytes of others."""
+    if any(hasattr(fs, name) for name in ("fo", "fs", "sync_fs", "target_protocol")):  # reads through another one
+        return False
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
+    return bool(fs.async_impl or protocols & {"file", "memory"})
+
+
+def _root_of_archive(fs: Any) -> str:
+    """Return "." for a tar file whose members are named ./train/..., else "".
+
+    Raises:
+        ValueError: if only some members are named so.
+    """
+    if "tar" not in fs.protocol:
+        return ""
+    names = {each.partition("/")[0] for each in fs.ls("", detail=False)}
+    if "." in names and len(names) > 1:
+        other = min(names - {"."})
+        raise ValueError(f"the names of some members begin with ./, and others do not ({other}): write it again.")
+    return "." if "." in names else ""
+
+
+def _whole_part(data: bytes, first: int, last: int) -> bytes:
+    """Return what was read, unless it is not the part from first to last - 1 that was asked for."""
+    if len(data) != last - first:
+        raise UnreadableFileError(
+            f"storage gave {len(data):,} bytes for bytes {first:,} to {last:,}. Either the file has become shorter: "
+            "run `lightning-sparse cache warm` to list the source again; or its server cannot send parts of files"
+        )
+    return data
 
 
 def is_image(name: str) -> bool:
@@ -215,23 +299,50 @@ WANTED: "dict[str, Callable[[str], bool]]" = {
 """Which files are listed, by their names. Hidden folders are not."""
 
 
-def _stat(entry: "os.DirEntry[str]") -> "os.stat_result | None":
-    try:
-        return entry.stat()
-    except FileNotFoundError:  # a dangling link; listed, so that the read error names it
-        return None
+def _volatile_devices() -> "frozenset[int]":
+    """Return the devices of FUSE mounts: many of these number the same file differently after a while."""
+    found = set()
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            own, _, other = line.partition(" - ")
+            if other.startswith("fuse"):
+                found.add(os.makedev(*map(int, own.split()[2].split(":"))))
+    return frozenset(found)
+
+
+def _stamp(about: os.stat_result, volatile: "frozenset[int]") -> int:
+    """Return the hash of the inode and its times, as tags are; users cannot set the last one."""
+    own = () if about.st_dev in volatile else (about.st_ino, about.st_ctime_ns)
+    return hash((about.st_mtime_ns, *own))
+
+
+_MASK = (1 << 63) - 1
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created", "date_time")
+_TAGS = (
+    *("ETag", "etag", "VersionId", "version_id", "versionId", "generation", "md5Hash", "content_md5", "checksum"),
+    *("crc32c", "CRC", "chksum", "sha", "ino", "created", "timeCreated"),
+)
 
 
 def _mtime(about: "dict[str, Any]") -> int:
-    """Modification time in ns, or a number that changes with the content if storage has no time."""
-    for name in ("mtime", "LastModified", "last_modified", "updated", "created", "date_time"):
+    """Return the modification time in ns; 0 if unknown."""
+    for name in _TIMES:
         value = about.get(name)
         if isinstance(value, datetime):
             return int(value.timestamp() * 1e9)
         if isinstance(value, (int, float)):
             return int(value * 1e9)
-    tag = str(about.get("ETag") or about.get("etag") or about.get("CRC") or "")
-    return int.from_bytes(tag.encode()[-7:], "little")
+    return 0
+
+
+def _tag_of_entry(about: "dict[str, Any]") -> int:
+    """Return a number of what tells the versions of a file apart; 0 if storage lists nothing of the kind."""
+    told = [str(about[name]) for name in _TAGS if about.get(name) is not None]
+    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=8).digest(), "little") & _MASK if told else 0
+
+
+def _mtime_or_tag(about: "dict[str, Any]") -> int:
+    return (_mtime(about) * 31 + _tag_of_entry(about)) & _MASK
 
 
 class Source:
@@ -244,8 +355,13 @@ class Source:
     def opened(self) -> "LocalStorage | FsspecStorage":
         with self._lock:
             if self._storage is None:
-                url = "://" in self._source
-                self._storage = FsspecStorage(self._source, self._options) if url else LocalStorage(self._source)
+                protocol, mark, path = self._source.partition("://")
+                if not mark:
+                    self._storage = LocalStorage(self._source)
+                elif protocol in ("file", "local") and not self._options:
+                    self._storage = LocalStorage(os.path.abspath(os.path.expanduser(path)))
+                else:
+                    self._storage = FsspecStorage(self._source, self._options)
             return self._storage
 
 
@@ -260,9 +376,10 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         never = isinstance(error, (*_PROGRAM_ERRORS, ValueError)) or getattr(error, "errno", 0) in _FILE_ERRORS
         return "x" if never else "t", _described(error), 0, 0
     try:
-        if kind == "read":
-            return "k", *storage.read(*arguments)
-        return "k", _found(storage, kind, *arguments, progress=progress), 0, 0
+        with storage.turn:
+            if kind == "read":
+                return "k", *storage.read(*arguments)
+            return "k", _found(storage, kind, *arguments, progress=progress), 0, 0
     except UnreadableFileError as error:
         return "s", str(error), 0, 0
     except Exception as error:
@@ -275,8 +392,9 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         # what is in the file: pyarrow's errors of a damaged one, and JSON in it
         final = final or (kind in _PARSERS and isinstance(error, (ValueError, RecursionError)))
         try:
-            if missing and kind == "read" and not storage.alive():
-                final = False
+            with storage.turn:
+                if missing and kind == "read" and not storage.alive():
+                    final = False
         except Exception as root_error:
             return "t", _described(root_error), 0, 0
         return "s" if final else "t", _described(error), 0, 0
@@ -287,8 +405,8 @@ def _found(
 ) -> Any:
     if kind == "list":
         return storage.listing(path, more[0], progress)
-    if kind == "mtime":
-        return storage.mtime(path)
+    if kind == "stamp":
+        return storage.stamp(path)
     return _PARSERS[kind](storage.opened(path), *more, progress)
 
 
@@ -333,33 +451,97 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def members(file: Any, progress: "Callable[[], None]") -> list[tuple[str, int, int, str]]:
-    """Return (name, offset, size, contents of a ``.cls`` member) of each file in a tar file, from its headers.
+Member = tuple[str, int, int, str]
+"""(Name, offset, size, contents of a ``.cls`` member) of a file in a tar file."""
+
+
+def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], list[str]]:
+    """Return the members of a tar file, from its headers, and the names of members that are no samples: hidden ones,
+    and devices. A link is the member that it leads to.
 
     Raises:
-        UnreadableFileError: if it is not an uncompressed tar file.
+        UnreadableFileError: if it is not an uncompressed tar file that is whole, or if a member cannot be read by its
+            place in the file.
     """
     import tarfile
 
-    found, told = [], time.monotonic()
+    found: list[Member] = []
+    links: list[tuple[int, str, str]] = []  # place in `found`, name, target
+    ignored: list[str] = []
+    told = time.monotonic()
     try:
         with file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                if member.isreg():
-                    is_label = member.name.endswith(".cls") and member.size <= MAX_LABEL_BYTES
-                    stream = tar.extractfile(member) if is_label else None
-                    label = stream.read().decode("ascii", "replace").strip() if stream else ""
-                    found.append((member.name, member.offset_data, member.size, label))
+                name = _member_name(member.name)
+                if not all(map(is_visible, name.split("/"))):
+                    ignored.append(name)
+                elif member.islnk() or member.issym():
+                    links.append((len(found), name, _target(member)))
+                    found.append((name, 0, 0, ""))
+                elif member.isreg():
+                    found.append(_member(tar, member, name))
+                elif not member.isdir():
+                    ignored.append(name)
                 if time.monotonic() - told >= PROGRESS_S:
                     progress()
                     told = time.monotonic()
+            _check_end(file, tar.offset)
     except tarfile.TarError as error:
         raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
-    return found
+    _follow(found, links)
+    return found, ignored
+
+
+def _member_name(name: str) -> str:
+    """Return the name of a member without the ./ that `tar -C FOLDER .` puts before it."""
+    while name.startswith("./"):
+        name = name[2:].lstrip("/")
+    return "" if name == "." else name
+
+
+def _member(tar: Any, member: Any, name: str) -> Member:
+    if member.issparse():
+        raise UnreadableFileError(
+            f"its member {name} is sparse, so that the file has it in pieces: write the file without the option -S"
+        )
+    is_label = name.endswith(".cls") and member.size <= MAX_LABEL_BYTES
+    stream = tar.extractfile(member) if is_label else None
+    label = stream.read().decode("ascii", "replace").strip() if stream else ""
+    return name, member.offset_data, member.size, label
+
+
+def _target(member: Any) -> str:
+    """Return the name of the member that a link leads to."""
+    folder = "" if member.islnk() else posixpath.dirname(member.name)
+    return posixpath.normpath(posixpath.join(folder, member.linkname))
+
+
+def _follow(found: list[Member], links: list[tuple[int, str, str]]) -> None:
+    """Put the members that links lead to in the place of the links."""
+    targets = {name: target for _, name, target in links}
+    about = {each[0]: each[1:] for each in found if each[0] not in targets}
+    for place, name, target in links:
+        for _ in range(MAX_LINKS):  # a link may lead to another one
+            target = targets.get(target, target)
+        if target not in about:
+            raise UnreadableFileError(f"its member {name} is a link to {target}, which is no file in it")
+        found[place] = (name, *about[target])
+
+
+def _check_end(file: Any, offset: int) -> None:
+    """Raise UnreadableFileError unless zeros alone follow the last member: tarfile ends where a header is damaged."""
+    file.seek(offset)
+    while part := file.read(1 << 20):
+        if any(part):
+            raise UnreadableFileError(
+                f"it has more data behind its end, at byte {offset:,}: either it is damaged there, or several files "
+                "were joined. Write it again"
+            )
 
 
 def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[str, Any]:
-    """Return what a Parquet file contains: (rows, bytes of the samples) of each row group, labels, names of classes.
+    """Return what a Parquet file contains: (rows, bytes of the samples) of each row group, labels, names of classes,
+    and the columns that may be the label if that is not clear.
 
     Args:
         column: of the samples; "": the only one of bytes, or of a struct with a field `bytes`.
@@ -370,21 +552,21 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
     with file:
         parquet = _opened(file, progress)
         schema = parquet.schema_arrow
-        sample, label = _columns(schema, column)
+        sample, label, unclear = _columns(schema, column)
         groups = []
         for number in range(parquet.metadata.num_row_groups):
             about = parquet.metadata.row_group(number)
             parts = (about.column(each) for each in range(about.num_columns))
             groups.append((about.num_rows, sum(p.total_uncompressed_size for p in parts if p.path_in_schema == sample)))
         labels = parquet.read(columns=[label]).column(0).to_pylist() if label else []
-    return {"groups": groups, "labels": labels, "names": _names(schema, label)}
+    return {"groups": groups, "labels": labels, "names": _names(schema, label), "unclear": unclear}
 
 
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
     """Return the samples of a row group."""
     with file:
         parquet = _opened(file, progress)
-        sample, _ = _columns(parquet.schema_arrow, column)
+        sample, *_ = _columns(parquet.schema_arrow, column)
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
     return [each.get("bytes") if isinstance(each, dict) else each for each in values]
 
@@ -417,8 +599,9 @@ def _opened(file: Any, progress: "Callable[[], None]") -> Any:
         raise UnreadableFileError(f"it is not a Parquet file: {error}") from error
 
 
-def _columns(schema: Any, wanted: str) -> tuple[str, str]:
-    """Return the path of the column of samples, and the name of that of labels, "" if there is none."""
+def _columns(schema: Any, wanted: str) -> tuple[str, str, list[str]]:
+    """Return the path of the column of samples, and the name of that of labels; "" and those that it may be, if that is
+    not clear."""
     from pyarrow import types
 
     samples, numbers = {}, []
@@ -436,8 +619,8 @@ def _columns(schema: Any, wanted: str) -> tuple[str, str]:
             f"of its columns {', '.join(schema.names)}, {len(samples)} contain bytes. Give the name of the one that is "
             "the sample, as in member='image'"
         )
-    labels = [name for name in ("label", "labels") if name in schema.names] or (numbers if len(numbers) == 1 else [])
-    return samples[chosen[0]], labels[0] if labels else ""
+    labels = [name for name in ("label", "labels") if name in schema.names][:1] or numbers
+    return (samples[chosen[0]], labels[0], []) if len(labels) == 1 else (samples[chosen[0]], "", labels)
 
 
 def _names(schema: Any, label: str) -> list[str]:

@@ -1,0 +1,196 @@
+"""Lists of samples, and their labels as numbers.
+
+The values of a CSV file mean what pandas and pyarrow take them for. Where the two differ, or where a value is more
+likely a mistake than a label, the file is refused with the column and the row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_LEADING_ZERO = re.compile(r"[+-]?0[0-9]+")
+_NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|(?i:inf(inity)?))")
+_BOOLEANS = {"True": 1, "TRUE": 1, "true": 1, "False": 0, "FALSE": 0, "false": 0}
+_MISSING = {
+    *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA"),
+    *("NULL", "NaN", "None", "n/a", "nan", "null"),
+}
+"""What pandas reads as a missing value."""
+Columns = dict[str, Sequence[Any]]
+
+
+def columns_of_csv(file: str, data: bytes) -> Columns:
+    """Return the columns of a CSV file, values as text.
+
+    Raises:
+        ValueError: if it is not a CSV file, a row has another number of values, or a value is missing.
+    """
+    try:
+        rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file} is not a CSV file in UTF-8: {error}.") from error
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"{file}: row {number:,} has {len(row)} column(s), and the first row has {len(rows[0])}: {row}."
+            )
+    found = _columns(file, ((names[0].strip(), names[1:]) for names in zip(*rows, strict=True)))
+    for name, values in [*found.items()][1:]:
+        _check_text(file, name, values)
+    return found
+
+
+def columns_of_parquet(file: str, data: bytes) -> Columns:
+    """Return the columns of a Parquet file. Raises: ValueError: if it is none."""
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(data))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} is not a Parquet file: {error}.") from error
+    values = (column.to_pylist() for column in table.columns)
+    return _columns(file, zip(table.column_names, values, strict=True))
+
+
+def _columns(file: str, named: Iterable[tuple[str, Sequence[Any]]]) -> Columns:
+    columns: Columns = {}
+    for name, values in named:
+        if name in columns:
+            raise ValueError(f"{file} has several columns named {name}: rename or remove all but one.")
+        columns[name] = values
+    return columns
+
+
+def _check_text(file: str, column: str, values: Sequence[str]) -> None:
+    """Raise ValueError for a value that pandas reads as a missing one."""
+    for value in dict.fromkeys(values):
+        if value.strip() in _MISSING:
+            problem = f"is {value!r}, which means a missing value: give each sample a label, and the class another name"
+            raise _refused(file, column, values.index(value), problem)
+
+
+def numbered(
+    file: str, columns: Mapping[str, Sequence[Any]], *, text: bool
+) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
+    """Return the labels as numbers, int64 or float64 [N, L], and the names of the first label; none if it is a number.
+
+    Args:
+        text: whether all values are text, which may be numbers, as in CSV files.
+
+    Raises:
+        ValueError: if a value is missing, or is neither a number nor the name of a class.
+    """
+    arrays: list[npt.NDArray[Any]] = []
+    classes: tuple[str, ...] = ()
+    for position, (name, values) in enumerate(columns.items()):
+        array = _numbers_in_text(file, name, values) if text else _numbers(file, name, values)
+        if array is None and position:
+            which = next((row for row, each in enumerate(values) if not _NUMBER.fullmatch(str(each).strip())), 0)
+            problem = f"is {values[which]!r}, which is not a number: only the first label may be a name"
+            raise _refused(file, name, which, problem)
+        if array is None:
+            array, classes = _of_names(file, name, values)
+        arrays.append(array)
+    return np.concatenate([each.reshape(len(each), -1) for each in arrays], 1), classes
+
+
+def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArray[Any] | None:
+    """Return the numbers that values stand for; None if they are names."""
+    distinct = [*dict.fromkeys(values)]
+    if all(map(_BOOLEANS.__contains__, distinct)):
+        numbers: list[Any] = [_BOOLEANS[each] for each in distinct]
+    elif all(each in _BOOLEANS or each in "01" for each in distinct) and not _BOOLEANS.keys().isdisjoint(distinct):
+        other = next(each for each in distinct if each not in _BOOLEANS)
+        problem = f"is {other}, and other labels are words such as {min(_BOOLEANS.keys() & {*distinct})}: use one kind"
+        raise _refused(file, column, values.index(other), problem)
+    elif all(_WHOLE.fullmatch(each.strip()) for each in distinct):
+        for each in distinct:
+            if _LEADING_ZERO.fullmatch(each.strip()):
+                problem = f"is {each}, a number or a name: write {int(each)}, or a name with a letter"
+                raise _refused(file, column, values.index(each), problem)
+        numbers = [int(each) for each in distinct]
+    elif all(_NUMBER.fullmatch(each.strip()) for each in distinct):
+        _whole(file, column, [int(each) if _WHOLE.fullmatch(each.strip()) else 0 for each in values])  # has room
+        numbers = [float(each) for each in distinct]
+    else:
+        return None
+    number = dict(zip(distinct, numbers, strict=True))
+    found = [number[each] for each in values]
+    return _finite(file, column, np.array(found)) if isinstance(found[0], float) else _whole(file, column, found)
+
+
+def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] | None:
+    """Return numbers, or one row of them for each list; None if the values are names."""
+    row, first = next(((row, each) for row, each in enumerate(values) if each is None), (0, values[0]))
+    if first is None:
+        raise _refused(file, column, row, "has no value: give each sample a label")
+    if isinstance(first, list):
+        return _vectors(file, column, values)
+    if isinstance(first, float):
+        return _finite(file, column, np.array(values, np.float64))
+    if isinstance(first, (bool, int)):
+        return _whole(file, column, [int(each) for each in values])
+    if not isinstance(first, str):
+        problem = f"is {first!r}, of type {type(first).__name__}: write labels as numbers, names or lists of numbers"
+        raise _refused(file, column, 0, problem)
+    if all(_NUMBER.fullmatch(each.strip()) for each in values):
+        raise _refused(
+            file, column, 0, f"is the text {first!r}: write the column as numbers, or as names with a letter"
+        )
+    return None
+
+
+def _vectors(file: str, column: str, values: Sequence[list[Any]]) -> npt.NDArray[Any]:
+    """Return lists of one length as rows."""
+    for row, each in enumerate(values):
+        if len(each) != len(values[0]) or not each:
+            problem = f"is a list of {len(each)} value(s), and that of the first row has {len(values[0])}"
+            raise _refused(
+                file, column, row, f"{problem}: write as many in each row, such as one 0 or 1 for each class"
+            )
+        if not all(isinstance(value, (bool, int, float)) for value in each):
+            raise _refused(file, column, row, f"is {each!r}: write lists of numbers, without missing values")
+    flat = [value for each in values for value in each]
+    floats = any(isinstance(value, float) for value in flat)
+    width = len(values[0])
+    array = _finite(file, column, np.array(flat), width) if floats else _whole(file, column, [*map(int, flat)], width)
+    return array.reshape(len(values), width)
+
+
+def _whole(file: str, column: str, values: Sequence[int], width: int = 1) -> npt.NDArray[np.int64]:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        place, large = next((place, each) for place, each in enumerate(values) if not -(1 << 63) <= each < 1 << 63)
+        problem = f"is {large}, which has no room in 64 bits: use a smaller number, or a name with a letter"
+        raise _refused(file, column, place // width, problem) from None
+
+
+def _finite(file: str, column: str, values: npt.NDArray[Any], width: int = 1) -> npt.NDArray[np.float64]:
+    for place in np.flatnonzero(~np.isfinite(values))[:1].tolist():
+        raise _refused(file, column, place // width, f"is {values[place]}: give each sample a finite number")
+    return values.astype(np.float64)
+
+
+def _of_names(file: str, column: str, values: Sequence[str]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """Return names as their places in alphabetical order, and the names."""
+    names = sorted(set(values))
+    for each in names:
+        if each != each.strip() or not each:
+            problem = f"is {each!r}: remove the spaces around it, or give each sample a label"
+            raise _refused(file, column, values.index(each), problem)
+    number = {name: place for place, name in enumerate(names)}
+    return np.array([number[each] for each in values], np.int64), tuple(names)
+
+
+def _refused(file: str, column: str, row: int, problem: str) -> ValueError:
+    """Return the error of a value. row: counted from 0, without the header."""
+    return ValueError(f"{file}: column {column}, sample {row + 1:,}: the label {problem}.")

@@ -1,0 +1,403 @@
+"""Random folders, archives and tables: samples and labels are those of torchvision, tarfile, pyarrow and pandas.
+
+``SOURCES_INPUTS`` sets the number of inputs of each kind, ``SOURCES_SEED`` the first seed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import random
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.sources.labels import columns_of_csv, numbered
+from lightning_sparse.data.sources.layout import Split
+from lightning_sparse.data.sources.listing import layout_of
+from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.storage import Storage, StoredFile
+
+T = TypeVar("T")
+INPUTS = int(os.environ.get("SOURCES_INPUTS", "25"))
+SEED = int(os.environ.get("SOURCES_SEED", "0"))
+NAMES = ["a", "B", "c d", "10", "9", "ä", "#1", "a-b", "a.b", "猫", "x%20", "it's", "A", "_", "[z]", "a&b", "~", "e+f"]
+IMAGES = [".jpg", ".JPG", ".jpeg", ".Png", ".ppm", ".bmp", ".PGM", ".tif", ".TIFF", ".webp"]
+OTHERS = [".gif", ".jpg.gz", ".txt", "", ".json", ".xml", ".jpgx", ".JPG.bak"]
+HIDDEN = ["._a.jpg", ".DS_Store", ".x.png"]
+pytestmark = pytest.mark.timeout(3600 if "SOURCES_INPUTS" in os.environ else 300)
+
+
+def inputs(kind: str) -> Iterator[random.Random]:
+    return (random.Random(f"{kind} {SEED + number}") for number in range(INPUTS))
+
+
+def listed(storage: Storage, config: CacheConfig, name: str) -> Manifest:
+    """List a split with a reader that serves all inputs."""
+    split = Split(config, name, 60.0, quiet=True)
+    split.storage = storage
+    return layout_of(split).manifest()
+
+
+def attempt(call: Callable[[], T]) -> tuple[T | None, str]:
+    """Return (result, ""), or (None, why it is refused)."""
+    try:
+        return call(), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def contents(storage: Storage, manifest: Manifest) -> dict[str, bytes]:
+    found = {}
+    answers = storage.read([manifest.location(number) for number in range(len(manifest))])
+    for path, answer in zip(manifest.paths, answers, strict=True):
+        assert isinstance(answer, StoredFile), (path, answer)
+        found[path] = answer.data
+    return found
+
+
+def config_of(source: Path | str, format: Any = "bytes") -> CacheConfig:
+    return CacheConfig(source=str(source), cache_dir="none", format=format)
+
+
+# ------------------------------------------------------------------------------------------------------------ folders
+
+
+def grow(draw: random.Random, folder: Path, depth: int, links: bool) -> None:
+    """Fill a folder with images, other files, hidden ones, links and folders. links: to folders, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for _ in range(draw.randrange(5)):
+        suffixes = draw.choice([IMAGES, IMAGES, OTHERS])
+        (folder / f"{draw.choice(NAMES)}{draw.choice(suffixes)}").write_bytes(draw.randbytes(draw.randrange(5)))
+    for name in draw.sample(HIDDEN, draw.randrange(2)):
+        (folder / name).write_bytes(b"hidden")
+    if draw.random() < 0.2:
+        (folder / ".git").mkdir(exist_ok=True)
+        (folder / ".git" / "1.jpg").write_bytes(b"hidden")
+    files = [each for each in folder.iterdir() if each.is_file()]
+    if files and draw.random() < 0.3:
+        link(folder / f"link{draw.choice(IMAGES)}", draw.choice(files))
+    for name in draw.sample(NAMES, draw.randrange(3) if depth else 0):
+        if not (folder / name).exists():
+            grow(draw, folder / name, depth - 1, links)
+    folders = [each for each in folder.iterdir() if each.is_dir()]
+    if folders and links and draw.random() < 0.2:
+        link(folder / "linked", draw.choice(folders))
+
+
+def link(path: Path, target: Path) -> None:
+    if not path.exists():
+        path.symlink_to(target)
+
+
+def image_folder(split: Path) -> dict[str, str]:
+    """Return path -> class of torchvision's ImageFolder, without hidden files and folders."""
+    from torchvision.datasets import ImageFolder
+
+    reference = ImageFolder(str(split), allow_empty=True)
+    paths = ((PurePosixPath(path).relative_to(split), label) for path, label in reference.samples)
+    return {
+        f"{split.name}/{path}": reference.classes[label]
+        for path, label in paths
+        if not any(part.startswith(".") for part in path.parts)
+    }
+
+
+@pytest.mark.parametrize("scheme", ["", "simplecache::file://"])
+def test_folders_give_the_samples_and_labels_of_torchvision(tmp_path: Path, scheme: str) -> None:
+    pytest.importorskip("torchvision", reason="it is the reference")
+    source = f"{scheme}{tmp_path}"
+    refused = 0
+    with Storage(config_of(source), timeout=60.0) as storage:
+        for number, draw in enumerate(inputs("folders")):
+            split = tmp_path / f"split{number}"
+            classes = draw.sample(NAMES, draw.randint(1, 4))
+            for name in classes:
+                grow(draw, split / name, 2, links=not scheme)  # fsspec leaves out links to folders
+            for name in draw.sample([*OTHERS, "a.jpg"], draw.randrange(2)):
+                (split / f"next{name}").write_bytes(b"no sample")
+            expected = image_folder(split)
+            visible = sorted(classes)
+            if {*expected.values()} != {*classes} or too_deep(split, expected):
+                refused += 1
+                with pytest.raises(ValueError, match="contains no images|would be the only class"):
+                    list_images(storage, source, split)
+                continue
+            manifest = list_images(storage, source, split)
+            labels = [manifest.classes[label] for label in manifest.labels.tolist()]
+            assert manifest.classes == tuple(visible), split
+            assert dict(zip(manifest.paths, labels, strict=True)) == expected, split
+            assert contents(storage, manifest) == {path: (tmp_path / path).read_bytes() for path in expected}
+    assert refused < 0.9 * INPUTS
+
+
+def list_images(storage: Storage, source: str, split: Path) -> Manifest:
+    asked = Split(config_of(source, "jpeg"), split.name, 60.0, quiet=True)
+    asked.storage = storage
+    asked.probed = lambda files: np.zeros((0, 3), np.int64)  # type: ignore[method-assign]  # they are no real images
+    return layout_of(asked).manifest()
+
+
+def too_deep(split: Path, expected: dict[str, str]) -> bool:
+    """Whether the only class has folders of images alone, which are then likely the classes."""
+    folders = {path.rpartition("/")[0] for path in expected}
+    only = {*expected.values()}
+    return len(only) == 1 and len(folders) > 1 and f"{split.name}/{min(only)}" not in folders
+
+
+# ----------------------------------------------------------------------------------------------------------- archives
+
+
+def make_tar(draw: random.Random, file: Path) -> None:
+    """Write a tar file of samples ``*.bin``, with folders, links, hidden members and names of any length."""
+    prefix = draw.choice(["", "", "./"])
+    with tarfile.open(
+        file, "w", format=draw.choice([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+    ) as tar:
+        files: list[str] = []
+        for number in range(draw.randrange(1, 8)):
+            long = "deep/" * draw.choice([0, 1, 15, 40]) if tar.format != tarfile.USTAR_FORMAT else "d/"
+            folder = draw.choice(["", "", "k/", long])
+            about = tarfile.TarInfo(f"{prefix}{folder}{draw.choice(['s', 'ä', 'x y'])}{number}.bin")
+            kind = draw.random()
+            if kind < 0.12:
+                about.name = f"{prefix}{folder}._{number}.bin"
+            elif kind < 0.2:
+                about.name, about.type = f"{prefix}{folder or 'folder'}", tarfile.DIRTYPE
+            elif kind < 0.3 and files:
+                about.type, about.linkname = tarfile.LNKTYPE, draw.choice(files)
+            elif kind < 0.4 and files:
+                about.type, target = tarfile.SYMTYPE, draw.choice(files)
+                about.linkname = os.path.relpath(target, os.path.dirname(about.name) or ".")
+            data = draw.randbytes(draw.choice([0, 1, 511, 512, 513, 2000])) if about.isreg() else b""
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+            if about.isreg() and "._" not in about.name:
+                files.append(about.name)
+
+
+def tar_contents(file: Path) -> dict[str, bytes]:
+    """Return the visible files of a tar file as tarfile reads them."""
+    found = {}
+    with tarfile.open(file) as tar:
+        for member in tar:
+            name = member.name.removeprefix("./")
+            if not member.isdir() and not any(part.startswith(".") for part in name.split("/")):
+                stream = tar.extractfile(member)
+                assert stream is not None
+                found[name] = stream.read()
+    return found
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_shards_give_the_members_that_tarfile_reads(tmp_path: Path, damaged: bool) -> None:
+    """A shard that is cut, or whose headers are damaged, is refused, or complete."""
+    refused = 0
+    with Storage(config_of(tmp_path), timeout=60.0) as storage:
+        for number, draw in enumerate(inputs("shards")):
+            split = tmp_path / f"split{number}"
+            split.mkdir()
+            for name in draw.sample(["stats.json", "README", "0.idx", "0.parquet", ".hidden"], 2):
+                (split / name).write_bytes(b"{}")
+            shards = [split / f"{shard}{draw.choice(['.tar', '.TAR'])}" for shard in range(draw.randint(1, 2))]
+            for shard in shards:
+                make_tar(draw, shard)
+            if not any(each.name in ("0.tar",) for each in shards):
+                (split / "0.parquet").unlink(missing_ok=True)
+            expected = {
+                f"{split.name}/{shard.name}/{name}": data
+                for shard in shards
+                for name, data in tar_contents(shard).items()
+            }
+            if damaged:
+                damage(draw, shards[-1])
+            manifest, refusal = attempt(partial(listed, storage, config_of(tmp_path), split.name))
+            if manifest is None:
+                assert damaged or not expected, (split, refusal)
+                refused += 1
+                continue
+            assert contents(storage, manifest) == expected, split
+    assert refused <= 0.2 * INPUTS or damaged
+
+
+def damage(draw: random.Random, file: Path) -> None:
+    """Cut a tar file within its last member or before, or change a header that has a checksum."""
+    with tarfile.open(file) as tar:
+        headers = [member.offset for member in tar]
+        end = tar.offset
+    data = bytearray(file.read_bytes())
+    if draw.random() < 0.5:
+        cut = draw.randrange(1, end)
+        del data[cut + (cut % 512 == 0) :]  # tarfile takes one that ends with a member for a whole one
+    else:
+        data[draw.choice(headers) + draw.randrange(0, 100)] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
+def test_archives_that_fsspec_opens_give_their_own_bytes_to_many_readers(tmp_path: Path, kind: str) -> None:
+    for number, draw in enumerate([*inputs(f"archives {kind}")][: max(2, INPUTS // 20)]):
+        file, prefix = tmp_path / f"{number}.{kind}", draw.choice(["", "./"]) if kind != "zip" else ""
+        files = {
+            f"train/{draw.choice('ab')}/{each}.bin": draw.randbytes(draw.randrange(1, 4000)) for each in range(120)
+        }
+        archive(file, kind, {f"{prefix}{name}": data for name, data in files.items()})
+        config = config_of(f"{kind.partition('.')[0]}://::file://{file}")
+        with Storage(config, timeout=60.0, readers=8) as storage:
+            assert contents(storage, listed(storage, config, "train")) == files
+
+
+def archive(file: Path, kind: str, files: dict[str, bytes]) -> None:
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name, data in files.items():
+                packed.writestr(name, data)
+        return
+    with tarfile.open(file, "w:gz" if kind == "tar.gz" else "w") as tar:
+        for name, data in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+VALUES: list[Callable[[random.Random], str]] = [
+    lambda draw: str(draw.randrange(-5, 30)),
+    lambda draw: str(draw.choice([draw.getrandbits(70), draw.getrandbits(63), -draw.getrandbits(63)])),
+    lambda draw: repr(draw.uniform(-3, 3)),
+    lambda draw: f"{draw.randrange(99)}{draw.choice(['.', '.0', 'e1', 'E-2', '.50', 'e400', '_0', 'd'])}",
+    lambda draw: draw.choice(["True", "False", "TRUE", "false"]),
+    lambda draw: draw.choice(["cat", "dog", "Cat", "ä", "a,b", 'a"b', "a b", "猫", "x1", "-", "½", "two\nlines"]),
+    lambda draw: draw.choice(["NA", "", "nan", "null", "inf", "-Infinity", "N/A", "#NA"]),
+    lambda draw: draw.choice(["007", "00.5", "+3", "-0", "--1", "1e", "e5", "0"]),
+]
+
+
+def random_column(draw: random.Random, rows: int) -> list[str]:
+    kinds = draw.choices(VALUES, weights=[4, 1, 3, 2, 1, 4, 1, 1], k=1 if draw.random() < 0.8 else 2)
+    spaces = draw.choice(["", "", "", "", "", " "])
+    return [f"{spaces}{draw.choice(kinds)(draw)}{draw.choice(['', spaces])}" for _ in range(rows)]
+
+
+def random_csv(draw: random.Random) -> bytes:
+    rows, columns = draw.randint(1, 8), draw.randint(1, 2)
+    names = [f"{draw.choice(['', ' '])}c{number}" for number in range(columns)]
+    table = [["path", *names], *zip(*[[f"{row}.bin" for row in range(rows)]], strict=True)]
+    labels = [random_column(draw, rows) for _ in range(columns)]
+    table[1:] = [[f"{row}.bin", *(column[row] for column in labels)] for row in range(rows)]
+    quote = draw.random() < 0.2
+
+    def cell(text: str) -> str:
+        return '"' + text.replace('"', '""') + '"' if quote or any(each in text for each in ',"\n') else text
+
+    end = draw.choice(["\n", "\r\n"])
+    text = end.join(",".join(map(cell, row)) for row in table) + draw.choice(["", end, end + end])
+    return draw.choice([b"", b"\xef\xbb\xbf"]) + text.encode()
+
+
+def numbers_of(values: list[Any]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...]]:
+    """Return what typed values stand for: numbers, or names; None if one is missing."""
+    if any(value is None or value != value for value in values):
+        return None, ()
+    if all(isinstance(value, str) for value in values):
+        names = sorted({*values})
+        return np.array([names.index(value) for value in values], np.float64), tuple(names)
+    return np.array([float(value) for value in values], np.float64), ()
+
+
+def of_pyarrow(data: bytes) -> list[list[Any]]:
+    csv = pytest.importorskip("pyarrow.csv", reason="it is the reference")
+    table = csv.read_csv(io.BytesIO(data), parse_options=csv.ParseOptions(newlines_in_values=True))
+    return [column.to_pylist() for column in table.columns][1:]
+
+
+def of_pandas(data: bytes) -> list[list[Any]]:
+    pandas = pytest.importorskip("pandas", reason="it is the reference")
+    table = pandas.read_csv(io.BytesIO(data))
+    return [table[name].tolist() for name in table.columns][1:]
+
+
+def labels_of(data: bytes) -> tuple[Sequence[str], npt.NDArray[Any], tuple[str, ...]]:
+    columns = columns_of_csv("train.csv", data)
+    paths = columns.pop("path")
+    return (paths, *numbered("train.csv", columns, text=True))
+
+
+@pytest.mark.parametrize("reference", [of_pyarrow, of_pandas])
+def test_labels_of_a_table_are_those_that_others_read_or_refused(reference: Callable[[bytes], list[list[Any]]]) -> None:
+    accepted = 0
+    for number, draw in enumerate(inputs("tables")):
+        data = random_csv(draw)
+        expected = [numbers_of(values) for values in reference(data)]
+        found, refusal = attempt(partial(labels_of, data))
+        if found is None:
+            assert "train.csv" in refusal, (number, data)
+            continue
+        accepted += 1
+        paths, labels, names = found
+        assert list(paths) == [f"{row}.bin" for row in range(len(paths))], (number, data)
+        for column, (array, classes) in enumerate(expected):
+            assert array is not None, (number, data, "a value is missing")
+            np.testing.assert_array_equal(labels[:, column], array, err_msg=f"{number} {data!r}")
+            assert names == classes or column, (number, data)
+    assert accepted > 0.15 * INPUTS
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
+def test_label_column_of_parquet_is_read_by_type(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    with Storage(config_of(tmp_path), timeout=60.0) as storage:
+        for number, draw in enumerate(inputs("parquet")):
+            rows, width = draw.randint(1, 6), draw.randint(1, 4)
+            values, kind, expected = draw.choice(
+                [
+                    ([draw.randrange(9) for _ in range(rows)], pyarrow.int64(), 1),
+                    ([draw.random() for _ in range(rows)], pyarrow.float32(), 1),
+                    ([draw.choice("ab") for _ in range(rows)], pyarrow.string(), 1),
+                    ([draw.random() < 0.5 for _ in range(rows)], pyarrow.bool_(), 1),
+                    (
+                        [[draw.randrange(2) for _ in range(width)] for _ in range(rows)],
+                        pyarrow.list_(pyarrow.int8()),
+                        width,
+                    ),
+                    (
+                        [[draw.random() for _ in range(width)] for _ in range(rows)],
+                        pyarrow.list_(pyarrow.float64()),
+                        width,
+                    ),
+                    ([[1] * draw.randint(1, 2) for _ in range(rows)], pyarrow.list_(pyarrow.int64()), 0),
+                    ([draw.choice([None, 1]) for _ in range(rows)], pyarrow.int64(), 0),
+                    ([draw.choice(["1", "10"]) for _ in range(rows)], pyarrow.string(), 0),
+                    ([draw.choice([2**63, 2**64 - 1]) for _ in range(rows)], pyarrow.uint64(), 0),
+                    ([draw.choice([float("nan"), 1.0]) for _ in range(rows)], pyarrow.float64(), 0),
+                ]
+            )
+            (tmp_path / f"s{number}").mkdir()
+            table = {"x": pyarrow.array([b"x"] * rows), "label": pyarrow.array(values, kind)}
+            parquet.write_table(pyarrow.table(table), tmp_path / f"s{number}" / "0.parquet")
+            manifest, refusal = attempt(partial(listed, storage, config_of(tmp_path), f"s{number}"))
+            if manifest is None:
+                assert "column label, sample" in refusal, (number, values)
+                assert not expected, (number, values, refusal)
+                continue
+            assert manifest.labels.shape == (
+                rows,
+                width if isinstance(values[0], list) and expected else manifest.label_columns,
+            )
+            if manifest.classes:
+                assert [manifest.classes[label] for label in manifest.labels[:, 0]] == values
+            else:
+                read = np.array(table["label"].to_pylist(), np.float64).reshape(rows, -1)
+                np.testing.assert_array_equal(manifest.labels, read)
