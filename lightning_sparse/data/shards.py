@@ -166,6 +166,7 @@ class ShardFile(io.RawIOBase):
     def _fetch(self) -> None:
         shard, first = self._shard, self._at
         last = min(first + PART, shard.size)
+        self._part = b""  # before the next part takes memory
         (found,) = self._storage.read([(shard.path, first, last) if shard.size else shard.path])
         if isinstance(found, Unreadable):
             raise DataError(f"{self._storage.source}: {shard.path} cannot be read: {found.reason}.")

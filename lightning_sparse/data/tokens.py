@@ -106,6 +106,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         cache_dir: folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
         tokenizer: of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of tokenizer.json>"``.
         vocab_size: number of ids; needed for ``.npy``; default: that of the tokenizer, or of the JSON beside ``.bin``.
+        on_corrupt: ``"raise"`` stops at a document of text that cannot be read and names its file and place, ``"skip"``
+            leaves it out and counts it.
         storage_timeout: seconds to wait for storage that does not respond before the run fails.
         storage_options: arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.
 

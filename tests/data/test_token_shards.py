@@ -44,9 +44,8 @@ def ids(source: str | Path, cache: Path, **more: Any) -> list[list[int]]:
     data = module(source, cache, **more)
     data.setup("fit")
     corpus = data._streams["train"].corpus
-    found = [
-        corpus.read(int(begin), each.tokens).tolist() for begin, each in zip(corpus.begins, corpus.files, strict=False)
-    ]
+    begins = zip(corpus.begins.tolist(), corpus.files, strict=False)
+    found = [corpus.read(begin, each.tokens).tolist() if each.tokens else [] for begin, each in begins]
     data.teardown("fit")
     return found
 
