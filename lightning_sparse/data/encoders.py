@@ -109,7 +109,8 @@ def _tokenizers(file: Path) -> Tokenizer:
     def ids_of(text: str) -> NDArray[np.int64]:
         return np.array(found.encode(text, add_special_tokens=False).ids, np.int64)
 
-    spelled = np.append(ids_of(name[:1]), ids_of(name[1:]))  # for models that have the token in their own vocabulary
+    def spelled() -> NDArray[np.int64]:  # for models that have the token in their own vocabulary
+        return np.append(ids_of(name[:1]), ids_of(name[1:]))
 
     def encode_whole(text: str) -> Ids:
         return _spell_out(end, spelled, ids_of(text))[0]
@@ -149,15 +150,16 @@ def _named_end(config: Path) -> str | None:
 
 
 def _spell_out(
-    end: int, spelled: NDArray[np.int64], ids: NDArray[np.int64]
+    end: int, spelled: Callable[[], NDArray[np.int64]], ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | int]:
     """Replace the end of a document inside its text; return the ids, and how many each of the given ids became."""
     mentions = ids == end
     if not mentions.any():
         return ids, 1
-    counts = np.where(mentions, len(spelled), 1)
+    spelling = spelled()
+    counts = np.where(mentions, len(spelling), 1)
     out = np.repeat(ids, counts)
-    out[np.repeat(mentions, counts)] = np.tile(spelled, mentions.sum())
+    out[np.repeat(mentions, counts)] = np.tile(spelling, mentions.sum())
     return out, counts
 
 
