@@ -72,16 +72,15 @@ def document_mask(positions: Tensor) -> Tensor:
 
 
 class TokenDataModuleMixin(DataModuleMixin):
-    """DataModule for token ids, and for text, which it tokenises once.
+    """DataModule for token ids, and for text, which it tokenizes once.
 
     A sample is a window of ``context + 1`` tokens. Windows follow one another, and their inputs do not overlap. Each
     epoch sees all of them once, in an order that (seed, epoch) determines. A resumed run continues with the next batch,
     also with other nodes.
 
-    Files ``.bin`` on a disk of the node, such as `lightning_sparse.data.tokens.prepare` writes, are memory-mapped where
-    they are. Other sources need `cache_dir`: each host reads each shard from storage once, tokenises it if it is text,
-    and keeps its ids there. Shards of ids are ``.bin`` and ``.npy``, shards of text ``.txt``, ``.jsonl``, ``.tar`` and
-    ``.parquet``.
+    Files ``.bin`` on a disk of the node, such as `lightning_sparse.data.tokens.prepare` writes, are used in place. Other
+    sources need `cache_dir`: each host reads each shard from storage once, tokenizes it if it is text, and keeps its
+    ids there. Shards of ids are ``.bin`` and ``.npy``, shards of text ``.txt``, ``.jsonl``, ``.tar`` and ``.parquet``.
 
     Batches are (inputs int64 [B, context], targets int64 [B, context]): the targets are the inputs, one token later. If
     documents are not joined, the positions of the tokens in their documents follow, int64 [B, context], of which
@@ -95,13 +94,13 @@ class TokenDataModuleMixin(DataModuleMixin):
         val: a file, or a folder of shards, to validate on.
         test: the same, to test on; default: `val`.
         context: tokens of a sample.
-        documents: ``"joined"``: windows go on over the ends of documents; ``"separate"``: the same windows, with
-            positions; ``"packed"``: a window has whole documents, and only those that are longer are cut.
+        documents: ``"joined"``: windows continue over the ends of documents and files; ``"separate"``: the same windows,
+            with positions; ``"packed"``: a window has whole documents, and only those that are longer are cut.
         limit: train on this number of windows, or this fraction of them, the same in every run: for a trial. Of a
             mixture as many as the weights allow near it, at least one of each source.
         batch_size: samples per device and step.
         val_fraction: validate on a random sample of the documents of `train`, with this fraction of the tokens of each
-                source, instead of on `val`. The sample is the same for all seeds.
+            source, instead of on `val`. The sample is the same for all seeds.
         seed: seed of the order.
         cache_dir: folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
         tokenizer: of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of tokenizer.json>"``.
@@ -176,7 +175,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         return described(type(self), {"train": ", ".join(self._weights)})
 
     def setup(self, stage: str) -> None:
-        """Map the files, after those that are missing in the cache were made. A collective.
+        """Open the files, after those that are missing in the cache were made. A collective.
 
         Raises:
             ValueError: if a file cannot be used, or differs between ranks.
@@ -305,7 +304,7 @@ class TokenDataModuleMixin(DataModuleMixin):
     def _eval_loader(self, split: str) -> EvalLoader:
         if self._topology is not None and split not in self._streams:
             raise ValueError(
-                "there are no tokens to validate on: give val='val.bin', or validate on the end of train: "
+                "there are no tokens to validate on: give val='val.bin', or validate on a part of train: "
                 "val_fraction=0.05 (--data.val_fraction=0.05)."
             )
         stream, topology = self._opened(split)
@@ -330,7 +329,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         return loader
 
     def _close(self) -> None:
-        """Stop the loaders and unmap the files."""
+        """Stop the loaders and close the files."""
         for loader in self._loaders.values():
             loader.close()
         self._loaders, self._streams, self._topology = {}, {}, None
