@@ -196,8 +196,6 @@ class TokenSource:
         """Return the source of a folder, or of a file in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
         is_file = bool(id_suffix(name) or text_suffix(name))
-        if not is_file and "://" not in path and Path(cache_dir).resolve().is_relative_to(Path(path).resolve()):
-            raise ValueError(f"cache_dir={cache_dir!r} is in {path}, and would be taken for shards: give another.")
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
         source = cls(config, name if is_file else "", tokenizer, vocab_size)
         source.encoder  # noqa: B018  an unknown one is refused now
@@ -397,7 +395,14 @@ def _copy_npy(name: str, file: BinaryIO, writer: IdWriter) -> None:
         writer.write(part)
 
 
-def is_mapped_in_place(path: str) -> bool:
+def check_cache_dir(path: str, cache_dir: str) -> None:
+    """Raise ValueError if the cache folder is in a folder of shards."""
+    is_folder = "://" not in path and Path(path).is_dir()
+    if is_folder and Path(cache_dir).resolve().is_relative_to(Path(path).resolve()):
+        raise ValueError(f"cache_dir={cache_dir!r} is in {path}, and would be taken for shards: give another.")
+
+
+def is_used_in_place(path: str) -> bool:
     """Whether a path is a ``.bin``, or a folder whose shards are all ``.bin``, on a disk of this node."""
     here = Path(path)
     if "://" in path or not here.exists() or file_system(here) in NETWORK_FILE_SYSTEMS:

@@ -28,7 +28,13 @@ from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.shard_workers import Workers
-from lightning_sparse.data.shards import TokenSource, is_mapped_in_place, log_unused_files, verified_in_place
+from lightning_sparse.data.shards import (
+    TokenSource,
+    check_cache_dir,
+    is_used_in_place,
+    log_unused_files,
+    verified_in_place,
+)
 from lightning_sparse.data.windows import (
     DOCUMENTS,
     Documents,
@@ -78,9 +84,10 @@ class TokenDataModuleMixin(DataModuleMixin):
     epoch sees all of them once, in an order that (seed, epoch) determines. A resumed run continues with the next batch,
     also with other nodes.
 
-    Files ``.bin`` on a disk of the node, such as `lightning_sparse.data.tokens.prepare` writes, are used in place. Other
-    sources need `cache_dir`: each host reads each shard from storage once, tokenizes it if it is text, and keeps its
-    ids there. Shards of ids are ``.bin`` and ``.npy``, shards of text ``.txt``, ``.jsonl``, ``.tar`` and ``.parquet``.
+    Files ``.bin`` on a disk of the node, such as `lightning_sparse.data.tokens.prepare` writes, are used in place.
+    Other sources need `cache_dir`: each host reads each shard from storage once, tokenizes it if it is text, and keeps
+    its ids there. Shards of ids are ``.bin`` and ``.npy``, shards of text ``.txt``, ``.jsonl``, ``.tar`` and
+    ``.parquet``.
 
     Batches are (inputs int64 [B, context], targets int64 [B, context]): the targets are the inputs, one token later. If
     documents are not joined, the positions of the tokens in their documents follow, int64 [B, context], of which
@@ -94,8 +101,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         val: a file, or a folder of shards, to validate on.
         test: the same, to test on; default: `val`.
         context: tokens of a sample.
-        documents: ``"joined"``: windows continue over the ends of documents and files; ``"separate"``: the same windows,
-            with positions; ``"packed"``: a window has whole documents, and only those that are longer are cut.
+        documents: ``"joined"``: windows continue over the ends of documents and files; ``"separate"``: the same
+            windows, with positions; ``"packed"``: a window has whole documents, and only those that are longer are cut.
         limit: train on this number of windows, or this fraction of them, the same in every run: for a trial. Of a
             mixture as many as the weights allow near it, at least one of each source.
         batch_size: samples per device and step.
@@ -144,18 +151,16 @@ class TokenDataModuleMixin(DataModuleMixin):
         self.batch_size = batch_size
         self._cache_dir = cache_dir
         self._sources: dict[str, TokenSource] = {}  # by path
-        for path in (*self._weights, *self._paths.values()):
-            if cache_dir is not None and not is_mapped_in_place(path):
-                options = storage_options if "://" in path else None
-                more = {"storage_timeout": storage_timeout, "storage_options": options, "on_corrupt": on_corrupt}
-                self._sources[path] = TokenSource.of(path, cache_dir, tokenizer, vocab_size, **more)
-        self._vocab_size = self._mapped_vocabulary(vocab_size)
+        if cache_dir is not None:
+            options = {"storage_timeout": storage_timeout, "on_corrupt": on_corrupt}
+            self._sources = _sources(self._all_paths, cache_dir, tokenizer, vocab_size, storage_options, options)
+        self._vocab_size = self._vocabulary_in_place(vocab_size)
         self._topology: Topology | None = None
         self._streams: dict[str, Windows] = {}
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
-    def _mapped_vocabulary(self, vocab_size: int | None) -> int | None:
-        """Return the vocabulary of the files to train on that are mapped in place; the given one if there are none."""
+    def _vocabulary_in_place(self, vocab_size: int | None) -> int | None:
+        """Return the vocabulary of the files to train on that are used in place; the given one if there are none."""
         for path in sorted(self._weights.keys() - self._sources.keys()):
             own = files_of(path)[0].vocab_size
             if vocab_size not in (None, own):
@@ -334,6 +339,24 @@ class TokenDataModuleMixin(DataModuleMixin):
             loader.close()
         self._loaders, self._streams, self._topology = {}, {}, None
         self._forget_loader()
+
+
+def _sources(
+    paths: Sequence[str],
+    cache_dir: str,
+    tokenizer: str,
+    vocab_size: int | None,
+    storage_options: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> dict[str, TokenSource]:
+    """Return the sources, by path, whose ids are kept in the cache."""
+    found = {}
+    for path in paths:
+        check_cache_dir(path, cache_dir)
+        if not is_used_in_place(path):
+            more = {**options, "storage_options": storage_options if "://" in path else None}
+            found[path] = TokenSource.of(path, cache_dir, tokenizer, vocab_size, **more)
+    return found
 
 
 def _prepared(source: TokenSource, topology: Topology) -> list[Path]:

@@ -145,6 +145,12 @@ def test_arrays_beside_files_in_place_are_read_or_refused(tmp_path: Path) -> Non
         TokenDataModule(source)
 
 
+def test_cache_in_a_folder_that_is_used_in_place_is_refused(tmp_path: Path) -> None:
+    counted(tmp_path / "a.bin", 30)
+    with pytest.raises(ValueError, match="is in .*, and would be taken for shards: give another"):
+        module(tmp_path, tmp_path / "cache")
+
+
 # -- files that differ or change ---------------------------------------------------------------------------------------
 
 
