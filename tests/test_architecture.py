@@ -71,9 +71,14 @@ MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "peers": {"config", "sample"},
     "cache": {"config", "sample", "decode", "rng", "folders", "sources", "peers"},  # reads peers as it reads any tier
     "pipeline": {"config", "sample", "decode", "rng"},  # reads from whatever has `get`; a test's fake store, too
-    "text": set(),
-    "shards": {"config", "folders", "sources", "text"},
-    "tokens": {"config", "datamodule", "peers", "pipeline", "rng", "shards", "text"},
+    "encoders": set(),
+    "id_files": {"encoders"},
+    "text": {"id_files"},
+    "shards": {"config", "encoders", "folders", "id_files", "sources", "text"},
+    "shard_workers": {"config", "shards", "sources"},
+    "corpus": {"config", "id_files", "shards"},
+    "windows": {"corpus", "rng"},
+    "tokens": {"config", "corpus", "datamodule", "id_files", "peers", "pipeline", "shard_workers", "shards", "windows"},
     "session": {"config", "sample", "rng", "folders", "sources", "cache", "peers", "pipeline"},
     "datamodule": {"config", "cache", "sources", "pipeline", "session"},
 }

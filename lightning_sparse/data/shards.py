@@ -1,4 +1,4 @@
-"""Shards of tokens on network storage: read once, tokenised if they are text, and kept on the local disk.
+"""Shards of tokens on network storage: read once, tokenized if they are text, and kept on the local disk.
 
 ::
 
@@ -8,9 +8,8 @@
             <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
             shards.json                      the list of the shards, for when storage does not answer
 
-Processes of one thread each (this module, run) make the shards, so that a script needs no ``if __name__ ==
-"__main__"``. A shard is renamed when it is whole: a run that was killed goes on with the next one. This module does not
-import torch, so that these processes start fast.
+A shard is renamed when it is whole: a run that was killed goes on with the next one. This module does not import torch,
+so that the processes of `shard_workers` start fast.
 """
 
 from __future__ import annotations
@@ -20,24 +19,17 @@ import hashlib
 import io
 import json
 import os
-import socket
-import subprocess
-import sys
-import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
 
 from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.encoders import Tokenizer, tokenizer_of
 from lightning_sparse.data.folders import (
     NETWORK_FILE_SYSTEMS,
     cache_folder,
@@ -48,13 +40,15 @@ from lightning_sparse.data.folders import (
     usable,
     write_private,
 )
-from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError, Storage, Unreadable
-from lightning_sparse.data.text import TEXT_SUFFIXES, TokenFile, Tokenizer, documents, tokenizer_of, within, write_ids
-from lightning_sparse.messages import log
+from lightning_sparse.data.id_files import IdWriter, TokenFile, VocabularyError, id_writer, verified_checksums
+from lightning_sparse.data.sources.storage import CHECK_S, Entry, MissingFolderError, Storage, Unreadable
+from lightning_sparse.data.sources.storage_reader import LocalStorage
+from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, documents, text_suffix
+from lightning_sparse.messages import log, log_ignored
 
 PART = 1 << 24  # bytes of a request
-MAX_WORKERS = 16
 ID_SUFFIXES = (".bin", ".npy")
+_NAMED = 10  # files or documents that a message names
 Progress = Callable[[int], None]
 
 
@@ -65,6 +59,62 @@ class Shard(NamedTuple):
     size: int
     mtime_ns: int
     beside: int = 0
+
+
+class LeftOut(NamedTuple):
+    """Documents that are not used. corrupt: says where they are, and why they cannot be read."""
+
+    empty: int = 0
+    corrupt: tuple[str, ...] = ()
+
+
+def id_suffix(path: str) -> str:
+    """Return the suffix of a shard of ids in lower case; "" if it is none."""
+    suffix = PurePosixPath(path).suffix.lower()
+    return suffix if suffix in ID_SUFFIXES else ""
+
+
+def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[str]]:
+    """Return the shards among the files of a folder, in the order of their paths, and the paths of files that are
+    neither ids nor text, nor describe ids.
+
+    Args:
+        files: all files that are not hidden.
+
+    Raises:
+        ValueError: if there are none, or both ids and text.
+    """
+    found = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
+    by_path = {each.path: each for each in found}
+    ids, text = [[each for each in found if kind(each.path)] for kind in (id_suffix, text_suffix)]
+    described = {each.path: by_path.get(_beside(each.path)) for each in ids if id_suffix(each.path) == ".bin"}
+    left_out = by_path.keys() - {each.path for each in (*ids, *text, *filter(None, described.values()))}
+    if text and ids:
+        raise ValueError(
+            f"{source} has ids ({ids[0].path}) and text ({text[0].path}): put them into folders of their own."
+        )
+    if not text and not ids:
+        raise ValueError(
+            f"{source} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
+            f"({', '.join(TEXT_SUFFIXES)}). {some(sorted(left_out)) if left_out else 'It has no files.'}"
+        )
+    added = {path: json.size + json.mtime_ns + json.beside for path, json in described.items() if json is not None}
+    return text or [each._replace(beside=each.beside + added.get(each.path, 0)) for each in ids], sorted(left_out)
+
+
+def _beside(path: str) -> str:
+    """Return the path of the JSON that describes a ``.bin``."""
+    return f"{os.path.splitext(path)[0]}.json"
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of some names, for a message."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def local_files(folder: Path) -> list[Entry]:
+    """Return all files below a folder of this node but hidden ones, as of storage."""
+    return LocalStorage(str(folder)).listing("", "visible", lambda: None)[0]
 
 
 class ShardFile(io.RawIOBase):
@@ -101,7 +151,8 @@ class ShardFile(io.RawIOBase):
             return 0
         if not self._first <= self._at < self._first + len(self._part):
             self._fetch()
-        part = self._part[self._at - self._first :][: len(buffer)]
+        first = self._at - self._first
+        part = memoryview(self._part)[first : first + len(buffer)]
         buffer[: len(part)] = part
         self._at += len(part)
         return len(part)
@@ -109,6 +160,7 @@ class ShardFile(io.RawIOBase):
     def _fetch(self) -> None:
         shard, first = self._shard, self._at
         last = min(first + PART, shard.size)
+        self._part = b""  # before the next part takes memory
         (found,) = self._storage.read([(shard.path, first, last) if shard.size else shard.path])
         if isinstance(found, Unreadable):
             raise DataError(f"{self._storage.source}: {shard.path} cannot be read: {found.reason}.")
@@ -137,9 +189,7 @@ class TokenSource:
     def of(cls, path: str, cache_dir: str, tokenizer: str, vocab_size: int | None, **options: Any) -> TokenSource:
         """Return the source of a folder, or of a file in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
-        is_file = Path(name).suffix in (*ID_SUFFIXES, *TEXT_SUFFIXES)
-        if not is_file and "://" not in path and Path(cache_dir).resolve().is_relative_to(Path(path).resolve()):
-            raise ValueError(f"cache_dir={cache_dir!r} is in {path}, and would be taken for shards: give another.")
+        is_file = bool(id_suffix(name) or text_suffix(name))
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
         source = cls(config, name if is_file else "", tokenizer, vocab_size)
         source.encoder  # noqa: B018  an unknown one is refused now
@@ -164,9 +214,9 @@ class TokenSource:
         """Return the given one, or that of the tokenizer, or of the file beside the first shard."""
         if self.vocab_size is not None:
             return self.vocab_size
-        if Path(shards[0].path).suffix in TEXT_SUFFIXES:
+        if text_suffix(shards[0].path):
             return self.encoder.vocab_size
-        if shards[0].path.endswith(".npy"):
+        if id_suffix(shards[0].path) == ".npy":
             raise ValueError(f"{self.config.source}/{shards[0].path} does not tell its vocabulary: give vocab_size.")
         if self.is_kept(shards[0]):
             return TokenFile.at(self.file(shards[0])).vocab_size
@@ -175,7 +225,7 @@ class TokenSource:
 
     def file(self, shard: Shard) -> Path:
         """Return where the ids of a shard are kept."""
-        return self.folder / f"{hashlib.blake2b(shard.path.encode(), digest_size=12).hexdigest()}.bin"
+        return self.folder / f"{hashlib.blake2b(os.fsencode(shard.path), digest_size=12).hexdigest()}.bin"
 
     def listed(self) -> list[Shard]:
         """List the shards. Without an answer from storage, return those that were listed last.
@@ -212,36 +262,25 @@ class TokenSource:
             files = storage.files("") if self.only else next(storage.listing([""], images=False)).files
         except MissingFolderError as error:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
-        jsons = {path: size + mtime + tag for path, size, mtime, tag in files if path.endswith(".json")}
-        found = sorted(
-            Shard(path, max(0, size), mtime, tag + jsons.get(f"{path.removesuffix('.bin')}.json", 0))
-            for path, size, mtime, tag in files
-            if self.only in ("", path)
-        )
-        text = [each for each in found if Path(each.path).suffix in TEXT_SUFFIXES]
-        ids = [each for each in found if Path(each.path).suffix in ID_SUFFIXES]
-        if text and ids:
-            raise ValueError(
-                f"{source} has ids ({ids[0].path}) and text ({text[0].path}): put them into folders of their own."
-            )
-        if not text and not ids:
-            raise ValueError(
-                f"{source}/{self.only} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
-                f"({', '.join(TEXT_SUFFIXES)})."
-            )
-        return text or ids
+        if self.only:
+            files = [each for each in files if each[0] in (self.only, _beside(self.only))]
+            return shards_of(f"{source}/{self.only}", files)[0]
+        shards, left_out = shards_of(source, files)
+        log_ignored(source, left_out, "ids or text")
+        return shards
 
     def is_kept(self, shard: Shard) -> bool:
         """Whether the ids of the shard, as it is now, are in the cache."""
         try:
             about = json.loads(self.file(shard).with_suffix(".json").read_text())
             TokenFile.at(self.file(shard))  # it is whole
-            return [about.get(name, 0) for name in Shard._fields] == [*shard]
+            is_usable = not about.get("corrupt") or self.config.on_corrupt == "skip"
+            return is_usable and [about.get(name, 0) for name in Shard._fields] == [*shard]
         except (OSError, ValueError):
             return False
 
-    def make(self, shard: Shard, storage: Storage, progress: Progress) -> int:
-        """Write the ids of a shard to the cache, unless another process has; return the number of empty documents.
+    def make(self, shard: Shard, storage: Storage, progress: Progress) -> LeftOut:
+        """Write the ids of a shard to the cache, unless another process has; return the documents that are left out.
 
         Raises:
             ValueError: if the shard cannot be used.
@@ -250,54 +289,72 @@ class TokenSource:
         target = self.file(shard)
         with usable(target.parent), locked(target.with_suffix(".lock")):
             if self.is_kept(shard):
-                return 0
+                return LeftOut()
             for left in target.parent.glob(f"{target.name}.*.tmp"):  # by a process that was killed
                 left.unlink()
-            empty = [0]
             with io.BufferedReader(ShardFile(storage, shard, progress), 1 << 16) as file:
-                ids = self._ids(shard, storage, cast(BinaryIO, file), empty)
-                checked = (within(each, ids.vocab_size, f"{self.config.source}/{shard.path}") for each in ids.parts)
-                write_ids(target, checked, ids.vocab_size, ids.end, **shard._asdict())
-            return empty[0]
+                return self._write(shard, storage, cast(BinaryIO, file))
 
-    def _ids(self, shard: Shard, storage: Storage, file: BinaryIO, empty: list[int]) -> _Ids:
-        name = f"{self.config.source}/{shard.path}"
-        if shard.path.endswith(".bin"):
-            about = _described(storage, shard, file.seek(0, io.SEEK_END))
-            return _Ids(self.vocab_size or about.vocab_size, about.end, _of_bin(name, file, about))
-        if shard.path.endswith(".npy"):
-            return _Ids(self.size_of_vocabulary([shard]), None, _of_npy(name, file))
-        encoder = self.encoder
-        return _Ids(self.vocab_size or encoder.vocab_size, encoder.end, _encoded(encoder, name, file, empty))
-
-
-class _Ids(NamedTuple):
-    """The ids of a shard, in parts. end: id at the end of each document, None if unknown."""
-
-    vocab_size: int
-    end: int | None
-    parts: Iterator[NDArray[np.int64]]
+    def _write(self, shard: Shard, storage: Storage, file: BinaryIO) -> LeftOut:
+        name, suffix, left_out = f"{self.config.source}/{shard.path}", id_suffix(shard.path), LeftOut()
+        about = _described(storage, shard, file.seek(0, io.SEEK_END)) if suffix == ".bin" else None
+        vocab_size = self.vocab_size or (about.vocab_size if about else self.size_of_vocabulary([shard]))
+        end = about.end if about else None if suffix else self.encoder.end
+        said: dict[str, Any] = shard._asdict()
+        with id_writer(self.file(shard), name, vocab_size, end, said) as writer:
+            if about is not None:
+                _copy_bin(name, file, about, writer)
+            elif suffix:
+                _copy_npy(name, file, writer)
+            else:
+                left_out = encode_documents(self.encoder, name, file, writer, skip=self.config.on_corrupt == "skip")
+                said["corrupt"] = len(left_out.corrupt)
+        return left_out
 
 
-def _encoded(encoder: Tokenizer, name: str, file: BinaryIO, empty: list[int]) -> Iterator[NDArray[np.int64]]:
-    """Yield the ids of the documents of a text shard, each with its end. Counts those that are empty."""
-    for text in documents(name, file):
-        if not text:
-            empty[0] += 1
-            continue
-        try:
-            yield np.asarray(encoder.encode(text)).astype(np.int64)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not UTF-8 ({error}): convert it.") from error
-        if encoder.end is not None:
-            yield np.array([encoder.end])
+def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWriter, *, skip: bool) -> LeftOut:
+    """Write the ids of the documents of a text shard, each with its end; return the documents that are left out.
+
+    Args:
+        skip: leave out documents that cannot be read.
+
+    Raises:
+        ValueError: if a document cannot be read and is not left out, or an id is not in the vocabulary.
+    """
+    empty, corrupt = 0, list[str]()
+    try:
+        for place, blocks in documents(name, file):
+            try:
+                for ids in encoder.encode(blocks):
+                    writer.write(ids)
+            except VocabularyError:
+                raise
+            except UNREADABLE as error:
+                corrupt.append(_said(name, place, error))
+                if not skip:
+                    raise ValueError(f'{corrupt[0]}: repair it, or set on_corrupt="skip" to leave it out.') from error
+                writer.take_back()
+                continue
+            if writer.is_empty:
+                empty += 1
+                continue
+            writer.write(np.array([encoder.end]))
+            writer.end_document()
+    except ImportError as error:
+        raise ValueError(f"{name} needs pyarrow: `pip install 'lightning-sparse[storage]'`.") from error
+    return LeftOut(empty, tuple(corrupt))
+
+
+def _said(name: str, place: str, error: Exception) -> str:
+    problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read as text"
+    return f"{name} {problem} ({type(error).__name__}: {error}){f' in {place}' if place else ''}"
 
 
 def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:
     """Return a ``.bin`` on storage, as the JSON beside it describes it."""
 
     def beside() -> bytes:
-        (found,) = storage.read([f"{shard.path.removesuffix('.bin')}.json"])
+        (found,) = storage.read([_beside(shard.path)])
         if isinstance(found, Unreadable):
             raise ValueError(found.reason)
         return found.data
@@ -305,16 +362,16 @@ def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:
     return TokenFile.of(f"{storage.source}/{shard.path}", beside, size)
 
 
-def _of_bin(name: str, file: BinaryIO, about: TokenFile) -> Iterator[NDArray[np.int64]]:
+def _copy_bin(name: str, file: BinaryIO, about: TokenFile, writer: IdWriter) -> None:
     checksum = file.seek(0)
     while part := file.read(PART):
         checksum = zlib.crc32(part, checksum)
-        yield np.frombuffer(part, about.dtype).astype(np.int64)
+        writer.write(np.frombuffer(part, about.dtype))
     if about.checksum not in (0, checksum):
         raise ValueError(f"{name} is damaged: its checksum is not that in its JSON. Write it again.")
 
 
-def _of_npy(name: str, file: BinaryIO) -> Iterator[NDArray[np.int64]]:
+def _copy_npy(name: str, file: BinaryIO, writer: IdWriter) -> None:
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -329,111 +386,47 @@ def _of_npy(name: str, file: BinaryIO) -> Iterator[NDArray[np.int64]]:
         if not len(part):
             raise ValueError(f"{name} ends before the {shape[0]:,} ids that it has: write it again.")
         left -= len(part)
-        yield part.astype(np.int64)
+        writer.write(part)
 
 
-def is_mapped_in_place(path: str) -> bool:
-    """Whether a path is a ``.bin``, or a folder of them, on a disk of this node."""
+def check_cache_dir(path: str, cache_dir: str) -> None:
+    """Raise ValueError if the cache folder is in a folder of shards."""
+    is_folder = "://" not in path and Path(path).is_dir()
+    if is_folder and Path(cache_dir).resolve().is_relative_to(Path(path).resolve()):
+        raise ValueError(f"cache_dir={cache_dir!r} is in {path}, and would be taken for shards: give another.")
+
+
+def is_used_in_place(path: str) -> bool:
+    """Whether a path is a ``.bin``, or a folder whose shards are all ``.bin``, on a disk of this node."""
     here = Path(path)
-    found = here.suffix == ".bin" if not here.is_dir() else any(here.glob("*.bin"))
-    return found and "://" not in path and file_system(here) not in NETWORK_FILE_SYSTEMS
+    if "://" in path or not here.exists() or file_system(here) in NETWORK_FILE_SYSTEMS:
+        return False
+    names = [each for each, *_ in local_files(here)] if here.is_dir() else [here.name]
+    kinds = {id_suffix(each) or text_suffix(each) for each in names} - {""}
+    return kinds == {".bin"}
 
 
-class Workers:
-    """Processes that make the shards that are missing in the cache, started with the first call of `done`.
+def log_unused_files(path: str) -> None:
+    """Say which files of a folder that is used in place are not used."""
+    if os.path.isdir(path):
+        log_ignored(path, shards_of(path, local_files(Path(path)))[1], "ids or text")
 
-    Args:
-        quiet: show no progress bar.
+
+def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list[int]:
+    """Return the checksums of files that are used in place. With a cache folder, each file is read for this once.
+
+    Raises:
+        ValueError: as `verified_checksums`.
+        DataError: if the cache folder cannot be used.
     """
-
-    def __init__(self, source: TokenSource, shards: Sequence[Shard], *, quiet: bool = False) -> None:
-        self._source, self._shards, self._quiet = source, shards, quiet
-        self._running: dict[Connection, subprocess.Popen[bytes]] = {}
-        self._bar: tqdm[None] | None = None
-        self._empty = 0  # documents
-
-    def done(self, patience_s: float) -> bool:
-        """Return whether all shards are there, after waiting up to `patience_s`.
-
-        Raises:
-            ValueError, DataError: as `TokenSource.make` in one of the processes.
-        """
-        if self._bar is None:
-            self._start()
-        end = time.monotonic() + patience_s
-        while self._running and (left := end - time.monotonic()) > 0:
-            for connection in wait([*self._running], left):
-                self._receive(cast(Connection, connection))
-        return not self._running
-
-    def _start(self) -> None:
-        missing = sorted((each for each in self._shards if not self._source.is_kept(each)), key=lambda each: -each.size)
-        total, name = sum(each.size for each in missing), f"tokens of {self._source.config.source}"
-        hidden = self._quiet or not missing
-        self._bar = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=hidden)
-        count = min(len(missing), len(os.sched_getaffinity(0)), MAX_WORKERS)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        own = replace(self._source)  # without the tokenizer, which starts threads
-        for number in range(count):
-            ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-            with theirs:
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-            connection = Connection(ours.detach())
-            self._running[connection] = process
-            connection.send((own, missing[number::count]))
-
-    def _receive(self, connection: Connection) -> None:
-        assert self._bar is not None
-        try:
-            kind, value = connection.recv()
-        except (EOFError, OSError) as error:
-            raise DataError(
-                f"a process that tokenises {self._source.config.source} ended early, as if killed for memory: start "
-                "again, with smaller files of text if they are .txt, which are read whole."
-            ) from error
-        if kind == "read":
-            self._bar.update(value)
-        elif kind == "error":
-            raise value
-        else:
-            self._empty += value
-            self._running.pop(connection).wait()
-            connection.close()
-
-    def close(self) -> None:
-        """End the processes."""
-        for connection, process in self._running.items():
-            process.kill()
-            process.wait()
-            connection.close()
-        self._running = {}
-        if self._bar is not None:
-            self._bar.close()
-        if self._empty:
-            log.info("%s: skipped %s empty document(s)", self._source.config.source, f"{self._empty:,}")
-
-
-def main(file: int) -> None:
-    """Make the shards that a message names, in a process of their own."""
-    connection = Connection(file)
-    source, shards = connection.recv()
-
-    def leave_with_parent() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            connection.recv()  # nothing comes
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    try:
-        with Storage(source.config) as storage:
-            empty = sum(source.make(each, storage, lambda size: connection.send(("read", size))) for each in shards)
-        connection.send(("end", empty))
-    except Exception as error:
-        said = str(error) if isinstance(error, (ValueError, DataError)) else f"{type(error).__name__}: {error}"
-        connection.send(("error", ValueError(said) if isinstance(error, ValueError) else DataError(said)))
-    os._exit(0)  # the thread still reads
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    if cache_dir is None:
+        return [*verified_checksums(files, {}).values()]
+    record, known = Path(cache_dir) / "checksums.json", dict[str, int]()
+    with usable(record.parent):
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            known = json.loads(record.read_text())
+        found = verified_checksums(files, known)
+        if not found.keys() <= known.keys() and os.access(record.parent, os.W_OK):
+            write_private(record, json.dumps(known | found).encode())
+    return [*found.values()]

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokens")
     (root / "train").mkdir()
     counted(root / "train" / "0.bin", 10 * CONTEXT + 1)
-    counted(root / "train" / "1.bin", 20 * CONTEXT + 2, 10 * CONTEXT)  # so that a window's first id says its number
+    counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)  # so that a window's first id says its number
     counted(root / "val.bin", 7 * CONTEXT + 1)
     return root
 
@@ -107,10 +107,12 @@ def test_a_resumed_run_sees_the_rest_of_the_epoch(results: list[dict[str, Any]])
         assert each["resumed"] == each["whole"][0][8:]
 
 
-def test_a_fraction_is_held_out_at_the_end(results: list[dict[str, Any]]) -> None:
+def test_val_fraction_holds_out_random_windows(results: list[dict[str, Any]]) -> None:
     train = {w for each in results for _, ws in each["split"][0] for w in ws}
     val = {w for each in results for w in each["split"][1]}
-    assert (train, val) == (set(range(24)), set(range(24, 30)))
+    assert (len(train), len(val)) == (24, 6)
+    assert train | val == set(range(30))
+    assert val != set(range(24, 30))
 
 
 def differing(folder: str) -> str:

@@ -378,7 +378,7 @@ class ReaderProcess:
             if owner is None:
                 break
             owner.on_answers(pickle.loads(message))
-            del owner
+            del owner, message  # each may be large
         self._connection.close()
         self.alive = False
 

@@ -1,0 +1,260 @@
+"""Files of token ids: their description, how they are written, and their checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_sparse.data.encoders import BYTES
+
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_BLOCK = 1 << 20  # ids
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of token ids, as the JSON beside it describes it.
+
+    Args:
+        tokens: number of ids in the file; 0 if unknown.
+        checksum: of the ids, 0 if unknown.
+        end: id at the end of each document; None if unknown.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    vocab_size: int
+    tokens: int
+    checksum: int = 0
+    end: int | None = None
+
+    @classmethod
+    def at(cls, path: Path) -> TokenFile:
+        """Return a file on disk. Raises: ValueError: as `of`"""
+        return cls.of(str(path), path.with_suffix(".json").read_bytes, path.stat().st_size)
+
+    @classmethod
+    def of(cls, name: str, describe: Callable[[], bytes], size: int | None) -> TokenFile:
+        """Return a file.
+
+        Args:
+            name: its path or URL.
+            describe: returns the contents of the JSON.
+            size: of the file in bytes; None if unknown.
+
+        Raises:
+            ValueError: if the JSON does not describe the file.
+        """
+        beside = f"{os.path.splitext(name)[0]}.json"
+        try:
+            about = json.loads(describe())
+            dtype, vocab_size = DTYPES[about["dtype"]], _whole("vocab_size", about["vocab_size"])
+            said, checksum = about.get("tokens"), _whole("checksum", about.get("checksum", 0))
+            end = None if about.get("end") is None else _whole("end", about["end"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{beside} must describe {os.path.basename(name)}, as in "
+                f'{{"dtype": "uint16", "vocab_size": 50257}}, with dtype one of {", ".join(DTYPES)} '
+                f"({type(error).__name__}: {error})."
+            ) from error
+        tokens = (size or 0) // dtype.itemsize
+        if size is not None and (size % dtype.itemsize or said not in (None, tokens)):
+            raise ValueError(
+                f"{name} has {size:,} bytes, which are not the {said or 'whole number of'} tokens of {dtype.name} that "
+                f"{os.path.basename(beside)} describes: the file is incomplete, or of another run. Write it again."
+            )
+        if not 1 <= vocab_size <= np.iinfo(dtype).max + 1:
+            raise ValueError(f"{beside}: vocab_size={vocab_size} must be between 1 and the {dtype.name} limit.")
+        if end is not None and not 0 <= end < vocab_size:
+            raise ValueError(
+                f"{beside}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
+            )
+        return cls(Path(name), dtype, vocab_size, tokens, checksum, end)
+
+
+def check_vocab_size(size: int) -> None:
+    """Raise ValueError if no file can have ids of a vocabulary of this size."""
+    if not 1 <= size <= 2**32:
+        raise ValueError(f"vocab_size={size} must be between 1 and 2**32: it is the number of ids.")
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number")
+    return value
+
+
+class VocabularyError(ValueError):
+    """An id is not in the vocabulary."""
+
+
+class IdWriter:
+    """Writes ids, and takes them back as far as the last end of a document.
+
+    Args:
+        name: what the ids are of, for errors.
+    """
+
+    def __init__(self, stream: BinaryIO, vocab_size: int, name: str) -> None:
+        self._stream, self._vocab_size, self.name = stream, vocab_size, name
+        self.dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+        self.tokens = self.checksum = 0
+        self._kept = (0, 0)
+
+    def write(self, ids: NDArray[Any]) -> None:
+        """Write ids. Raises: VocabularyError: if one is not in the vocabulary."""
+        for first in range(0, len(ids), _BLOCK):
+            some = ids[first : first + _BLOCK]
+            if not 0 <= some.min() <= some.max() < self._vocab_size:
+                raise VocabularyError(
+                    f"{self.name} has ids from {some.min()} to {some.max()}, and vocab_size={self._vocab_size} allows "
+                    "0 and up to one less. Give the vocab_size of the tokenizer."
+                )
+            data = some.astype(DTYPES[self.dtype]).tobytes()
+            self._stream.write(data)
+            self.tokens, self.checksum = self.tokens + len(some), zlib.crc32(data, self.checksum)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the document has no ids yet."""
+        return self.tokens == self._kept[0]
+
+    def end_document(self) -> None:
+        self._kept = (self.tokens, self.checksum)
+
+    def take_back(self) -> None:
+        """Remove the ids of the last document, which has not ended."""
+        self.tokens, self.checksum = self._kept
+        self._stream.seek(self.tokens * DTYPES[self.dtype].itemsize)
+        self._stream.truncate()
+
+
+@contextlib.contextmanager
+def id_writer(target: Path, name: str, vocab_size: int, end: int | None, about: dict[str, Any]) -> Iterator[IdWriter]:
+    """Write ids to a ``.bin``, which is there when it is whole, and its description to the JSON beside it.
+
+    Args:
+        name: as `IdWriter`.
+        end: id at the end of each document, None if there is none.
+        about: what else the description says, at the end of the block.
+    """
+    temporary, beside = target.with_name(f"{_unfinished(target)}{os.getpid()}.tmp"), target.with_suffix(".json")
+    try:
+        with open(temporary, "wb") as stream:
+            writer = IdWriter(stream, vocab_size, name)
+            yield writer
+        beside.unlink(missing_ok=True)  # it would describe the new file wrongly
+        os.replace(temporary, target)
+        said = {"dtype": writer.dtype, "vocab_size": vocab_size, "tokens": writer.tokens, "checksum": writer.checksum}
+        said |= about if end is None else {"end": end, **about}
+        temporary.write_text(json.dumps(said) + "\n", encoding="utf-8")
+        os.replace(temporary, beside)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> dict[str, int]:
+    """Return the checksum of the ids of each file, by the identity of the file. Reads the files that are not `known`.
+
+    Raises:
+        ValueError: if a checksum is not the one in the JSON beside the file.
+    """
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        names = [_identity(each.path) for each in files]
+        found = threads.map(lambda name, file: known[name] if name in known else _checksum(file.path), names, files)
+        checksums = dict(zip(names, found, strict=True))
+    for name, file in zip(names, files, strict=True):
+        if file.checksum not in (0, checksums[name]):
+            raise ValueError(f"{file.path} is damaged: its checksum is not that in its JSON. Write it again.")
+    return checksums
+
+
+def _identity(path: Path) -> str:
+    """Return a name of the contents of a file: it differs after each change."""
+    about = path.stat()
+    return f"{path.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
+
+
+def _checksum(path: Path) -> int:
+    checksum, block = 0, bytearray(_BLOCK)
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            checksum = zlib.crc32(memoryview(block)[:count], checksum)
+    return checksum
+
+
+def _unfinished(target: Path) -> str:
+    """Return what the names of files begin with that processes of this host write, to be renamed to `target`."""
+    return f"{target.name}.{socket.gethostname()}."
+
+
+def prepare(
+    texts: Sequence[str | Path],
+    out: str | Path,
+    tokenizer: Callable[[str], Sequence[int]] | None = None,
+    vocab_size: int = BYTES,
+    end: int | None = None,
+) -> Path:
+    """Write the ids of text files to ``<out>.bin`` and their description to ``<out>.json``.
+
+    Args:
+        texts: files, in order.
+        out: path of the file to write; ``.bin`` is added if it is missing.
+        tokenizer: makes the ids of one file's text (UTF-8); default: its bytes are the ids.
+        vocab_size: number of ids of the tokenizer.
+        end: id to put after each text; default: none.
+
+    Returns:
+        Path of the ``.bin``.
+
+    Raises:
+        ValueError: if there is no text, a text is not UTF-8, or an id is not in the vocabulary.
+        OSError: if a file cannot be read or written.
+    """
+    out = Path(out) if Path(out).suffix == ".bin" else Path(f"{out}.bin")
+    check_vocab_size(vocab_size)
+    if end is not None and not 0 <= end < vocab_size:
+        raise ValueError(f"end={end} must be an id of the vocabulary, 0 or more and below vocab_size={vocab_size}.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_files(out)
+    with id_writer(out, "", vocab_size, end, {}) as writer:
+        for path in texts:
+            writer.name = str(path)
+            _write_text(writer, path, tokenizer)
+            if end is not None and not writer.is_empty:
+                writer.write(np.array([end]))
+            writer.end_document()
+        if not writer.tokens:
+            raise ValueError(f"{len(texts)} text file(s) contain no tokens: give files with text.")
+    return out
+
+
+def _remove_left_files(out: Path) -> None:
+    """Remove the unfinished files of processes that were killed."""
+    for left in out.parent.glob(f"{glob.escape(_unfinished(out))}*.tmp"):
+        if not Path("/proc", left.name.split(".")[-2]).exists():
+            left.unlink(missing_ok=True)
+
+
+def _write_text(writer: IdWriter, path: str | Path, tokenizer: Callable[[str], Sequence[int]] | None) -> None:
+    if tokenizer is None:
+        with open(path, "rb") as stream:
+            while block := stream.read(_BLOCK):
+                writer.write(np.frombuffer(block, np.uint8))
+        return
+    try:
+        writer.write(np.asarray(tokenizer(Path(path).read_bytes().decode()), np.int64))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer.") from error

@@ -1,0 +1,381 @@
+"""Windows of token ids: cut from a corpus, packed with documents, split into parts, and mixed."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_sparse.data.corpus import Corpus, Spans
+from lightning_sparse.data.rng import shuffled
+
+_MIXTURE, _LIMIT, _HELD_OUT = 4, 5, 6  # numbers of random draws, besides those of `sampler.py`
+Documents = Literal["joined", "separate", "packed"]
+DOCUMENTS = get_args(Documents)
+IGNORED = -100  # a target that torch's cross entropy leaves out
+Arrays = tuple[NDArray[np.int64], ...]
+
+
+class Windows(Protocol):
+    """Numbered windows of token ids, those of a stream the same in every epoch."""
+
+    @property
+    def context(self) -> int:
+        """Number of tokens that a model sees."""
+
+    def __len__(self) -> int:
+        """Number of windows of an epoch."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the windows, by number and epoch."""
+
+    def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
+        """Return (inputs, targets), int64 [B, context] each; with documents that are not joined, (.., positions), too.
+
+        Raises:
+            DataError: if an id is not in the vocabulary, or a file has become shorter.
+        """
+
+
+class TokenStream:
+    """Windows of a fixed length. Window i begins at token i * context, and goes on over the ends of files.
+
+    Args:
+        context: number of tokens that a model sees; a window has one more, the last target.
+        documents: as `TokenDataModule`.
+        spans: parts of the corpus to use; default: all of it. Parts that follow one another are joined.
+
+    Raises:
+        ValueError: if there are fewer tokens than a window has, or `documents` needs an end that is unknown.
+    """
+
+    least_document = 1
+    """Number of tokens of the smallest document that has a part in a window."""
+
+    def __init__(
+        self, corpus: Corpus, context: int, documents: Documents = "joined", spans: Spans | None = None
+    ) -> None:
+        self.corpus, self.context, self.documents, self._spans = corpus, context, documents, spans
+        if documents != "joined":
+            self._check_ends()
+        self._cut(Spans(np.zeros(1, np.int64), np.array([len(corpus)])) if spans is None else spans)
+
+    def _check_ends(self) -> None:
+        files = self.corpus.files
+        for each in files:
+            if each.end is None or each.end != files[0].end:
+                raise ValueError(
+                    f"{self.corpus.path}: documents={self.documents!r} needs the id at the end of each document, the "
+                    f'same in all files, and {each.path.name} has {each.end}: write "end": ID into the JSON beside it, '
+                    "or use a tokenizer that has one."
+                )
+
+    @property
+    def least_tokens(self) -> int:
+        """Number of tokens of the smallest corpus that has a window."""
+        return self.context + 1
+
+    def _cut(self, spans: Spans) -> None:
+        total = int(spans.lengths.sum())
+        self._count = max(0, total - 1) // self.context
+        if not self._count:
+            raise ValueError(
+                f"{self.corpus.path}: context={self.context} needs {self.least_tokens:,} tokens or more, and there are "
+                f"{total:,}. Use a smaller context, or more text."
+            )
+        self._segments = segments(spans, self.corpus.begins)
+        self._ends = np.cumsum(self._segments.lengths)  # position in the stream after each segment
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def fingerprint(self) -> str:
+        files = self.corpus.files
+        about = [(each.dtype.name, each.vocab_size, each.tokens, each.checksum) for each in files]
+        more: tuple[Any, ...] = () if self.documents == "joined" else (self.documents, files[0].end)
+        if self._spans is not None:
+            more += tuple(hashlib.blake2b(each.tobytes(), digest_size=16).hexdigest() for each in self._spans)
+        elif len(files) > 1 and self.documents != "packed":
+            more += ("over the ends of files",)  # earlier versions cut each file by itself
+        return hashlib.blake2b(repr((self.context, about, *more)).encode(), digest_size=16).hexdigest()
+
+    def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
+        rows = np.empty((len(indices), self.context + 1), np.int64)
+        begins = indices * self.context
+        first_segments = np.searchsorted(self._ends, begins, side="right")
+        seams = [
+            (number, place)
+            for number, (begin, segment) in enumerate(zip(begins.tolist(), first_segments.tolist(), strict=True))
+            for place in self._fill(rows[number], begin, segment)
+        ]
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self.documents == "joined":
+            return inputs, targets
+        ends = inputs == self.corpus.files[0].end
+        for number, place in seams:
+            ends[number, place - 1] = True
+        firsts = np.ones_like(ends)
+        firsts[:, 1:] = ends[:, :-1]
+        return inputs, np.where(ends, IGNORED, targets), _positions(firsts)
+
+    def _fill(self, row: NDArray[np.int64], begin: int, segment: int) -> list[int]:
+        """Fill a row with the ids from a position of the stream on; return the places where segments begin in it."""
+        at, seams = 0, list[int]()
+        while True:
+            left = int(self._ends[segment]) - begin - at
+            count = min(left, len(row) - at)
+            end = int(self._segments.begins[segment] + self._segments.lengths[segment])
+            row[at : at + count] = self.corpus.read(end - left, count)
+            at, segment = at + count, segment + 1
+            if at == len(row):
+                return seams
+            seams.append(at)
+
+
+def segments(spans: Spans, file_begins: NDArray[np.int64]) -> Spans:
+    """Return the spans, with those that follow one another joined, cut where files begin."""
+    begins, lengths = spans.begins[spans.lengths > 0], spans.lengths[spans.lengths > 0]
+    ends = begins + lengths
+    apart = begins[1:] != ends[:-1]
+    begins, ends = begins[np.append(True, apart)], ends[np.append(apart, True)]
+    places = np.searchsorted(begins, file_begins, side="right") - 1
+    inside = (places >= 0) & (file_begins < ends[places])
+    all_begins = np.union1d(begins, file_begins[inside])
+    spans_of = np.searchsorted(begins, all_begins, side="right") - 1
+    all_ends = np.minimum(ends[spans_of], np.append(all_begins[1:], ends[-1]))
+    return Spans(all_begins, all_ends - all_begins)
+
+
+class PackedStream(TokenStream):
+    """Windows of whole documents. Documents that are longer than a window are cut; room that is left is filled up.
+
+    A document of d tokens, its end among them, has d - 1 inputs, since the end is a target alone.
+    """
+
+    least_document = 2
+
+    @property
+    def least_tokens(self) -> int:
+        return 2
+
+    def _cut(self, spans: Spans) -> None:
+        documents = self.corpus.documents() if self._spans is None else spans
+        inputs = documents.lengths - 1
+        begins, inputs = documents.begins[inputs > 0], inputs[inputs > 0]
+        if not len(inputs):
+            raise ValueError(f"{self.corpus.path} has no document of two tokens or more. Use more text.")
+        counts = -(-inputs // self.context)
+        offsets = self.context * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+        lengths = np.minimum(np.repeat(inputs, counts) - offsets, self.context)
+        windows = pack(lengths, self.context)
+        order = np.argsort(windows, kind="stable")
+        self._pieces = Spans((np.repeat(begins, counts) + offsets)[order], lengths[order])
+        self._ends = np.cumsum(np.bincount(windows))
+        self._count = len(self._ends)
+
+    def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
+        inputs = np.full((len(indices), self.context), self.corpus.files[0].end, np.int64)
+        targets, firsts = np.full_like(inputs, IGNORED), np.zeros(inputs.shape, np.bool_)
+        for row, window in enumerate(indices.tolist()):
+            begin = int(self._ends[window - 1]) if window else 0
+            pieces = (each[begin : self._ends[window]].tolist() for each in self._pieces)
+            at = 0
+            for first, length in zip(*pieces, strict=True):
+                ids = self.corpus.read(first, length + 1)
+                inputs[row, at : at + length], targets[row, at : at + length] = ids[:-1], ids[1:]
+                firsts[row, at] = True
+                at += length
+            firsts[row, at : at + 1] = True  # the filling is no part of the last document
+        return inputs, targets, _positions(firsts)
+
+
+def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """Return the window of each piece: the longest piece first, into the fullest window that has room for it.
+
+    Args:
+        lengths: of the pieces, 1 to `room` each.
+        room: of a window.
+
+    >>> pack(np.array([2, 5, 3, 4]), room=7)
+    array([0, 0, 1, 1])
+    """
+    windows, count = np.empty(len(lengths), np.int64), 0
+    left: dict[int, NDArray[np.int64]] = {}  # room that is left -> windows
+    rooms: list[int] = []  # keys of `left`, sorted
+
+    def leave(space: int, some: NDArray[np.int64]) -> None:
+        if not space or not len(some):
+            return
+        if space not in left:
+            insort(rooms, space)
+        left[space] = np.concatenate([left.get(space, some[:0]), some])
+
+    order = np.argsort(-lengths, kind="stable")
+    for pieces in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        length = int(lengths[pieces[0]])
+        while len(pieces) and (place := bisect_left(rooms, length)) < len(rooms):
+            space = rooms.pop(place)
+            some, rest = np.split(left.pop(space), [len(pieces)])
+            windows[pieces[: len(some)]], pieces = some, pieces[len(some) :]
+            leave(space, rest)
+            leave(space - length, some)
+        each = room // length
+        new = count + np.arange(-(-len(pieces) // each))
+        windows[pieces] = np.repeat(new, each)[: len(pieces)]
+        full, last = np.split(new, [len(pieces) // each])
+        leave(room - each * length, full)
+        leave(room - len(pieces) % each * length, last)
+        count += len(new)
+    return windows
+
+
+def _positions(firsts: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the position of each token in its document, [B, context]. firsts: whether it is the first one."""
+    places = np.arange(firsts.shape[1])
+    positions: NDArray[np.int64] = places - np.maximum.accumulate(np.where(firsts, places, 0), 1)
+    return positions
+
+
+class Part:
+    """Some windows of others, numbered anew."""
+
+    def __init__(self, whole: Windows, indices: NDArray[np.int64]) -> None:
+        self._whole, self._indices, self.context = whole, indices, whole.context
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(self._whole.fingerprint.encode(), digest_size=16)
+        digest.update(self._indices.tobytes())
+        return digest.hexdigest()
+
+    def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
+        return self._whole.windows(self._indices[indices], epoch)
+
+
+class Mixture:
+    """Windows of several streams, in proportion to their weights.
+
+    An epoch has as many windows as it takes to use one stream up. The others go on in the next epoch where they
+    stopped, and start over at their end: each window of a stream is used once before any is used again.
+
+    Args:
+        weights: of the streams, above 0; only their ratios matter.
+        seed: seed of the order in which a stream is used up.
+    """
+
+    def __init__(self, streams: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
+        self._streams, self.context = streams, streams[0].context
+        lengths = np.array([len(each) for each in streams])
+        shares = np.array(weights) / max(weights)  # first: their sum may overflow
+        shares /= shares.sum()
+        self._shares = shares
+        self._counts = np.round(shares * (lengths / shares).min()).clip(1, lengths).astype(np.int64)  # of an epoch
+        self._ends = np.cumsum(self._counts)
+        self._orders = [shuffled(np.arange(each), seed, number, _MIXTURE) for number, each in enumerate(lengths)]
+        self._about = (self._counts.tolist(), seed)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def shares(self) -> list[tuple[float, float]]:
+        """The part of the windows that each stream should have by its weight, and the part that it has in an epoch."""
+        return list(zip(self._shares.tolist(), (self._counts / len(self)).tolist(), strict=True))
+
+    @property
+    def fingerprint(self) -> str:
+        about = (*(each.fingerprint for each in self._streams), *self._about)
+        return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+    def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        out: list[NDArray[np.int64]] = []
+        for number in np.unique(numbers).tolist():
+            here, order, count = numbers == number, self._orders[number], int(self._counts[number])
+            places = indices[here] - (self._ends[number] - count) + epoch * count
+            found = self._streams[number].windows(order[places % len(order)], epoch)
+            out = out or [np.empty((len(indices), self.context), np.int64) for _ in found]
+            for whole, part in zip(out, found, strict=True):
+                whole[here] = part
+        return tuple(out)
+
+
+def mixed(parts: Sequence[Windows], weights: Sequence[float], seed: int) -> Windows:
+    """Return the mixture of several parts, or the only one."""
+    return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
+
+
+def split(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
+    """Return windows to train on, and windows of about this fraction of the tokens to validate on.
+
+    The latter are of whole documents, which are drawn at random, the same for all seeds. If the ends of documents are
+    unknown, windows are drawn.
+
+    Raises:
+        ValueError: if there are too few tokens for a window of each.
+    """
+    corpus = stream.corpus
+    if not corpus.has_ends:
+        return _split_windows(stream, fraction)
+    begins, lengths = corpus.documents()
+    is_used = lengths >= stream.least_document
+    documents = Spans(begins[is_used], lengths[is_used])
+    try:
+        train, held_out = hold_out(documents, fraction, stream.least_tokens)
+        parts = [type(stream)(corpus, stream.context, stream.documents, each) for each in (train, held_out)]
+    except ValueError as error:
+        raise ValueError(f"{corpus.path}: val_fraction={fraction} cannot split it: {error}") from error
+    return parts[0], parts[1]
+
+
+def _split_windows(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
+    count = len(stream)
+    if count < 2:
+        raise ValueError(f"val_fraction={fraction}: {count} window(s) are too few to split; at least 2 are needed.")
+    order = shuffled(np.arange(count), 0, _HELD_OUT)
+    held_out, train = np.split(order, [min(count - 1, max(1, round(fraction * count)))])
+    return Part(stream, np.sort(train)), Part(stream, np.sort(held_out))
+
+
+def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Spans]:
+    """Draw documents at random; return those to train on, and those to validate on.
+
+    The number of documents is the one whose tokens are nearest to the fraction. The last one is cut only if they would
+    be more than twice the fraction, or leave too few tokens to train on: then its end is held out.
+
+    Args:
+        least: number of tokens that each part must have.
+
+    Raises:
+        ValueError: if there are too few tokens.
+    """
+    total = int(documents.lengths.sum())
+    wanted = max(least, round(fraction * total))
+    if total - wanted < least:
+        raise ValueError(f"it has {total:,} tokens, and each part needs {least:,}. Use more text.")
+    order = shuffled(np.arange(len(documents.lengths)), 0, _HELD_OUT)
+    sums = np.cumsum(documents.lengths[order])
+    last = max(int(np.abs(sums - wanted).argmin()), int(np.searchsorted(sums, least)))
+    surplus = int(sums[last]) - wanted
+    is_cut = surplus > wanted or total - int(sums[last]) < least
+    trained, held = documents.lengths.copy(), np.zeros_like(documents.lengths)
+    held[order[: last + 1]] = documents.lengths[order[: last + 1]]
+    held[order[last]] -= surplus * is_cut
+    trained -= held
+    begins = documents.begins
+    return Spans(begins[trained > 0], trained[trained > 0]), Spans((begins + trained)[held > 0], held[held > 0])
+
+
+def limited(windows: Windows, fraction: float) -> Windows:
+    """Return this fraction of the windows, at least one. Windows of a smaller fraction are among those of a larger."""
+    some = shuffled(np.arange(len(windows)), 0, _LIMIT)[: max(1, round(fraction * len(windows)))]
+    return Part(windows, np.sort(some))

@@ -1,0 +1,312 @@
+"""Corrupt documents, files that are not used, files that differ or change, and windows that repeat: all are named."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_sparse.data import corpus as corpus_module
+from lightning_sparse.data.config import DataError
+from lightning_sparse.data.corpus import Corpus
+from lightning_sparse.data.tokens import TokenStream, prepare
+from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.test_token_shards import encoded, ids, module
+from tests.data.test_tokens import counted
+from tests.helpers.distributed import run_ranks
+
+GOOD = '{"text": "good"}\n'
+
+
+def jsonl(folder: Path, lines: list[bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl").write_bytes(b"\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "\\ud800"}', "UnicodeEncodeError"),
+        (b'{"text": null}', "TypeError: the field text is NoneType, not a string"),
+        (b'{"text": 7}', "TypeError: the field text is int, not a string"),
+        (b'{"body": "x"}', "KeyError: 'text'"),
+        (b'{"text": "x"', "JSONDecodeError"),
+        (b"[1]", "TypeError"),
+        (b"[" * 100_000, "RecursionError"),
+        (b'{"text": "\xff"}', "UnicodeDecodeError"),
+    ],
+)
+def test_corrupt_line_is_named_or_skipped(
+    line: bytes, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = GOOD.strip().encode()
+    source, cache = jsonl(tmp_path / "source", [good, b"", line, good]), tmp_path / "cache"
+    with pytest.raises(ValueError, match=rf"a\.jsonl (cannot be read as text|is not UTF-8) \({reason}.*\) in line 3: "):
+        ids(source, cache, context=2)
+    assert ids(source, cache, context=2, on_corrupt="skip") == [encoded("good") * 2]
+    assert "left out 1 corrupt document(s): " in caplog.text
+    assert "in line 3" in caplog.text
+    with pytest.raises(ValueError, match='in line 3: repair it, or set on_corrupt="skip"'):
+        ids(source, cache, context=2)  # although the cache has the other documents
+
+
+def test_corrupt_end_of_a_document_takes_its_beginning_back(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    tokenizer = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
+    found = tokenizer.Tokenizer(tokenizer.models.WordLevel({"</s>": 0, "a": 1, "b": 2}, unk_token="a"))
+    found.pre_tokenizer = tokenizer.pre_tokenizers.WhitespaceSplit()
+    found.save(str(tmp_path / "tokenizer.json"))
+    (source / "a.txt").write_text("a b a")
+    (source / "b.txt").write_bytes(b"a " * 400_000 + b"\xff")
+    (source / "c.txt").write_text("b a b")
+    options = {"tokenizer": f"tokenizers:{tmp_path / 'tokenizer.json'}", "context": 2}
+    with pytest.raises(ValueError, match=r"b\.txt is not UTF-8 \(UnicodeDecodeError.*800000"):
+        ids(source, tmp_path / "cache", **options)
+    assert ids(source, tmp_path / "cache", **options, on_corrupt="skip") == [[1, 2, 1, 0], [], [2, 1, 2, 0]]
+
+
+def test_corrupt_rest_of_a_shard_is_named_or_skipped(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with tarfile.open(source / "a.tar", "w") as tar:
+        for name, data in {"1.txt": b"one", "._2.txt": b"\0", "2.JSON": b'{"text": 3}', "3.txt": b"x" * 2000}.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+    os.truncate(source / "a.tar", 512 * 8 + 100)
+    with pytest.raises(ValueError, match=r"a\.tar cannot be read as text \(TypeError: .*\) in member 2\.JSON"):
+        ids(source, tmp_path / "cache", context=2)
+    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [encoded("one")]
+    (source / "a.tar").rename(source / "b.jsonl.gz")
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz cannot be read as text \(BadGzipFile: .*in what follows its"):
+        ids(source, tmp_path / "cache", context=2)
+
+
+def test_row_of_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="it writes the Parquet file")
+    from pyarrow import parquet
+
+    (tmp_path / "source").mkdir()
+    _, *buffers = pyarrow.array([b"one", b"\xff\xfe", b"two"]).buffers()
+    texts = pyarrow.StringArray.from_buffers(3, *buffers)
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "source" / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet is not UTF-8 \(UnicodeDecodeError.*in row 2"):
+        ids(tmp_path / "source", tmp_path / "cache", context=2)
+
+
+def test_file_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with open(os.fsencode(tmp_path / "source") + b"/\xff.txt", "wb") as file:
+        file.write(b"text")
+    assert ids(tmp_path / "source", tmp_path / "cache", context=2) == [encoded("text")]
+    assert ids(tmp_path / "source", tmp_path / "cache", context=2) == [encoded("text")]
+
+
+def test_files_that_are_not_used_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text, bins = jsonl(tmp_path / "text", [GOOD.encode()]), tmp_path / "bins"
+    bins.mkdir()
+    counted(bins / "a.bin", 30)
+    for folder in (text, bins):
+        for name in ("b.jsonl.zst", "c.json", "README.md", ".hidden.md"):
+            (folder / name).touch()
+        with caplog.at_level(logging.INFO, "lightning_sparse"):
+            ids(folder, tmp_path / "cache", context=2)
+        said = f"{folder}: left out 3 file(s) that are neither ids nor text: README.md, b.jsonl.zst, c.json"
+        assert caplog.text.count(said) == 1
+    (text / "a.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"has no shards: .*README\.md, b\.jsonl\.zst, c\.json"):
+        ids(text, tmp_path / "cache")
+
+
+def test_arrays_beside_files_in_place_are_read_or_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    counted(source / "a.bin", 9)
+    counted(source / "deep" / "c.bin", 5, 40)
+    assert ids(source, tmp_path / "cache", context=2) == [[*range(9)], [*range(40, 45)]]
+    np.save(source / "b.npy", np.arange(20, 24))
+    assert ids(source, tmp_path / "cache", context=2, vocab_size=1000)[1] == [*range(20, 24)]
+    with pytest.raises(
+        ValueError, match=r"has b\.npy, which cannot be used in place as \.bin files are: give cache_dir"
+    ):
+        TokenDataModule(source)
+
+
+def test_cache_in_a_folder_that_is_used_in_place_is_refused(tmp_path: Path) -> None:
+    counted(tmp_path / "a.bin", 30)
+    with pytest.raises(ValueError, match="is in .*, and would be taken for shards: give another"):
+        module(tmp_path, tmp_path / "cache")
+
+
+# -- files that differ or change ---------------------------------------------------------------------------------------
+
+
+def test_wrong_checksum_in_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 99)
+    path = prepare([tmp_path / "a.txt"], tmp_path / "a")
+    for cache in (None, str(tmp_path / "cache")):
+        data = TokenDataModule(path, context=8, cache_dir=cache)
+        data.setup("fit")
+        data.teardown("fit")
+    with open(path, "r+b") as file:
+        file.write(b"x")
+    for cache in (None, str(tmp_path / "cache")):
+        with pytest.raises(ValueError, match=r"a\.bin is damaged: its checksum is not that in its JSON"):
+            TokenDataModule(path, context=8, cache_dir=cache).setup("fit")
+
+
+def test_checksums_in_place_are_kept_in_the_cache_folder(tmp_path: Path) -> None:
+    path = counted(tmp_path / "a.bin", 99)
+    data = module(path, tmp_path / "cache")
+    data.setup("fit")
+    data.teardown("fit")
+    record = tmp_path / "cache" / "checksums.json"
+    (name,) = json.loads(record.read_text())
+    assert str(path) in name
+    record.write_text(json.dumps({name: 7}))
+    data.setup("fit")
+    assert data._streams["train"].corpus.files[0].checksum == 7, "not read again"
+    data.teardown("fit")
+
+
+def differing(folder: str) -> str:
+    rank = os.environ["NODE_RANK"]
+    root = Path(folder) / rank
+    root.mkdir()
+    path = counted(root / "a.bin", 99, int(rank))  # of equal length, and without a checksum in the JSON
+    with pytest.raises(ValueError, match="has other tokens on rank 1 than on rank 0") as caught:
+        TokenDataModule(path, context=4).setup("fit")
+    return str(caught.value)
+
+
+def test_other_ids_of_equal_length_on_another_node_are_refused(tmp_path: Path) -> None:
+    run_ranks(differing, str(tmp_path), nodes=2, devices=1, timeout=120)
+
+
+@pytest.mark.parametrize("kept_open", [256, 0])
+def test_file_that_becomes_shorter_during_a_run_is_an_error(
+    kept_open: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_KEPT_OPEN", kept_open)
+    path = counted(tmp_path / "a.bin", 900)
+    stream = TokenStream(Corpus.of(path), 8)
+    os.truncate(path, 1000)
+    assert stream.windows(np.array([0]))[0].tolist() == [[*range(8)]]
+    with pytest.raises(DataError, match=r"a\.bin has become shorter since the run began: files must not change"):
+        stream.windows(np.array([80]))
+
+
+def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    for number in range(300):
+        counted(tmp_path / f"{number:03}.bin", 3, 3 * number)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 290, hard))
+    try:
+        inputs, _ = TokenStream(Corpus.of(tmp_path), 10).windows(np.arange(89))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert inputs.flatten().tolist() == [*range(890)]
+
+
+def old_fingerprint(context: int, paths: list[Path]) -> str:
+    """As versions that cut each file by itself."""
+    about = [("uint16", 1000, each.stat().st_size // 2, 0) for each in paths]
+    return hashlib.blake2b(repr((context, about)).encode(), digest_size=16).hexdigest()
+
+
+def test_position_of_a_version_that_cut_files_apart_restarts_the_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [counted(tmp_path / "a.bin", 30), counted(tmp_path / "b.bin", 30)]
+    assert TokenStream(Corpus.of(paths[0]), 4).fingerprint == old_fingerprint(4, paths[:1]), "windows are the same"
+    data = TokenDataModule(tmp_path, context=4, batch_size=2)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    next(iter(loader))
+    loader.load_state_dict({**loader.state_dict(), "fingerprint": old_fingerprint(4, paths)})
+    assert "the data set has changed since the checkpoint was saved: restarting the epoch" in caplog.text
+    assert sum(1 for _ in loader) == len(loader)
+    data.teardown("fit")
+
+
+# -- windows that repeat -----------------------------------------------------------------------------------------------
+
+
+def test_batch_that_repeats_windows_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large, small = counted(tmp_path / "a.bin", 800), counted(tmp_path / "b.bin", 13)
+    sources: list[Any] = [(small, {}), (large, {"limit": 3}), ({str(large): 1, str(small): 1}, {})]
+    for source, more in sources:
+        caplog.clear()
+        data = TokenDataModule(source, context=4, batch_size=8, **more)
+        data.setup("fit")
+        with caplog.at_level(logging.INFO, "lightning_sparse"):
+            data.train_dataloader()
+        assert "windows repeated to fill the last ones" in caplog.text
+        assert "each batch of 8 repeats some: use a smaller batch_size" in caplog.text
+        data.teardown("fit")
+
+
+def test_weight_that_an_epoch_cannot_have_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large, small = counted(tmp_path / "a.bin", 801), counted(tmp_path / "b.bin", 801)
+    data = TokenDataModule({str(large): 1, str(small): 0.0001}, context=4, batch_size=8)
+    data.setup("fit")
+    data.train_dataloader()
+    assert f"{small} has 0.50% of the windows of an epoch instead of 0.01%, its weight" in caplog.text
+    assert "each batch" not in caplog.text
+    data.teardown("fit")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+MADE = """
+import sys
+from pathlib import Path
+from lightning_sparse.data import shards
+from lightning_sparse.data.sources.storage import Storage
+
+shards.PART = 1 << 20
+source = shards.TokenSource.of(sys.argv[1], sys.argv[2], sys.argv[3], None)
+with Storage(source.config) as storage:
+    (shard,) = source.listed()
+    source.make(shard, storage, lambda size: None)
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+"""
+
+
+def peak(source: Path, cache: Path, tokenizer: str) -> int:
+    """The most memory that a process uses that makes the ids of a source."""
+    command = [sys.executable, "-c", MADE, str(source), str(cache), tokenizer]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    return 1024 * int(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizers"])
+def test_memory_for_a_document_does_not_depend_on_its_size(kind: str, tmp_path: Path) -> None:
+    tokenizer = kind
+    if kind == "tokenizers":
+        found = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
+        made = found.Tokenizer(found.models.WordLevel({"</s>": 0, "word": 1}, unk_token="</s>"))
+        made.pre_tokenizer = found.pre_tokenizers.WhitespaceSplit()
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = f"tokenizers:{tmp_path / 'tokenizer.json'}"
+    peaks = []
+    for name, megabytes in (("small", 8), ("large", 24)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_bytes(b"word " * (megabytes * 10**6 // 5))
+        peaks.append(peak(tmp_path / name, tmp_path / "cache", tokenizer))
+    assert peaks[1] - peaks[0] < 4 * 10**6, peaks
