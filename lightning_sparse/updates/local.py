@@ -246,8 +246,8 @@ class LocalUpdates(Engine):
             self._settle_changes()
 
     def _settle_changes(self) -> tuple[bool, bool]:
-        """Return whether a rank changed the weights that were shown, and whether the global weights adopt this. If nodes
-        made different changes, put the mean into the parameters. A collective of the world."""
+        """Return whether a rank changed the weights that were shown, and whether the global weights adopt the change.
+        If nodes made different changes, put the mean into the parameters. A collective of the world."""
         changed = any(one.is_changed() for one in self.optimizers)
         if all_agree(not changed, self.exchange.communicator.flat_all_reduce, self._device):
             return False, True
@@ -256,9 +256,9 @@ class LocalUpdates(Engine):
         )
         if not alike:
             self.log_once(
-                "a hook changed the weights, but not in the same way on all nodes: the global weights adopt the mean of "
-                "the changes. If you did not intend this, make the same change on all nodes: seed it, or broadcast the "
-                "weights.",
+                "a hook changed the weights, but not in the same way on all nodes: the global weights adopt the mean "
+                "of the changes. If you did not intend this, make the same change on all nodes: seed it, or broadcast "
+                "the weights.",
                 logging.WARNING,
             )
             for one in self.optimizers:

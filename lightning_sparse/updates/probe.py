@@ -3,9 +3,9 @@
 An optimizer with a copy of the weights (fp32 master weights) overwrites the parameters with it, and so removes received
 updates. Before an early step, a few elements are changed by much more than a step changes them. After the step, a share
 of this change is left, and it is then removed. The share is 1 if the optimizer steps the parameters themselves: the
-first such step ends the search. It is 0 with master weights, and between 0 and 1 if the optimizer pulls the weights back
-towards a copy. Early steps of schedule-free optimizers may leave little, so only several steps show that an optimizer
-overwrites the parameters.
+first such step ends the search. It is 0 with master weights, and between 0 and 1 if the optimizer pulls the weights
+back towards a copy. Early steps of schedule-free optimizers may leave little, so only several steps show that an
+optimizer overwrites the parameters.
 """
 
 from __future__ import annotations
