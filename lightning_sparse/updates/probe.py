@@ -20,15 +20,15 @@ from torch import Tensor
 
 from lightning_sparse.updates.slices import Slices
 
-ELEMENTS = 16
+ELEMENTS = 4  # few: optimizers that adapt to the norm of all weights must not notice
 WINDOW = 1 << 20  # elements of a piece that are probed at most
-LARGE = 16.0  # times the largest change of the last step
-CLEAR = 2.0  # times the largest change of this step
+LARGE = 8.0  # times the largest change of the last step
+CLEAR = 4.0  # times the largest change of this step
 STEPS = 24
 ENOUGH = 4  # steps that show a share
 KEEPS = 0.9
 """If a step leaves at least this share of a change, the optimizer steps the parameters themselves."""
-OVERWRITES = 0.25
+OVERWRITES = 0.4
 """If each step leaves less than this share, the optimizer overwrites the parameters."""
 MOST = 0.75  # a quantile: a step that clips weights takes up to half of the changes back, those beyond its bounds
 
@@ -143,8 +143,7 @@ class Probe:
             size = self.sizes[each.piece.dtype]
             share, usual = each.take_back(size)
             if size and 0 < usual <= size / CLEAR:
-                doubt = 2.0 * usual / size / math.sqrt(len(each.places))
-                shares.append(max(0.0, share + doubt))
+                shares.append(max(0.0, share))
             scale = each.before.double().square().mean().sqrt().item()  # a larger change would be another model
             self.sizes[each.piece.dtype] = min(LARGE * usual, scale or math.inf)
         self._tried = []
