@@ -247,35 +247,6 @@ def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
     assert [len(each) for each in ranks(no_step, nodes=2, devices=1)] == [1, 0]
 
 
-def of_timm() -> dict[str, str]:
-    """The error or warning for each optimizer of timm that can step the model."""
-    optim = pytest.importorskip("timm.optim")
-    found = {}
-    for name in optim.list_optimizers():
-
-        def make(model: nn.Module, name: str = name) -> Optimizer:
-            made: Optimizer = optim.create_optimizer_v2(model, opt=name, lr=1e-3)
-            return made
-
-        try:
-            model = Toy()
-            optimizer = make(model)
-            model(torch.randn(4, 16)).square().mean().backward()
-            optimizer.step()
-        except Exception:  # it needs a GPU, a closure, or a second derivative
-            continue
-        found[name] = trained(make)["said"]
-    return found
-
-
-@pytest.mark.slow
-def test_no_optimizer_of_timm_is_refused() -> None:
-    pytest.importorskip("timm")
-    found = run_ranks(of_timm, nodes=2, devices=1, timeout=280)[0]
-    assert len(found) > 60
-    assert {name: said for name, said in found.items() if said} == {}
-
-
 class Sam(Optimizer):
     """Steps by methods of its own, which call ``step()`` of another optimizer, as SAM does. The change between them is
     the same on all nodes, so that the result of DDP is due."""
