@@ -12,6 +12,9 @@ OLDEST = torch==2.11.0 torchvision==0.26.0 pytorch-lightning==2.6.0 lightning==2
 
 RUN      = $(VENV)/bin/python
 PIP      = $(RUN) -m pip --disable-pip-version-check install --no-warn-script-location
+# docs/works_with.md shows these libraries.
+WORKS_WITH = transformers peft timm torchmetrics segmentation-models-pytorch schedulefree lion-pytorch prodigyopt \
+	pytorch-optimizer ema-pytorch
 KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
 DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
 ARGS     =
@@ -22,7 +25,7 @@ PARALLEL = --numprocesses 2 --dist loadfile
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data gpu-session conformance wheel test-wheel test-ray clean
+.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data gpu-session conformance wheel test-wheel test-ray works-with clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -91,6 +94,10 @@ test-wheel: $(VENV)/.release ## install and use each file of dist; ARGS=--fresh 
 test-ray: $(VENV)/.built ## install Ray, run the tests that need it
 	$(PIP) -c $(VENV)/constraints.txt 'ray[train]'
 	$(RUN) -m pytest tests/launchers/test_ray.py $(ARGS)
+
+works-with: $(VENV)/.built ## install ten libraries and compare their training with DDP; ARGS=2 for two devices per node
+	$(PIP) -c $(VENV)/constraints.txt $(WORKS_WITH)
+	$(RUN) -m tests.works_with.table $(ARGS)
 
 gpu-check-data: ## with PYTHON directly: compare DALI on the GPU with the CPU
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p tests.helpers.timeout_optional -m gpu tests/data/test_gpu.py $(ARGS)

@@ -235,6 +235,10 @@ class Engine(ABC):
         """Call it after a step of the optimizer, or of all. Every rank does, those that skipped the step included."""
         return
 
+    def send_unsent(self) -> None:
+        """Exchange steps for which ``step()`` was not called. Every rank calls it, after each batch."""
+        return
+
     def finish(self) -> None:
         """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
         return
@@ -259,6 +263,10 @@ class Engine(ABC):
 
     def adopt_changes(self) -> None:
         """Add changes of the module to the global weights that it shows. Every rank calls it."""
+        return
+
+    def average_changes(self) -> None:
+        """If nodes changed the global weights differently, show the mean. Every rank calls it."""
         return
 
     @contextmanager

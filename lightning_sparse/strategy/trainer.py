@@ -219,11 +219,13 @@ class TrainerAdapter(Adapter, Host):
         return output
 
     def _after_batch(self, _: Any) -> None:
-        """Send everything once the fit is known to end, so that the last validation and the last checkpoint have the
-        final weights. Otherwise show the global weights to hooks that run between batches."""
+        """Exchange steps that bypassed Lightning's wrapper. Send everything once the fit is known to end, so that the
+        last validation and the last checkpoint have the final weights. Otherwise show the global weights to hooks that
+        run between batches."""
         self._in_batch, engine, trainer = False, self.engine, self.lightning_module.trainer
         if engine is None or not engine.has_own_weights:
             return
+        engine.send_unsent()
         ends = engine.in_step and _ends_with_this_batch(trainer)
         if ends or (trainer.is_last_batch and self._flushes_each_epoch):
             self._finish()
@@ -244,6 +246,12 @@ class TrainerAdapter(Adapter, Host):
         """Begin to train, maybe once more: `LearningRateFinder` runs the whole loop first."""
         super().on_train_start()
         self._over = False
+
+    def on_validation_start(self) -> None:
+        """Validate equal weights on all nodes, also if hooks changed the weights differently."""
+        super().on_validation_start()
+        if self.engine is not None and self._fitting:
+            self.engine.average_changes()
 
     def on_train_end(self) -> None:
         """Keep the weights that the last hooks left."""

@@ -235,7 +235,7 @@ class ElasticUpdates(LocalUpdates):
                 )
         super().show_own()
 
-    def _compare_changes(self) -> tuple[bool, bool]:
+    def _settle_changes(self) -> tuple[bool, bool]:
         """Other nodes do not take part: a change is an update of this node, except before a new run begins."""
         changed = any(one.is_changed() for one in self.optimizers)
         return changed, not changed or (self.steps == 0 and self._begins)

@@ -135,6 +135,11 @@ class LocalUpdates(Engine):
             one.step(self._occasion(one))
         self.exchange.stats.end_round()
 
+    def send_unsent(self) -> None:
+        for one in self.optimizers:
+            if one.has_unsent_step:
+                self.step(one.optimizer)
+
     def finish(self) -> None:
         """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
         if not self.active:
@@ -159,8 +164,7 @@ class LocalUpdates(Engine):
     def warn_of_no_step(self) -> None:
         self.log_once(
             "no optimizer step was made: nodes exchange nothing, and the global weights do not change. Call "
-            "optimizer.step(): methods such as first_step() and second_step() of a SAM optimizer bypass it, but its "
-            "step(closure) does not.",
+            "optimizer.step() of an optimizer that configure_optimizers() returned.",
             logging.WARNING,
         )
 
@@ -215,31 +219,35 @@ class LocalUpdates(Engine):
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """Put this node's own weights back. If all nodes made the same change since ``show_shared()``, it becomes part
-        of the global weights; otherwise it counts as an update of its node. Weights that were shown without waiting are
-        not compared: all nodes must make the same change to them. Every rank calls it."""
+        """Put this node's own weights back. A change since ``show_shared()`` becomes part of the global weights; if
+        nodes made different changes, their mean does. Weights that were shown without waiting are not compared: all
+        nodes must make the same change to them. Every rank calls it."""
         if not self._shown:
             return
-        changed, alike = self._compare_changes() if self._waits else (True, True)
+        changed, adopt = self._settle_changes() if self._waits else (True, True)
         self._trusted |= not self._waits
-        self._all_sent &= alike
+        self._all_sent &= adopt
         self._shown = False
         for one in self.optimizers:
-            one.show_own(adopt=changed and alike)
+            one.show_own(adopt=changed and adopt)
         if self._waits:
             self.buffers.show_own()
 
     @torch.no_grad()
     def adopt_changes(self) -> None:
-        """Add changes of the module to the global weights that it shows, if all nodes made the same changes. Every rank
-        calls it."""
-        if self._shown and self._waits and self._compare_changes() == (True, True):
+        """Add changes of the module to the global weights that it shows. Every rank calls it."""
+        if self._shown and self._waits and self._settle_changes() == (True, True):
             self.show_own()
             self.show_shared()
 
-    def _compare_changes(self) -> tuple[bool, bool]:
-        """Return whether a rank changed the weights that were shown, and whether all nodes hold equal weights. A
-        collective of the world."""
+    @torch.no_grad()
+    def average_changes(self) -> None:
+        if self._shown and self._waits:
+            self._settle_changes()
+
+    def _settle_changes(self) -> tuple[bool, bool]:
+        """Return whether a rank changed the weights that were shown, and whether the global weights adopt the change.
+        If nodes made different changes, put the mean into the parameters. A collective of the world."""
         changed = any(one.is_changed() for one in self.optimizers)
         if all_agree(not changed, self.exchange.communicator.flat_all_reduce, self._device):
             return False, True
@@ -248,12 +256,14 @@ class LocalUpdates(Engine):
         )
         if not alike:
             self.log_once(
-                "a hook changed the weights, but not in the same way on all nodes: the changes are exchanged like "
-                "updates, so the global weights adopt their mean gradually. To change the weights at once, "
-                "make the same change on all nodes: seed it, or broadcast the weights.",
+                "a hook changed the weights, but not in the same way on all nodes: the global weights adopt the mean "
+                "of the changes. If you did not intend this, make the same change on all nodes: seed it, or broadcast "
+                "the weights.",
                 logging.WARNING,
             )
-        return True, alike
+            for one in self.optimizers:
+                one.average_changes()
+        return True, True
 
     def _check_trusted(self) -> None:
         """Raise RuntimeError if hooks between batches changed the global weights differently on the nodes. A collective

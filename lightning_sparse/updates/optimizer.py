@@ -32,14 +32,9 @@ from lightning_sparse.sharding import (
     trained_by,
 )
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.probe import Probe
+from lightning_sparse.updates.probe import ENOUGH, KEEPS, OVERWRITES, Probe
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState, state_of
-
-OVERWRITES = 0.25
-"""If a step leaves less than this share of a change, the optimizer overwrites the parameters."""
-PULLS_BACK = 0.9
-"""If a step leaves less than this share of a change, the optimizer moves the parameters towards a copy."""
 
 
 class LocalOptimizer:
@@ -65,9 +60,14 @@ class LocalOptimizer:
         make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState] = state_of,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
-        self._hook = None
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not where Optimizer.__init__ was never called
-            self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        self.has_unsent_step = False  # its own, or that of an optimizer that it wraps
+        nested = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+        self._hooks = [each.register_step_post_hook(self._note_step) for each in filter(_has_hooks, nested)]
+        if _has_hooks(optimizer):
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._note_step),
+            ]
         self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config, self._make_state = exchange, config, make_state
         self.state = self._new_state()
@@ -91,8 +91,8 @@ class LocalOptimizer:
 
     def detach(self, reused: bool) -> None:
         """Leave the optimizer alone from now on. One used again gets all its state: a collective of the node."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if reused:
             self.division.release()
 
@@ -105,6 +105,7 @@ class LocalOptimizer:
         Raises:
             ValueError: for an optimizer that overwrites the parameters with a copy of its own.
         """
+        self.has_unsent_step = False
         self.follow_groups()
         probed = self._end_probe()
         self._leave_frozen()
@@ -118,30 +119,43 @@ class LocalOptimizer:
                 return  # devices hold the same
         self.gather()
 
-    def _before_step(self) -> None:
+    def _before_step(self, _: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Return the arguments of the step, with a closure that does not see the probe's change."""
         self.follow_groups()
-        if self.probe is not None:
-            self.probe.begin(self.state.slices)
+        if self.probe is None:
+            return None
+        self.probe.begin(self.state.slices)
+        lifted = self.probe.lifted
+        optimizer, *given_to_step = given
+        unprobed = [lifted()(each) if callable(each) else each for each in given_to_step]
+        return (optimizer, *unprobed), {n: lifted()(each) if callable(each) else each for n, each in named.items()}
+
+    def _note_step(self, *_: Any) -> None:
+        self.has_unsent_step = True
 
     def _end_probe(self) -> bool:
         """Remove the probe's change of the parameters. Return whether there was such a change."""
         if self.probe is None or not self.probe.under_way:
             return False
-        left, name = self.probe.end(), type(self.optimizer).__name__
+        self.probe.end()
+        if self.probe.found >= ENOUGH:
+            self._judge(self.probe.most, type(self.optimizer).__name__)
+        return True
+
+    def _judge(self, left: float, name: str) -> None:
         if left < OVERWRITES:
             raise ValueError(
-                f"{name} undoes received updates: {max(0.0, left):.0%} of a change of the weights was left after "
+                f"{name} undoes received updates: {left:.0%} of a change of the weights was left after "
                 f"its step, so it steps a copy of them, such as fp32 master weights. Let it step the parameters "
                 f"themselves (master_weights=False), or use strategy='mstopk_hier'."
             )
-        if left < PULLS_BACK:
+        if left < KEEPS:
             self._exchange.log_once(
-                f"{name} pulls the weights back towards a copy of its own, as Lookahead and schedule-free optimizers "
-                f"do, and so undoes part of the received updates: in such steps nodes learn less from each "
-                f"other. Compare the loss with strategy='mstopk_hier'.",
+                f"{name} pulls the weights back towards a copy of its own in each step, as schedule-free optimizers "
+                f"do, and so undoes part of the received updates: nodes learn less from each other. Compare the loss "
+                f"with strategy='mstopk_hier'.",
                 logging.WARNING,
             )
-        return True
 
     @property
     def exchanges(self) -> int:
@@ -212,6 +226,16 @@ class LocalOptimizer:
         pairs = zip(self.state.slices.in_parameters(), shown, strict=True)
         return not all(torch.equal(piece, each.to(piece.dtype)) for piece, each in pairs)
 
+    def average_changes(self) -> None:
+        """Put the mean over nodes into the parameters. A collective of the world."""
+        pieces = self.state.slices.in_parameters()
+        if not pieces:
+            return
+        mean = torch.cat([piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in pieces])
+        self._exchange.communicator.all_reduce(mean)
+        self._put(torch.split(mean / self._exchange.topology.num_nodes, [piece.numel() for piece in pieces]))
+        self.gather()
+
     def undo_changes(self) -> bool:
         """Write the global weights again. Return whether the parameters held something else."""
         changed = self.is_changed()
@@ -246,7 +270,9 @@ class LocalOptimizer:
         wide = [piece for piece in now if piece.dtype == torch.float64]
         more = {"wide": torch.cat(wide)} if wide else {}
         if self.probe is not None:
-            more |= {f"probe {name}": torch.tensor(value) for name, value in self.probe.state_dict().items()}
+            more |= {
+                f"probe {n}": torch.tensor(value, dtype=torch.float64) for n, value in self.probe.state_dict().items()
+            }
         return {**self.state.state_dict(now_S), **more}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
@@ -299,6 +325,11 @@ class LocalOptimizer:
 
     def _new_state(self) -> UpdateState:
         return self._make_state(Slices(self.parameters, self.division.mine), self._exchange, self._config)
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``Optimizer.__init__`` was ever called."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -1,15 +1,18 @@
 """Finds optimizers that undo received updates, by their effect on the parameters, not by their state.
 
-An optimizer with a copy of the weights (fp32 master weights, slow weights) overwrites the parameters with it, and so
-removes received updates. Before an early step, a few elements are changed by much more than a step changes them. After
-the step, a share of this change is left, and it is then removed. The share is 1 if the optimizer steps the parameters
-themselves. It is 0 with master weights, and between 0 and 1 if the optimizer pulls the weights back towards a copy.
+An optimizer with a copy of the weights (fp32 master weights) overwrites the parameters with it, and so removes received
+updates. Before an early step, a few elements are changed by much more than a step changes them. After the step, a share
+of this change is left, and it is then removed. The share is 1 if the optimizer steps the parameters themselves: the
+first such step ends the search. It is 0 with master weights, and between 0 and 1 if the optimizer pulls the weights
+back towards a copy. Early steps of schedule-free optimizers may leave little, so only several steps show that an
+optimizer overwrites the parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +20,16 @@ from torch import Tensor
 
 from lightning_sparse.updates.slices import Slices
 
-ELEMENTS = 64
+ELEMENTS = 4  # few: optimizers that adapt to the norm of all weights must not notice
 WINDOW = 1 << 20  # elements of a piece that are probed at most
-LARGE = 16.0  # times the largest change of the last step
-CLEAR = 2.0  # times the largest change of this step
+LARGE = 8.0  # times the largest change of the last step
+CLEAR = 4.0  # times the largest change of this step
 STEPS = 24
+ENOUGH = 4  # steps that show a share
+KEEPS = 0.9
+"""If a step leaves at least this share of a change, the optimizer steps the parameters themselves."""
+OVERWRITES = 0.4
+"""If each step leaves less than this share, the optimizer overwrites the parameters."""
 MOST = 0.75  # a quantile: a step that clips weights takes up to half of the changes back, those beyond its bounds
 
 
@@ -39,8 +47,8 @@ class _Tried:
     signs: Tensor
     before: Tensor
 
-    def write(self, size: float) -> None:
-        self.piece[self.places] = (self.before[self.places].double() + size * self.signs).to(self.piece.dtype)
+    def changed(self, size: float) -> Tensor:
+        return (self.before[self.places].double() + size * self.signs).to(self.piece.dtype)
 
     def take_back(self, size: float) -> tuple[float, float]:
         """Remove the rest of a change. Return the share that was left, and the largest change of other elements."""
@@ -48,7 +56,9 @@ class _Tried:
         shares = changes[self.places] * self.signs / size if size else torch.ones_like(self.signs)
         most = shares.quantile(MOST).item()
         follows = shares >= min(most, 0.5 * most)  # others were clipped by a bound
-        share = shares[follows].median().item()
+        share = shares[follows].mean().item()
+        if share >= KEEPS:  # all is left, up to noise and weight decay
+            share = 1.0
         changes[self.places] = 0
         usual = changes.abs().max().item()
         left = torch.where(follows | (usual > size / CLEAR), share, shares).clamp(0.0, 1.0)
@@ -61,11 +71,14 @@ class Probe:
 
     Attributes:
         steps: number of probed steps; `STEPS` at most.
+        found: number of steps that showed a share; `ENOUGH` at most.
+        most: the largest share of a change that a step left.
         sizes: size of the change before the next step, by dtype; 0 until a step shows how much it changes.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self.found = 0
+        self.most = 0.0
         self.sizes: dict[torch.dtype, float] = {}
         self._tried: list[_Tried] = []
 
@@ -74,10 +87,15 @@ class Probe:
         """Whether elements are changed now."""
         return bool(self._tried)
 
+    @property
+    def over(self) -> bool:
+        """Whether the search has ended."""
+        return self.steps >= STEPS or self.found >= ENOUGH or self.most >= KEEPS
+
     @torch.no_grad()
     def begin(self, slices: Slices) -> None:
         """Change elements of the parameters; call it before a step."""
-        if self.steps >= STEPS or self.under_way:
+        if self.over or self.under_way:
             return
         largest: dict[torch.dtype, Tensor] = {}
         for piece in slices.in_parameters():
@@ -88,8 +106,24 @@ class Probe:
             places = torch.randperm(piece.numel(), generator=torch.Generator().manual_seed(self.steps))[:count]
             signs = 1.0 - 2.0 * (torch.arange(count) % 2)
             tried = _Tried(piece, places.to(piece.device), signs.double().to(piece.device), piece.clone())
-            tried.write(self.sizes.setdefault(dtype, 0.0))
+            piece[tried.places] = tried.changed(self.sizes.setdefault(dtype, 0.0))
             self._tried.append(tried)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Hold the parameters without the change inside: a closure, which a step calls, computes gradients of them."""
+        tried, self._tried, kept = self._tried, [], []
+        with torch.no_grad():
+            for each in tried:
+                now = each.piece[each.places]
+                kept.append(now)
+                moved = now - each.changed(self.sizes[each.piece.dtype])  # by the step so far: 0 in most optimizers
+                each.piece[each.places] = each.before[each.places] + moved
+        yield
+        with torch.no_grad():
+            for each, now in zip(tried, kept, strict=True):
+                each.piece[each.places] = now
+        self._tried = tried
 
     @torch.no_grad()
     def cancel(self) -> bool:
@@ -101,30 +135,28 @@ class Probe:
         return was_under_way
 
     @torch.no_grad()
-    def end(self) -> float:
-        """Remove the change after the step.
-
-        Returns:
-            The smallest share of the change that was left where the step sets no bounds, or 1 if the step shows none.
-        """
-        smallest = 1.0
+    def end(self) -> None:
+        """Remove the change after the step, and note the share that was left."""
         self.steps += 1
+        shares = []
         for each in self._tried:
             size = self.sizes[each.piece.dtype]
             share, usual = each.take_back(size)
             if size and 0 < usual <= size / CLEAR:
-                doubt = 2.0 * usual / size / math.sqrt(len(each.places))
-                smallest = min(smallest, share + doubt)
+                shares.append(max(0.0, share))
             scale = each.before.double().square().mean().sqrt().item()  # a larger change would be another model
             self.sizes[each.piece.dtype] = min(LARGE * usual, scale or math.inf)
         self._tried = []
-        return smallest
+        if shares:
+            self.found, self.most = self.found + 1, max(self.most, min(shares))
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for a resumed run."""
-        return {"steps": float(self.steps), **{str(dtype): size for dtype, size in self.sizes.items()}}
+        sizes = {str(dtype): size for dtype, size in self.sizes.items()}
+        return {"steps": float(self.steps), "found": float(self.found), "most": self.most, **sizes}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
         """Continue from a saved state."""
-        self.steps = int(saved["steps"])
-        self.sizes = {getattr(torch, n.partition(".")[2]): size for n, size in saved.items() if n != "steps"}
+        self.steps, self.found, self.most = int(saved["steps"]), int(saved.get("found", 0)), saved.get("most", 0.0)
+        sizes = {name.partition(".")[2]: size for name, size in saved.items() if name.startswith("torch.")}
+        self.sizes = {getattr(torch, name): size for name, size in sizes.items()}

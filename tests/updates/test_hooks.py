@@ -27,14 +27,13 @@ def check(seed: int, of_ranks: list[tuple[dict[str, Any], dict[str, Any] | None]
         assert found["error"] == "", (seed, given)
         if due is not None:
             same_as_ddp(seed, given, found, due)
-    end_unlike = any(act.hook == "on_train_end" and not act.alike for act in given.acts)
     (first, _), *others = of_ranks
     for other, _ in others:
         assert [where for where, _ in other["seen"]] == [where for where, _ in first["seen"]], (seed, given)
         for (where, one), (_, another) in zip(first["seen"], other["seen"], strict=True):
             if not where.startswith("after") and all(act.alike for act in given.acts):
                 assert torch.equal(one, another), (seed, where, given)
-        assert end_unlike or torch.equal(first["weights"], other["weights"]), (seed, given)
+        assert torch.equal(first["weights"], other["weights"]), (seed, given)
 
 
 def same_as_ddp(seed: int, given: Program, found: dict[str, Any], due: dict[str, Any]) -> None:
@@ -169,11 +168,42 @@ def changed_unlike(hook: str) -> tuple[str, list[str], Tensor]:
     return said, [line for line in lines.lines if "a hook changed the weights" in line], weights(module)
 
 
-def test_change_that_differs_between_nodes_is_an_update_with_a_warning() -> None:
-    (said, warnings, one), (_, _, other) = run_ranks(changed_unlike, "on_train_epoch_start", **TWO)
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_end"])
+def test_change_that_differs_between_nodes_is_averaged_with_a_warning(hook: str) -> None:
+    (said, warnings, one), (_, _, other) = run_ranks(changed_unlike, hook, **TWO)
     assert said == ""
     assert len(warnings) == 1
     assert torch.equal(one, other)
+
+
+def switched_for_validation(folder: str) -> dict[str, Any]:
+    """A module that validates other weights than it trains, which differ between nodes; what is seen and saved."""
+    seen, module = {}, adamw_module(FLAVOUR)
+
+    def move(sign: float) -> None:
+        for parameter in module.parameters():
+            parameter.data += sign * (1 + int(os.environ["RANK"]))
+
+    evaluate, train, validate = (
+        module.on_validation_model_eval,
+        module.on_validation_model_train,
+        module.validation_step,
+    )
+    module.on_validation_model_eval = lambda: (seen.setdefault("before", weights(module)), evaluate(), move(1.0))
+    module.validation_step = lambda *given: (seen.setdefault("validated", weights(module)), validate(*given))[1]
+    module.on_validation_end = lambda: module.trainer.save_checkpoint(f"{folder}/validated.ckpt")
+    module.on_validation_model_train = lambda: (move(-1.0), train())
+    fitted(FLAVOUR, local(FLAVOUR), module, devices=1, limit_val_batches=1, max_steps=4, val_check_interval=2)
+    saved = torch.load(f"{folder}/validated.ckpt", weights_only=True)["state_dict"]
+    return {**seen, "saved": torch.cat([each.flatten() for each in saved.values()]), "after": weights(module)}
+
+
+def test_weights_that_nodes_switch_for_validation_are_averaged(tmp_path: Path) -> None:
+    one, other = run_ranks(switched_for_validation, str(tmp_path), **TWO)
+    assert torch.allclose(one["validated"], one["before"] + 1.5)
+    assert torch.equal(one["validated"], other["validated"])
+    assert torch.equal(one["after"], other["after"])
+    assert (one["saved"] - one["after"] - 1.5).abs().max() < 0.1
 
 
 def test_change_that_differs_between_nodes_between_batches_is_an_error() -> None:

@@ -1,0 +1,158 @@
+"""All optimizers of three libraries on a toy with scalar, zero and one-valued parameters: DDP and the strategies."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
+from lightning_sparse.topology import Topology, discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.updates.test_foreign_optimizers import Toy
+
+STEPS = 40
+RATES = [3e-3, 0.1, 1.0]  # the first with which DDP trains
+LEAST, LEAST_OF_DDP = 0.95, 0.9  # times the first loss: an optimizer trains if it ends with less
+EXPLAINED = {"torch": {"LBFGS"}, "pytorch_optimizer": {"lbfgs", "dadaptadan"}}
+"""Optimizers that a strategy may not train. LBFGS compares gradients of one function at several places: `mstopk_local`
+refuses it, and the partial gradients of `mstopk_hier` belong to no such function. DAdaptAdan raises its step size from
+1e-6, and ends with another loss in each run, also with DDP."""
+Make = Callable[[nn.Module, float], Optimizer]
+
+
+def of_torch() -> dict[str, Make]:
+    """The optimizers of torch."""
+    found = {
+        name: each
+        for name, each in vars(torch.optim).items()
+        if inspect.isclass(each) and issubclass(each, Optimizer) and each is not Optimizer
+    }
+
+    def make(cls: Any) -> Make:
+        only = 2 if cls.__name__ == "Muon" else None
+        return lambda model, lr: cls([p for p in model.parameters() if only in (None, p.dim())], lr=lr)
+
+    return {name: make(cls) for name, cls in sorted(found.items())}
+
+
+def of_timm() -> dict[str, Make]:
+    """The optimizers of timm."""
+    import timm.optim as library
+
+    def make(name: str) -> Make:
+        return lambda model, lr: library.create_optimizer_v2(model, opt=name, lr=lr, weight_decay=0.01)
+
+    return {name: make(name) for name in library.list_optimizers()}
+
+
+def of_pytorch_optimizer() -> dict[str, Make]:
+    """The optimizers of pytorch_optimizer."""
+    import pytorch_optimizer as library
+
+    def make(name: str) -> Make:
+        return lambda model, lr: library.create_optimizer(model, name, lr=lr)
+
+    return {name: make(name) for name in library.get_supported_optimizers()}
+
+
+LIBRARIES: dict[str, Callable[[], dict[str, Make]]] = {
+    "torch": of_torch,
+    "timm": of_timm,
+    "pytorch_optimizer": of_pytorch_optimizer,
+}
+
+
+def losses_of(make: Make, lr: float, strategy: str, topology: Topology) -> list[float]:
+    """Train on this rank; return the mean losses of the first and of the last steps."""
+    model = Toy()
+    optimizer = make(model, lr)
+    getattr(optimizer, "train", lambda: None)()
+    engine: Any = None
+    ddp = DistributedDataParallel(model, process_group=topology.intra if strategy == "mstopk_local" else None)
+    if strategy == "mstopk_local":
+        engine = LocalUpdates(model, optimizer, UpdatesConfig(density=0.1), topology)
+    elif strategy == "mstopk_hier":
+        engine = HierState(model, HierConfig(density=0.1, exchange="sparse", warmup_epochs=0), topology)
+        ddp.register_comm_hook(engine, hier_hook)
+        engine.watch([optimizer])
+    try:
+        losses = [step(ddp, optimizer, engine, number) for number in range(STEPS)]
+    finally:
+        if engine is not None:
+            engine.end()
+    return [sum(losses[:5]) / 5, sum(losses[-5:]) / 5]
+
+
+def step(ddp: nn.Module, optimizer: Optimizer, engine: Any, number: int) -> float:
+    """Make one step, as Lightning does: with a closure."""
+    chance = torch.Generator().manual_seed(2 * number + dist.get_rank())
+    x = torch.randn(32, 16, generator=chance)
+
+    def closure() -> Tensor:
+        if isinstance(engine, HierState):
+            engine.before_backward()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1))
+        loss.backward()
+        return loss
+
+    first = closure().detach()
+    optimizer.step(closure)  # type: ignore[arg-type]
+    if engine is not None:
+        engine.step(optimizer)
+    dist.all_reduce(first)
+    return first.item() / dist.get_world_size()
+
+
+def tried(make: Make, lr: float, strategy: str, topology: Topology) -> str | list[float]:
+    """The losses, or the error of the optimizer or the strategy, which all ranks raise."""
+    try:
+        return losses_of(make, lr, strategy, topology)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def trains(result: str | list[float], least: float = LEAST) -> bool:
+    """Whether the loss has fallen."""
+    return not isinstance(result, str) and math.isfinite(result[1]) and result[1] < least * result[0]
+
+
+def results_of(library: str) -> dict[str, dict[str, str | list[float]]]:
+    """What each optimizer does with each strategy, where DDP trains with a learning rate."""
+    warnings.simplefilter("ignore")
+    topology, found = discover(), {}
+    for name, make in LIBRARIES[library]().items():
+        rows: dict[str, str | list[float]] = {}
+        for lr in RATES:
+            rows = {"ddp": tried(make, lr, "ddp", topology)}
+            if trains(rows["ddp"], LEAST_OF_DDP):
+                rows |= {each: tried(make, lr, each, topology) for each in ("mstopk_hier", "mstopk_local")}
+                break
+        found[name] = rows
+    return found
+
+
+def unexplained(library: str, problems: dict[str, str]) -> dict[str, str]:
+    """The problems without a known reason."""
+    return {name: problem for name, problem in problems.items() if name not in EXPLAINED.get(library, set())}
+
+
+def problems_of(results: dict[str, dict[str, str | list[float]]]) -> dict[str, str]:
+    """By optimizer that DDP trains: why a strategy does not."""
+    failed = {
+        name: {each: result for each, result in rows.items() if not trains(result)}
+        for name, rows in results.items()
+        if len(rows) > 1
+    }
+    return {
+        name: "; ".join(f"{each}: {result}" for each, result in rows.items()) for name, rows in failed.items() if rows
+    }
