@@ -124,7 +124,7 @@ def test_files_that_are_not_used_are_counted_and_named(tmp_path: Path, caplog: p
             (folder / name).touch()
         with caplog.at_level(logging.INFO, "lightning_sparse"):
             ids(folder, tmp_path / "cache", context=2)
-        said = f"{folder}: left out 3 file(s) that are neither ids nor text: README.md, b.jsonl.zst, c.json"
+        said = f"{folder}: ignored 3 file(s) that are not ids or text: README.md, b.jsonl.zst, c.json"
         assert caplog.text.count(said) == 1
     (text / "a.jsonl").unlink()
     with pytest.raises(ValueError, match=r"has no shards: .*README\.md, b\.jsonl\.zst, c\.json"):
