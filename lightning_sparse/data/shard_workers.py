@@ -59,6 +59,8 @@ class Workers:
         missing = sorted((each for each in self._shards if not self._source.is_kept(each)), key=lambda each: -each.size)
         total, name = sum(each.size for each in missing), f"tokens of {self._source.config.source}"
         hidden = self._quiet or not missing
+        if missing:
+            self._source.create_folder()
         self._bar = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=hidden)
         count = min(len(missing), len(os.sched_getaffinity(0)), MAX_WORKERS)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

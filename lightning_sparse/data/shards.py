@@ -33,6 +33,7 @@ from lightning_sparse.data.encoders import Tokenizer, tokenizer_of
 from lightning_sparse.data.folders import (
     NETWORK_FILE_SYSTEMS,
     cache_folder,
+    cache_path,
     file_system,
     is_read_only,
     locked,
@@ -202,13 +203,14 @@ class TokenSource:
 
     @cached_property
     def folder(self) -> Path:
-        """Return the cache folder of the ids."""
+        """Return the path of the cache folder of the ids, which need not exist."""
         key = f"{self.encoder.identity} {self.encoder.end} {self.vocab_size}"
-        root = cache_folder(self.config)
-        folder = root / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-        if not is_read_only(root):
-            private_folder(folder)
-        return folder
+        return cache_path(self.config) / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+
+    def create_folder(self) -> None:
+        """Create the cache folder of the ids. Raises: DataError: as `cache_folder`."""
+        if not is_read_only(cache_folder(self.config)):
+            private_folder(self.folder)
 
     def size_of_vocabulary(self, shards: Sequence[Shard]) -> int:
         """Return the given one, or that of the tokenizer, or of the file beside the first shard."""
@@ -248,6 +250,7 @@ class TokenSource:
                 raise
             log.warning("using the list of shards in the cache, because storage cannot be asked: %s", error)
             return kept
+        self.create_folder()
         for shard in set(found) - set(kept or found):
             known = any(each.path == shard.path for each in kept or ())
             log.info("%s: %s %s: reading it", self.config.source, shard.path, "has changed" if known else "is new")

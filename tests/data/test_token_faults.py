@@ -131,6 +131,12 @@ def test_files_that_are_not_used_are_counted_and_named(tmp_path: Path, caplog: p
         ids(text, tmp_path / "cache")
 
 
+def test_missing_source_leaves_nothing_in_the_cache_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be listed"):
+        ids(f"file://{tmp_path}/missing", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_arrays_beside_files_in_place_are_read_or_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "deep").mkdir(parents=True)
