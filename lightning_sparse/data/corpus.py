@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.id_files import TokenFile
 from lightning_sparse.data.shards import id_suffix, local_files, shards_of
+from lightning_sparse.data.text import text_suffix
 
 _BLOCK = 1 << 22  # ids
 _KEPT_OPEN = 256  # files; more are opened for each read, because a process may not have many open
@@ -36,6 +37,10 @@ def files_of(path: str | Path) -> list[TokenFile]:
             different vocabularies.
     """
     path = Path(path)
+    if path.is_file() and (id_suffix(path.name) or text_suffix(path.name)) not in ("", ".bin"):
+        raise ValueError(
+            f"{path} cannot be used in place as .bin files are: give cache_dir, a local folder for its ids."
+        )
     paths = _bins_below(path) if path.is_dir() else [path]
     for each in paths:
         if each.is_symlink() and not each.exists():

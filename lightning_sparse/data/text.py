@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from lightning_sparse.data.id_files import TokenFile, prepare
+from lightning_sparse.data.sources.storage_reader import UnreadableFileError, check_end, is_visible
 
 __all__ = ["TEXT_SUFFIXES", "UNREADABLE", "Document", "TokenFile", "documents", "prepare", "text_suffix"]
 
@@ -24,7 +25,7 @@ _READ = 1 << 17  # bytes of a document that are read at a time
 _ROWS = 64
 UNREADABLE = (  # what readers of formats raise for contents that are not what their name says
     *(ValueError, KeyError, TypeError, AttributeError, RecursionError),
-    *(tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError),
+    *(tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, UnreadableFileError),
 )
 
 
@@ -71,11 +72,21 @@ def documents(name: str, file: BinaryIO) -> Iterator[Document]:
             file = stack.enter_context(opened(file))
         place = "its beginning"
         try:
-            for document in kinds[text_suffix(name)](file):
-                place = document.place
-                yield document
-        except UNREADABLE as error:
-            yield Document(f"what follows {place}", _failing(error))
+            for place, blocks in kinds[text_suffix(name)](file):
+                yield Document(place, _readable(blocks))
+        except (*UNREADABLE, OSError, NotImplementedError) as error:
+            yield Document(f"what follows {place}", _readable(_failing(error)))
+
+
+def _readable(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield blocks; raise one of `UNREADABLE` also where a reader of damaged contents, such as bz2, raises OSError,
+    which is else an error of the cache folder."""
+    try:
+        yield from blocks
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, UNREADABLE):
+            raise
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _failing(error: Exception) -> Iterator[bytes]:
@@ -104,14 +115,15 @@ def _field(line: bytes) -> Iterator[bytes]:
 
 
 def _members(file: BinaryIO) -> Iterator[Document]:
-    with tarfile.open(fileobj=file, mode="r|") as tar:
+    with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
-            is_wanted = path.suffix.lower() in (".txt", ".json") and not path.name.startswith(".")
+            is_wanted = path.suffix.lower() in (".txt", ".json") and all(map(is_visible, path.parts))
             stream = tar.extractfile(member) if is_wanted else None
             if stream is not None:
                 is_text = path.suffix.lower() == ".txt"
                 yield Document(f"member {member.name}", _blocks_of(stream) if is_text else _field(stream.read()))
+        check_end(file, tar.offset)
 
 
 def _rows(file: BinaryIO) -> Iterator[Document]:

@@ -131,6 +131,27 @@ def test_a_row_without_bytes_is_named(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.binary(2)])
+def test_bytes_of_each_type_are_samples(tmp_path: Path, kind: Any) -> None:
+    write(tmp_path / "source" / "train" / "0.parquet", {"a": pyarrow.array([b"ab", b"cd"], kind), "label": [1, 0]})
+    config = config_of(tmp_path / "source", tmp_path / "cache")
+    store = SampleStore(config, load_or_list(config, "train"))
+    assert [each.data.tobytes() for each in store.get([0, 1])] == [b"ab", b"cd"]
+    store.close()
+
+
+def test_a_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "source" / "train" / "0.parquet"
+    write(file, {"a": [b"a" * 1000, b"b" * 1000]})
+    config = config_of(tmp_path / "source", tmp_path / "cache", storage_timeout=600)
+    store = SampleStore(config, load_or_list(config, "train"))
+    data = file.read_bytes()
+    file.write_bytes(data[:4] + b"\xff" * 30 + data[34:])  # the header of the first page
+    with pytest.raises(ValueError, match=r"train/0\.parquet cannot be used: it is damaged: "):
+        store.get([0])
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("columns", "member", "says"),
     [

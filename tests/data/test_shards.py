@@ -123,6 +123,12 @@ def test_the_member_that_is_the_sample_can_be_chosen(tmp_path: Path) -> None:
     assert manifest.labels.shape == (1, 0)
 
 
+def test_suffixes_of_members_may_be_in_upper_case(tmp_path: Path) -> None:
+    shard(tmp_path / "source" / "train" / "0.TAR", {"a.NPY": b"s", "a.CLS": b"3", "a.txt": b"t"})
+    manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache", member="npy"))
+    assert (data, manifest.labels.tolist()) == ([b"s"], [[3]])
+
+
 def test_a_compressed_shard_is_refused(tmp_path: Path) -> None:
     (tmp_path / "source" / "train").mkdir(parents=True)
     with tarfile.open(tmp_path / "source" / "train" / "0.tar", "w:gz") as tar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -95,6 +96,62 @@ def test_corrupt_rest_of_a_shard_is_named_or_skipped(tmp_path: Path) -> None:
         ids(source, tmp_path / "cache", context=2)
 
 
+def tar_of(members: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, data in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("damage", ["header", "joined"])
+def test_rest_of_a_tar_file_behind_its_end_is_named_or_skipped(damage: str, suffix: str, tmp_path: Path) -> None:
+    source, data = tmp_path / "source", tar_of({"1.txt": b"one", "2.txt": b"two"})
+    source.mkdir()
+    data = data[:1024] + b"\1" * 512 + data[1536:] if damage == "header" else tar_of({"1.txt": b"one"}) + data
+    (source / f"a.tar{suffix}").write_bytes(gzip.compress(data) if suffix else data)
+    with pytest.raises(
+        ValueError, match=r"a\.tar(\.gz)? cannot be read as text .*more data behind its end, at byte 1,0"
+    ):
+        ids(source, tmp_path / "cache", context=2)
+    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [encoded("one")]
+
+
+def test_hidden_members_of_a_tar_file_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    members = {"./1.txt": b"one", "._1.txt": b"x", ".git/2.txt": b"x", "a/.b/3.txt": b"x", "a/b/4.txt": b"four"}
+    (tmp_path / "source" / "a.tar").write_bytes(tar_of(members))
+    assert ids(tmp_path / "source", tmp_path / "cache", context=2) == [encoded("one") + encoded("four")]
+
+
+def test_damaged_contents_are_no_fault_of_the_cache_folder(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.txt.bz2").write_bytes(b"no bzip2")
+    (source / "b.txt").write_text("good")
+    with pytest.raises(ValueError, match=r"a\.txt\.bz2 cannot be read as text \(ValueError: Invalid data stream\)"):
+        ids(source, tmp_path / "cache", context=2)
+    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [[], encoded("good")]
+
+
+def test_damaged_page_of_parquet_is_named_or_skipped(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="it writes the Parquet file")
+    from pyarrow import parquet
+
+    source = tmp_path / "source"
+    source.mkdir()
+    parquet.write_table(pyarrow.table({"text": ["a" * 1000, "b" * 1000]}), source / "a.parquet")
+    data = (source / "a.parquet").read_bytes()
+    (source / "a.parquet").write_bytes(data[:4] + b"\xff" * 30 + data[34:])  # the header of the first page
+    (source / "b.txt").write_text("good")
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as text \(.*in what follows its beginning"):
+        ids(source, tmp_path / "cache", context=2)
+    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [[], encoded("good")]
+
+
 def test_row_of_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="it writes the Parquet file")
     from pyarrow import parquet
@@ -149,6 +206,15 @@ def test_arrays_beside_files_in_place_are_read_or_refused(tmp_path: Path) -> Non
         ValueError, match=r"has b\.npy, which cannot be used in place as \.bin files are: give cache_dir"
     ):
         TokenDataModule(source)
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.txt", "a.jsonl.gz"])
+def test_a_file_that_is_no_bin_is_not_taken_for_one_in_place(name: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "a.npy").rename(tmp_path / name)
+    (tmp_path / "a.json").write_text('{"dtype": "uint16", "vocab_size": 50257}')
+    with pytest.raises(ValueError, match=r"cannot be used in place as \.bin files are: give cache_dir"):
+        TokenDataModule(tmp_path / name, context=2)
 
 
 def test_cache_in_a_folder_that_is_used_in_place_is_refused(tmp_path: Path) -> None:

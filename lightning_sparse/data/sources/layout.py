@@ -41,7 +41,7 @@ from lightning_sparse.data.sources.storage import (
     StoredFile,
     Unreadable,
 )
-from lightning_sparse.data.sources.storage_reader import IMAGE_SUFFIXES, Member, is_image, is_visible
+from lightning_sparse.data.sources.storage_reader import IMAGE_SUFFIXES, Member, is_image, is_label, is_visible
 from lightning_sparse.messages import log, log_ignored
 
 IMAGES = f"images ({', '.join(IMAGE_SUFFIXES)})"
@@ -523,7 +523,7 @@ class TarShards(Layout):
             folder, slash, name = each[0].rpartition("/")
             groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(each)
         for key, group in groups.items():
-            label = next((each[3] for each in group if each[0].endswith(".cls")), "")
+            label = next((each[3] for each in group if is_label(each[0])), "")
             data = [each for each in group if self._is_data(each[0])]
             if len(data) != 1:
                 raise ValueError(
@@ -535,8 +535,8 @@ class TarShards(Layout):
 
     def _is_data(self, name: str) -> bool:
         if self.split.config.member is not None:
-            return name.rpartition("/")[2].partition(".")[2] == self.split.config.member
-        return is_image(name) if self.split.images else not name.endswith(".cls")
+            return name.rpartition("/")[2].partition(".")[2].lower() == self.split.config.member.lower()
+        return is_image(name) if self.split.images else not is_label(name)
 
 
 _NAMED = {"val": ("validation", "val")}  # what names of its files begin with; else the split

@@ -287,6 +287,11 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
+def is_label(name: str) -> bool:
+    """Whether a member of a tar file is a label."""
+    return name.lower().endswith(".cls")
+
+
 def is_visible(name: str) -> bool:
     return not name.startswith(".")
 
@@ -485,7 +490,7 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
                 if time.monotonic() - told >= PROGRESS_S:
                     progress()
                     told = time.monotonic()
-            _check_end(file, tar.offset)
+            check_end(file, tar.offset)
     except tarfile.TarError as error:
         raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
     _follow(found, links)
@@ -504,8 +509,7 @@ def _member(tar: Any, member: Any, name: str) -> Member:
         raise UnreadableFileError(
             f"its member {name} is sparse, so that the file has it in pieces: write the file without the option -S"
         )
-    is_label = name.endswith(".cls") and member.size <= MAX_LABEL_BYTES
-    stream = tar.extractfile(member) if is_label else None
+    stream = tar.extractfile(member) if is_label(name) and member.size <= MAX_LABEL_BYTES else None
     label = stream.read().decode("ascii", "replace").strip() if stream else ""
     return name, member.offset_data, member.size, label
 
@@ -528,7 +532,7 @@ def _follow(found: list[Member], links: list[tuple[int, str, str]]) -> None:
         found[place] = (name, *about[target])
 
 
-def _check_end(file: Any, offset: int) -> None:
+def check_end(file: Any, offset: int) -> None:
     """Raise UnreadableFileError unless zeros alone follow the last member: tarfile ends where a header is damaged."""
     file.seek(offset)
     while part := file.read(1 << 20):
@@ -549,8 +553,7 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
     Raises:
         UnreadableFileError: if it is not a Parquet file, or its columns do not tell what the samples are.
     """
-    with file:
-        parquet = _opened(file, progress)
+    with _opened(file, progress) as parquet:
         schema = parquet.schema_arrow
         sample, label, unclear = _columns(schema, column)
         groups = []
@@ -563,22 +566,25 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
 
 
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
-    """Return the samples of a row group."""
-    with file:
-        parquet = _opened(file, progress)
+    """Return the samples of a row group. Raises: UnreadableFileError: as `row_groups`, and if it is damaged."""
+    with _opened(file, progress) as parquet:
         sample, *_ = _columns(parquet.schema_arrow, column)
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
     return [each.get("bytes") if isinstance(each, dict) else each for each in values]
 
 
 class _Reporting:
-    """A file that reports each read."""
+    """A file that reports each read. failed: whether one has failed."""
 
     def __init__(self, file: Any, progress: "Callable[[], None]") -> None:
-        self._file, self._progress = file, progress
+        self._file, self._progress, self.failed = file, progress, False
 
     def read(self, size: int = -1) -> bytes:
-        data: bytes = self._file.read(size)
+        try:
+            data: bytes = self._file.read(size)
+        except BaseException:
+            self.failed = True
+            raise
         self._progress()
         return data
 
@@ -586,17 +592,27 @@ class _Reporting:
         return getattr(self._file, name)
 
 
-def _opened(file: Any, progress: "Callable[[], None]") -> Any:
+@contextlib.contextmanager
+def _opened(file: Any, progress: "Callable[[], None]") -> Iterator[Any]:
+    """Yield a Parquet file. Raises: UnreadableFileError: if it is none, or if what is read of it is damaged."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    if file.read(len(LFS_POINTER)) == LFS_POINTER:
-        raise UnreadableFileError("it is a pointer of Git LFS: run `git lfs pull` in the repository")
-    file.seek(0)
-    try:
-        return ParquetFile(pyarrow.PythonFile(_Reporting(file, progress), "r"), buffer_size=READ_BYTES)
-    except pyarrow.ArrowInvalid as error:
-        raise UnreadableFileError(f"it is not a Parquet file: {error}") from error
+    reported = _Reporting(file, progress)
+    with file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UnreadableFileError("it is a pointer of Git LFS: run `git lfs pull` in the repository")
+        file.seek(0)
+        try:
+            parquet = ParquetFile(pyarrow.PythonFile(reported, "r"), buffer_size=READ_BYTES)
+        except pyarrow.ArrowInvalid as error:
+            raise UnreadableFileError(f"it is not a Parquet file: {error}") from error
+        try:
+            yield parquet
+        except OSError as error:  # of pyarrow too, which is no fault of the network that a later try may pass
+            if reported.failed:
+                raise
+            raise UnreadableFileError(f"it is damaged: {' '.join(str(error).split())}") from error
 
 
 def _columns(schema: Any, wanted: str) -> tuple[str, str, list[str]]:
@@ -604,10 +620,11 @@ def _columns(schema: Any, wanted: str) -> tuple[str, str, list[str]]:
     not clear."""
     from pyarrow import types
 
+    kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
     samples, numbers = {}, []
     for field in schema:
         inner = {each.name for each in field.type} if types.is_struct(field.type) else set()
-        if types.is_binary(field.type) or types.is_large_binary(field.type):
+        if any(is_kind(field.type) for is_kind in kinds):
             samples[field.name] = field.name
         elif "bytes" in inner:
             samples[field.name] = f"{field.name}.bytes"
