@@ -15,7 +15,7 @@ import contextlib
 import io
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -66,17 +66,17 @@ def decode_sized(data: bytes, short_side: int | None = None) -> tuple[npt.NDArra
         ValueError: if Pillow is set to accept damaged images.
     """
     with _opened(data) as image:
-        orientation, stored = _orientation(image), image.size  # the conversion may drop the orientation
+        turned, stored = _orientation(image), image.size  # the conversion may drop the orientation
         wanted = stored if short_side is None else scaled(stored, short_side)
         if wanted != stored:
             # libjpeg scales by 1/2, 1/4, 1/8 while it decodes, which takes less time
             image.draft(None, (DRAFT * wanted[0], DRAFT * wanted[1]))
-        pixels = _plain_jpeg(image, data) if orientation == 1 else None
+        pixels = _plain_jpeg(image, data) if turned == 1 else None
         if pixels is None:
-            pixels = np.array(_upright(_rgb(image), orientation))
-    pixels = resized(pixels, *_upright_size(wanted, orientation))  # an error of torch's is not the image's
+            pixels = np.array(_upright(_rgb(image), turned))
+    pixels = resized(pixels, *_upright_size(wanted, turned))  # an error of torch's is not the image's
     pixels.flags.writeable = False
-    return pixels, *_upright_size(stored, orientation)
+    return pixels, *_upright_size(stored, turned)
 
 
 def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[np.uint8]:
@@ -98,8 +98,14 @@ def probe(data: bytes) -> tuple[int, int]:
         UndecodableError: if the bytes are not an image.
     """
     with _opened(data) as image:
-        orientation = _orientation(image)  # first: it may change the size
-        return _upright_size(image.size, orientation)
+        turned = _orientation(image)  # first: it may change the size
+        return _upright_size(image.size, turned)
+
+
+def orientation(data: bytes) -> int:
+    """Return the EXIF orientation of a JPEG, 1 to 8."""
+    with _opened(data) as image:
+        return _orientation(image)
 
 
 def scaled(size: tuple[int, int], short_side: int) -> tuple[int, int]:
@@ -192,7 +198,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of the pixels. Loads the image, unless it is a JPEG, which `draft` may scale later."""
+    """Return the EXIF orientation of the pixels. Loads the image, unless it is a JPEG, for `draft`."""
     if image.format not in ("JPEG", "MPO"):
         image.load()  # finds an orientation behind the pixels (PNG), or turns the image upright (TIFF)
     try:

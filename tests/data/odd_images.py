@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from PIL import Image
@@ -18,16 +18,16 @@ WITHOUT_IMAGES = {"EPS", "PDF", "PALM", "BUFR", "GRIB", "HDF5", "WMF", "SPIDER"}
 COMMON = ["JPEG", "PNG", "TIFF", "WEBP"]
 
 
-def formats() -> list[str]:
+def known_formats() -> list[str]:
     Image.init()
     return sorted(set(Image.SAVE) - WITHOUT_IMAGES)
 
 
-def odd_image(rng: random.Random) -> bytes:
+def odd_image(rng: random.Random, formats: Sequence[str] = ()) -> bytes:
     """Return a complete image file of a random format, mode, size, orientation and compression."""
-    known = formats()
+    chosen = formats or (COMMON if rng.random() < 0.5 else known_formats())
     while True:
-        format = rng.choice(COMMON if rng.random() < 0.5 else known)
+        format = rng.choice(chosen)
         image = _in_mode(rng, rng.choice(MODES))
         buffer = io.BytesIO()
         try:
@@ -44,7 +44,9 @@ def _in_mode(rng: random.Random, mode: str) -> Image.Image:
         if mode in ("P", "L", "RGB") and rng.random() < 0.3:
             converted.info["transparency"] = 3 if mode != "RGB" else (1, 2, 3)
         return converted
-    gray = np.asarray(image.convert("L")).astype(np.float64) * rng.choice([1 / 255, 1, 4, 257, 70000]) - rng.choice([0, 9])
+    gray = np.asarray(image.convert("L")).astype(np.float64) * rng.choice([1 / 255, 1, 4, 257, 70000]) - rng.choice(
+        [0, 9]
+    )
     if mode == "F":
         return Image.fromarray(gray.astype(np.float32))
     if mode == "I":

@@ -8,8 +8,8 @@ from __future__ import annotations
 import io
 import os
 import random
-import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,3 +83,27 @@ def test_decoder_damaged_images_refused_or_equal_pillow() -> None:
     for name, rng in inputs("damaged"):
         data = damaged(odd_image(rng), rng)
         assert same(ours(data), reference(data)), name
+
+
+def test_dali_random_jpeg_files_equal_the_decoder() -> None:
+    """Complete and damaged files, of which Pillow accepts some; DALI decodes them with other rounding."""
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    from nvidia.dali import fn, pipeline_def, types
+
+    from lightning_sparse.data.pipeline.dali import readable_by_dali
+
+    @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1, exec_dynamic=True)  # type: ignore[untyped-decorator]
+    def decoder() -> Any:
+        files = fn.external_source(name="files", no_copy=True, dtype=types.UINT8, ndim=1)
+        return fn.decoders.image(files, device="cpu", output_type=types.RGB)
+
+    pipe = decoder()
+    pipe.build()
+    for name, rng in inputs("dali"):
+        data = odd_image(rng, ["JPEG", "JPEG", "JPEG", "MPO", "PNG"])
+        data = damaged(data, rng) if rng.random() < 0.5 else data
+        if (expected := ours(data)) is not None:
+            (found,) = pipe.run(files=[readable_by_dali(np.frombuffer(data, np.uint8))])
+            pixels = np.asarray(found[0]).astype(int)
+            assert pixels.shape == expected.shape, name
+            assert np.abs(pixels - expected).max() <= 3, name
