@@ -226,7 +226,7 @@ def orders() -> Digests:
                 parts += [plan.steps, plan.padding]
                 parts += [plan.batch(step, *rank) for step in range(plan.steps) for rank in ranks]
                 owners = labels * 7919 % 211 % len(devices)
-                parts += [evaluation_batches(labels[:50], owners, config, *rank) for rank in ranks]
+                parts += [evaluation_batches(labels[:50], owners, config, *rank, pairs=True) for rank in ranks]
             found[f"order {shuffle} {devices}"] = digest_of(parts)
     return found
 

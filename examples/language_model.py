@@ -134,7 +134,8 @@ class LanguageModel(pl.LightningModule):
         self._began = None
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_bits", self._bits(self.loss(batch)), prog_bar=True, sync_dist=True)
+        targets = int((batch[1] >= 0).sum())  # of which windows have different numbers if they are packed
+        self.log("val_bits", self._bits(self.loss(batch)), prog_bar=True, sync_dist=True, batch_size=targets)
 
     def _bits(self, nats: Tensor) -> Tensor:
         bits: Tensor = nats.detach() / math.log(2) / self.hparams["bytes_per_token"]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.distributed import ReduceOp
 
 from lightning_sparse.data.cache.counts import metrics
 from lightning_sparse.data.config import CacheConfig, ImageOptions, SampleOptions, options_of, with_options_of
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
         def __init__(self) -> None: ...
 else:
     _Host = object
+
+_MEANS = ("mean", "avg", ReduceOp.AVG)
+
+
+class _ExactMeans:
+    """`Strategy.reduce` of Lightning that does not round means of whole numbers."""
+
+    def __init__(self, reduce: Callable[..., Any]) -> None:
+        self._reduce = reduce
+
+    def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in _MEANS:
+            # the type of Lightning's sums, so that means of both are rounded alike
+            tensor = tensor.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+        return self._reduce(tensor, group, reduce_op)
 
 
 class DataModuleMixin(_Host):
@@ -93,6 +109,15 @@ class DataModuleMixin(_Host):
         device: torch.device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         return device
 
+    def _average_exactly(self) -> None:
+        """Average the metrics of `self.log(..., sync_dist=True)` by the number of samples of each rank.
+
+        Lightning divides a mean of sums by a mean of counts, which it rounds down: a model that is always right has an
+        accuracy above 1 if ranks have 19 and 18 samples.
+        """
+        if self.trainer is not None and not isinstance(self.trainer.strategy.reduce, _ExactMeans):
+            self.trainer.strategy.reduce = _ExactMeans(self.trainer.strategy.reduce)
+
     @property
     def _fixed(self) -> bool:
         """Whether every epoch has the samples of epoch 0."""
@@ -136,6 +161,7 @@ class CachedMixin(DataModuleMixin):
 
     def setup(self, stage: str) -> None:
         """Open the session. The process group exists, if the run uses one."""
+        self._average_exactly()
         self._open(stage)
         self._num_classes = self._opened().check_classes(self._num_classes) or None
 

@@ -1,9 +1,10 @@
 """The image decoder: bytes -> RGB uint8. The cache decodes every file before it keeps it, which also validates it.
 
-Pillow reads all formats found in image folders and decodes JPEG to the same bits as DALI and libjpeg-turbo. simplejpeg,
-if it is installed, makes these bits in less time, and torch resizes faster than Pillow, to the same bits with and
-without vector instructions. The result depends on the bytes and the arguments only: gray, palette, CMYK and 16-bit
-images become RGB, images with an EXIF orientation are turned upright, transparency is dropped.
+Pillow decides which files are images, and decodes JPEG to the same bits as DALI and libjpeg-turbo. simplejpeg, if it is
+installed, makes these bits in less time, and torch resizes faster than Pillow, to the same bits with and without vector
+instructions. The result depends on the bytes and the arguments only. It is `ImageOps.exif_transpose(image)` and then
+`convert("RGB")`, which drops transparency and clips gray values of 32 bits and floating-point numbers to 0 to 255. Gray
+values of 12 and 16 bits keep their upper 8 bits, as Pillow does for colors of 16 bits; `convert` would clip them, too.
 
 The disk tier stores `decoder_id()` with each file, because what can be decoded differs between versions.
 """
@@ -14,7 +15,7 @@ import contextlib
 import io
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +30,9 @@ except (ImportError, ValueError):  # not installed, or compiled for another nump
 if TYPE_CHECKING:
     from PIL import Image
 
-# Formats found in image folders. Pillow's other parsers stay unused.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 DRAFT = 2  # what libjpeg scales down is at least this many times the size that is wanted, which is resized then
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
-_ORIENTATION = 0x0112
+_ORIENTATION, _BITS_PER_SAMPLE = 0x0112, 0x0102
 
 
 class UndecodableError(ValueError):
@@ -46,7 +44,7 @@ def decoder_id() -> int:
     import PIL
 
     # Not simplejpeg's, whose bits are Pillow's, nor torch's: pixels are not on disk.
-    return zlib.crc32(f"pillow {PIL.__version__}, draft 2x, bilinear".encode())
+    return zlib.crc32(f"pillow {PIL.__version__}, all formats, draft 2x, bilinear".encode())
 
 
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
@@ -65,19 +63,20 @@ def decode_sized(data: bytes, short_side: int | None = None) -> tuple[npt.NDArra
 
     Raises:
         UndecodableError: if the bytes are not a complete image.
+        ValueError: if Pillow is set to accept damaged images.
     """
     with _opened(data) as image:
-        orientation, stored = _orientation(image), image.size  # the conversion may drop the orientation
+        turned, stored = _orientation(image), image.size  # the conversion may drop the orientation
         wanted = stored if short_side is None else scaled(stored, short_side)
         if wanted != stored:
             # libjpeg scales by 1/2, 1/4, 1/8 while it decodes, which takes less time
             image.draft(None, (DRAFT * wanted[0], DRAFT * wanted[1]))
-        pixels = _plain_jpeg(image, data) if orientation == 1 else None
+        pixels = _plain_jpeg(image, data) if turned == 1 else None
         if pixels is None:
-            pixels = np.array(_upright(_rgb(image), orientation))
-    pixels = resized(pixels, *_upright_size(wanted, orientation))  # an error of torch's is not the image's
+            pixels = np.array(_upright(_rgb(image), turned))
+    pixels = resized(pixels, *_upright_size(wanted, turned))  # an error of torch's is not the image's
     pixels.flags.writeable = False
-    return pixels, *_upright_size(stored, orientation)
+    return pixels, *_upright_size(stored, turned)
 
 
 def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[np.uint8]:
@@ -93,13 +92,20 @@ def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArr
 
 
 def probe(data: bytes) -> tuple[int, int]:
-    """Return (height, width) of the upright image, from its header.
+    """Return (height, width) of the upright image, of a JPEG from its header.
 
     Raises:
         UndecodableError: if the bytes are not an image.
     """
     with _opened(data) as image:
-        return _upright_size(image.size, _orientation(image))
+        turned = _orientation(image)  # first: it may change the size
+        return _upright_size(image.size, turned)
+
+
+def orientation(data: bytes) -> int:
+    """Return the EXIF orientation of a JPEG, 1 to 8."""
+    with _opened(data) as image:
+        return _orientation(image)
 
 
 def scaled(size: tuple[int, int], short_side: int) -> tuple[int, int]:
@@ -119,14 +125,19 @@ def scaled(size: tuple[int, int], short_side: int) -> tuple[int, int]:
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
     """Open an image; raise UndecodableError for all errors of the block."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageFile, UnidentifiedImageError
 
+    if ImageFile.LOAD_TRUNCATED_IMAGES:
+        raise ValueError(
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is True, so Pillow makes pixels up for damaged files. The cache keeps "
+            "complete images only: remove this setting, and use on_corrupt='skip' to replace damaged files."
+        )
     if not data:
         raise UndecodableError("the file is empty")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise UndecodableError(f"{image.width} x {image.height} pixels, over the limit of {MAX_PIXELS:,}")
+        with Image.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":
+                raise UndecodableError("the file is a PostScript program: convert it to an image of pixels")
             yield image
     except (UndecodableError, MemoryError):  # a file is not corrupt because memory is short
         raise
@@ -151,27 +162,19 @@ def _plain_jpeg(image: Image.Image, data: bytes) -> npt.NDArray[np.uint8] | None
 def _rgb(image: Image.Image) -> Image.Image:
     from PIL import Image
 
-    if image.mode.startswith("I") or image.mode == "F":  # convert() would clip instead of scaling
-        has_16_bits = image.mode.startswith("I;16") or image.format in ("PNG", "PPM")
-        image = Image.fromarray(_eight_bits(np.asarray(image), 16 if has_16_bits else None))
+    image.load()
+    if bits := _gray_bits(image):
+        image = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
-def _eight_bits(values: npt.NDArray[Any], bits: int | None) -> npt.NDArray[np.uint8]:
-    """Scale gray values to 8 bits.
-
-    Args:
-        bits: of a value; None for TIFF files of 32 bits, which do not tell their range: the smallest that has all
-            values, of 8, 16, 24 and 32 bits, or [0, 1] for floating-point numbers.
-    """
-    if values.dtype.kind == "f":
-        values = np.nan_to_num(values)
-        return (values * (255 if values.max() <= 1 else 1)).clip(0, 255).astype(np.uint8)
-    if bits is None:
-        bits = max(8, -(-int(values.max()).bit_length() // 8) * 8)
-    return (values.astype(np.int64) >> (bits - 8)).clip(0, 255).astype(np.uint8)
+def _gray_bits(image: Image.Image) -> int:
+    """Return the number of bits of a gray value if they are 12 or 16, else 0."""
+    if image.format == "TIFF" and image.mode.startswith("I;16"):
+        return int(image.tag_v2[_BITS_PER_SAMPLE][0])  # type: ignore[attr-defined]
+    return 16 if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")) else 0
 
 
 def _upright_size(size: tuple[int, int], orientation: int) -> tuple[int, int]:
@@ -195,8 +198,11 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of the pixels. Loads the image, unless it is a JPEG, for `draft`."""
+    if image.format not in ("JPEG", "MPO"):
+        image.load()  # finds an orientation behind the pixels (PNG), or turns the image upright (TIFF)
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # a corrupt EXIF block does not make the image unusable
         return 1
-    return value if isinstance(value, int) else 1
+    return int(value) if value in range(1, 9) else 1

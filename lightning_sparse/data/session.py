@@ -32,7 +32,7 @@ from lightning_sparse.data.peers.protocol import node_address, reachable
 from lightning_sparse.data.pipeline.batch import Pipeline
 from lightning_sparse.data.pipeline.images import choose_backend, has_dali, image_pipeline
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches
+from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches, repeated
 from lightning_sparse.data.pipeline.workers import WorkerPipeline
 from lightning_sparse.data.rng import bits, shuffled
 from lightning_sparse.data.sample import Format
@@ -320,7 +320,16 @@ class Session:
                 f"there are no samples to validate on: {self._no_val} Add val/<class>/<image>, or validate on a fixed "
                 f"fraction of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
             )
-        batches = evaluation_batches(subset.samples, subset.store.owners, self.sampler_config, *self._rank)
+        config, count = self.sampler_config, len(subset.samples)
+        pairs = isinstance(
+            self.options.samples, ImageOptions
+        )  # of equal size; other samples may not fit into one batch
+        if not pairs and (twice := repeated(count, config)):
+            self.log_once(
+                f"batch_size=1: {twice} of {count:,} samples are evaluated twice, so that all ranks have the same "
+                "number of batches. Use batch_size=2 or more for exact metrics."
+            )
+        batches = evaluation_batches(subset.samples, subset.store.owners, config, *self._rank, pairs=pairs)
         sizes = self.options.sizes
         loader = EvalLoader(
             batches,
@@ -391,7 +400,11 @@ class Session:
             cores = max(1, min(_MAX_THREADS, share))
             options = self.options.samples
             if isinstance(options, ImageOptions):
-                batch, threads, about = self.options.batch_size, options.threads or cores, ""
+                batch, threads, about = (
+                    max(2, self.options.batch_size),
+                    options.threads or cores,
+                    "",
+                )  # 2: in an evaluation
                 made: Pipeline = image_pipeline(store, options, batch_size=batch, threads=threads, device=self.device)
             else:
                 workers = cores if options.workers is None else options.workers

@@ -187,6 +187,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             DataError: if storage or the cache folder cannot be used.
         """
         show_log_lines()
+        self._average_exactly()
         self._close()
         self._topology = topology = find_topology(*self._position)
         if len(set(on_all_ranks(lambda: tuple(path in self._sources for path in self._all_paths)))) > 1:
@@ -315,7 +316,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         stream, topology = self._opened(split)
         rank = (topology.node_index, topology.device_index)
         samples = np.arange(len(stream))
-        batches = evaluation_batches(samples, samples % topology.num_nodes, self._sampler(topology), *rank)
+        batches = evaluation_batches(samples, samples % topology.num_nodes, self._sampler(topology), *rank, pairs=True)
         return self._replace(split, EvalLoader(batches, TokenPipeline(stream, pin=self._device.type == "cuda")))
 
     def _sampler(self, topology: Topology) -> SamplerConfig:

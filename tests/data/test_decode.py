@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import subprocess
 import sys
 import zlib
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 from lightning_sparse.data.decode import UndecodableError, _plain_jpeg, decode, decoder_id, probe, scaled
 from tests.data.small import jpeg, picture
@@ -72,21 +73,66 @@ def test_sixteen_bits_of_gray_are_scaled() -> None:
     assert np.array_equal(decode(encoded(Image.fromarray(values)))[..., 0], (values >> 8).astype(np.uint8))
 
 
-@pytest.mark.parametrize("bits", [8, 16, 24, 31])
-def test_thirty_two_bits_of_gray_are_scaled_from_the_range_they_have(bits: int) -> None:
-    """Scientific TIFF files often keep values of 8 or 12 bits in them; as 32 bits they would all be black."""
-    values = np.linspace(0, 2**bits - 1, 40 * 60).reshape(40, 60).astype(np.int32)
-    expected = (values.astype(np.int64) >> (max(8, -(-bits // 8) * 8) - 8)).astype(np.uint8)
-    found = decode(encoded(Image.fromarray(values), "TIFF"))[..., 0]
-    assert np.array_equal(found, expected)
-    assert found.max() > 100
+def test_decoder_tiff_of_twelve_bits_keeps_the_upper_eight() -> None:
+    """Pillow reads such files and does not write them."""
+    values = np.linspace(0, 4095, 40 * 60).astype(np.uint16)
+    packed = np.empty((len(values) // 2, 3), np.uint8)
+    packed[:, 0], packed[:, 2] = values[::2] >> 4, values[1::2] & 255
+    packed[:, 1] = (values[::2] & 15) << 4 | values[1::2] >> 8
+    tags = [(256, 60), (257, 40), (258, 12), (259, 1), (262, 1), (273, 122), (277, 1), (278, 40), (279, packed.size)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    data = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + packed.tobytes()
+    assert np.array_equal(decode(data)[..., 0].ravel(), values >> 4)
 
 
-@pytest.mark.parametrize("most", [1.0, 255.0])
-def test_floating_point_gray_is_scaled(most: float) -> None:
-    values = np.linspace(0, most, 40 * 60).reshape(40, 60).astype(np.float32)
-    found = decode(encoded(Image.fromarray(values), "TIFF"))[..., 0]
-    assert np.abs(found - values * (255 / most)).max() <= 1
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+@pytest.mark.parametrize("largest", [1, 200, 4095, 2**31 - 256])
+def test_decoder_gray_of_32_bits_follows_one_rule_for_all_images(kind: type, largest: int) -> None:
+    values = np.linspace(-largest / 7, largest, 40 * 60).reshape(40, 60).astype(kind)
+    found = decode(encoded(Image.fromarray(values), "TIFF"))
+    assert np.array_equal(found, np.repeat(values.clip(0, 255).astype(np.uint8)[..., None], 3, axis=2))
+
+
+def test_decoder_png_with_a_flipped_bit_refused_wherever_pillow_refuses() -> None:
+    whole, refused = encoded(picture(4, 13, 17)), 0
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        try:
+            with Image.open(io.BytesIO(bytes(data))) as image:
+                expected = np.asarray(image.convert("RGB")).tobytes()
+        except Exception:
+            refused += 1
+            with pytest.raises(UndecodableError):
+                decode(bytes(data))
+        else:
+            assert decoded(bytes(data), 1000) == expected
+    assert refused > len(whole) / 2
+
+
+def test_decoder_setting_for_truncated_images_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(ValueError, match="LOAD_TRUNCATED_IMAGES is True.*on_corrupt='skip'") as raised:
+        decode(jpeg(1))
+    assert not isinstance(raised.value, UndecodableError)
+
+
+def test_decoder_postscript_is_not_run() -> None:
+    with pytest.raises(UndecodableError, match="PostScript program"):
+        decode(encoded(picture(1), "EPS"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("tags", ["exif", "xmp"])
+def test_decoder_tiff_with_an_orientation_turned_once(orientation: int, tags: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    xmp = b'<x tiff:Orientation="%d"/>' % orientation
+    data = encoded(picture(5), "TIFF", **{"exif": exif} if tags == "exif" else {"xmp": xmp})
+    with Image.open(io.BytesIO(data)) as image:
+        upright = np.asarray(image.convert("RGB"))  # Pillow turns TIFF files itself
+    assert np.array_equal(decode(data), upright)
+    assert probe(data) == upright.shape[:2]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -20,6 +20,7 @@ from lightning_sparse.data.pipeline.sampler import (
     SamplerConfig,
     assign,
     evaluation_batches,
+    repeated,
 )
 from lightning_sparse.data.rng import bits, shuffled, uniform
 from tests.data.fits import global_batch
@@ -235,30 +236,32 @@ def test_a_segment_survives_a_checkpoint() -> None:
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 90), configs)
-def test_evaluation_sees_everything_and_every_rank_has_as_many_batches(count: int, config: SamplerConfig) -> None:
+@given(st.integers(1, 90), configs, st.booleans())
+def test_evaluation_any_count_sees_each_sample_once(count: int, config: SamplerConfig, pairs: bool) -> None:
     home = owners(np.arange(count) % 5, config.num_nodes, seed=7)
     batches = [
-        [each.tolist() for each in evaluation_batches(np.arange(count), home, config, node, device)]
+        [each.tolist() for each in evaluation_batches(np.arange(count), home, config, node, device, pairs=pairs)]
         for node, devices in enumerate(config.devices)
         for device in range(devices)
     ]
     assert len({len(each) for each in batches}) == 1
-    assert all(0 < len(batch) <= config.batch_size for each in batches for batch in each)
+    largest = max(2, config.batch_size) if pairs else config.batch_size
+    assert all(0 < len(batch) <= largest for each in batches for batch in each)
     times = Counter(sample for each in batches for batch in each for sample in batch)
+    ranks = sum(config.devices)
     assert set(times) == set(range(count))
-    assert sum(times.values()) - count < sum(config.devices)
-    assert max(times.values()) <= 2 or count < sum(config.devices) / 2
+    twice = 0 if pairs else repeated(count, config)
+    assert sorted(times.values()) == [1] * (count - twice) + [2] * twice if count >= ranks else [ranks] * count
+    assert max(times.values()) <= (2 if twice else 1) or count < ranks
 
 
-def test_ranks_of_a_node_repeat_different_samples() -> None:
-    """Of 130 samples on 2 x 2, both ranks of a node have 32, and 33 others in batches of 32 need a second one."""
+def test_evaluation_rank_without_a_sample_for_the_last_batch_moves_one() -> None:
+    """Of 130 samples on 2 x 2, two ranks have 33 in batches of 32, and the other two have 32."""
     config, home = SamplerConfig(batch_size=32, devices=(2, 2)), np.arange(130) % 2
     ranks = [(node, device) for node in range(2) for device in range(2)]
-    batches = [np.concatenate(evaluation_batches(np.arange(130), home, config, *rank)) for rank in ranks]
-    times = Counter(np.concatenate(batches).tolist())
-    assert sorted(times.values())[-3:] == [1, 2, 2]
-    assert len(times) == 130
+    batches = [evaluation_batches(np.arange(130), home, config, *rank, pairs=True) for rank in ranks]
+    sizes = sorted([len(batch) for batch in each] for each in batches)
+    assert sizes == [[31, 1], [31, 1], [32, 1], [32, 1]]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

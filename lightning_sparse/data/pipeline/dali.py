@@ -28,11 +28,14 @@ from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.config import ImageOptions
-from lightning_sparse.data.decode import decode
+from lightning_sparse.data.decode import decode, orientation
 from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, prepare
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.sample import SampleReader
 
+_SCAN, _APP1 = 0xDA, 0xE1  # markers of JPEG
+_FRAMES = {0xC0, 0xC1, 0xC2}  # Huffman codes: sequential or progressive
+_EXIF = b"\xff\xe1\0\x22Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0"  # up to the orientation
 _PREFETCH = 2  # batches in each of the two queues: samples read, batches made
 
 
@@ -139,28 +142,41 @@ def cropped(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
 
 
 def readable_by_dali(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return JPEG files of one or three components unchanged, all others (CMYK, GIF, PNG with a palette, ...) as PPM.
+    """Return JPEG files of one or three components, and all others (CMYK, GIF, PNG with a palette, ...) as PPM.
 
-    A file that DALI cannot read would end its pipeline.
+    A file that DALI cannot read would end its pipeline. DALI finds the orientation in other places than Pillow, so the
+    EXIF blocks of a JPEG are replaced by one with the orientation that Pillow finds.
     """
-    if jpeg_components(file.data) in (1, 3):
+    segments = jpeg_segments(file.data)
+    frame = next((begin for kind, begin, _ in segments if kind in _FRAMES), None)
+    if frame is None or file[frame + 9] not in (1, 3):
+        pixels = decode(file.tobytes())
+        header = f"P6\n{pixels.shape[1]} {pixels.shape[0]}\n255\n".encode()
+        return np.concatenate([np.frombuffer(header, np.uint8), pixels.reshape(-1)])
+    if all(kind != _APP1 for kind, *_ in segments):
         return file
-    pixels = decode(file.tobytes())
-    header = f"P6\n{pixels.shape[1]} {pixels.shape[0]}\n255\n".encode()
-    return np.concatenate([np.frombuffer(header, np.uint8), pixels.reshape(-1)])
+    kept = [file[begin:end] for kind, begin, end in segments if kind != _APP1]
+    block = np.frombuffer(_EXIF + bytes([orientation(file.tobytes()), 0, 0, 0, 0, 0, 0]), np.uint8)
+    return np.concatenate([file[:2], block, *kept, file[segments[-1][2] :]])
 
 
-def jpeg_components(file: memoryview) -> int:
-    """Return the number of components of a JPEG, from its frame header; 0 if it is not a JPEG."""
-    if bytes(file[:2]) != b"\xff\xd8":
-        return 0
-    position = 2
-    while position + 9 < len(file) and file[position] == 0xFF:
+def jpeg_segments(file: memoryview) -> list[tuple[int, int, int]]:
+    """Return (marker, begin, end) of the segments of a JPEG up to its first scan; [] if it is not a sound JPEG."""
+    segments: list[tuple[int, int, int]] = []
+    position = 2 if bytes(file[:2]) == b"\xff\xd8" else len(file)
+    while position + 10 <= len(file) and file[position] == 0xFF:
         kind = file[position + 1]
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            return file[position + 9]
-        position += 1 if kind == 0xFF else 2 + int.from_bytes(file[position + 2 : position + 4], "big")
-    return 0
+        if kind == 0xFF:  # fills a gap
+            position += 1
+            continue
+        if kind == _SCAN:
+            return segments
+        if kind < 0xC0 or 0xD0 <= kind < _SCAN:  # a marker that no header has
+            return []
+        end = position + 2 + int.from_bytes(file[position + 2 : position + 4], "big")
+        segments.append((kind, position, end))
+        position = end
+    return []
 
 
 def _inputs(prepared: PreparedBatch, store_format: str) -> dict[str, Any]:

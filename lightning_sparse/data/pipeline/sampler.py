@@ -293,22 +293,35 @@ def _counts(owners: NDArray[Any], nodes: int) -> NDArray[np.int64]:
 
 
 def evaluation_batches(
-    samples: Indices, owners: NDArray[np.int64], config: SamplerConfig, node: int, device: int
+    samples: Indices, owners: NDArray[np.int64], config: SamplerConfig, node: int, device: int, *, pairs: bool
 ) -> list[Indices]:
-    """Return the batches of a rank for an evaluation, which sees each sample once, without shuffling.
+    """Return the batches of a rank for an evaluation, without shuffling. All ranks have the same number of batches.
 
-    Ranks differ by at most one sample, so their last batches may differ, too. If a rank has no sample for the last
-    batch, it repeats one, each rank another: at most P - 1 samples are seen twice on P ranks. Only if there are fewer
-    than P / 2, some are seen more often.
+    All ranks together see each sample once, so means over samples equal those of one device. Fewer samples than ranks:
+    each rank sees all samples. Ranks differ by at most one sample; a rank that would have none for the last batch
+    moves one there from the batch before.
+
+    Args:
+        pairs: with batch_size=1, add the last sample of a longer share to the batch before. If False, ranks of shorter
+            shares see their first sample twice.
     """
+    shares = np.bincount(np.arange(len(samples)) % sum(config.devices), minlength=sum(config.devices))
+    if shares.min() == 0:
+        mine, most = samples, len(samples)
+    else:
+        capacity = np.add.reduceat(shares, np.cumsum([0, *config.devices[:-1]]))
+        own = samples[assign(owners[samples], capacity) == node]
+        mine, most = own[device :: config.devices[node]], int(shares.max())
+    steps = -(-most // config.batch_size)
+    if pairs and steps > len(samples) // sum(config.devices) > 0:
+        steps -= 1
+    elif steps > len(mine):
+        mine = np.append(mine, mine[0])
+    cuts = np.arange(1, steps) * config.batch_size
+    return np.split(mine, np.minimum(cuts, len(mine) - 1))
+
+
+def repeated(count: int, config: SamplerConfig) -> int:
+    """Return how many of `count` samples an evaluation without pairs sees twice."""
     ranks = sum(config.devices)
-    shares = np.bincount(np.arange(len(samples)) % ranks, minlength=ranks)
-    first_rank = np.cumsum([0, *config.devices])
-    capacity = np.add.reduceat(shares, first_rank[:-1])
-    own = samples[assign(owners[samples], capacity) == node]
-    mine = own[device :: config.devices[node]]
-    steps = -(-int(shares.max()) // config.batch_size)
-    if len(mine) <= (steps - 1) * config.batch_size:
-        rank = int(first_rank[node]) + device
-        mine = np.append(mine, mine[0] if len(mine) else samples[rank % len(samples)])
-    return [mine[step * config.batch_size : (step + 1) * config.batch_size] for step in range(steps)]
+    return -count % ranks if config.batch_size == 1 and count > ranks else 0
