@@ -22,7 +22,7 @@ TEXT_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".tar", ".parquet")
 _OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _READ = 1 << 17  # bytes of a document that are read at a time
 _ROWS = 64
-UNREADABLE = (  # what readers of formats raise for contents that are not what their name says
+UNREADABLE = (  # errors of the readers for damaged contents and wrong suffixes
     *(ValueError, KeyError, TypeError, AttributeError, RecursionError),
     *(tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError),
 )
@@ -41,8 +41,7 @@ class Document(NamedTuple):
 
 
 def text_suffix(name: str) -> str:
-    """Return the suffix that says how to read a shard, in lower case and without that of its compression; "" if it is
-    no shard of text."""
+    """Return the suffix of a text shard in lower case, without the suffix of its compression; "" for other files."""
     path = PurePosixPath(name.lower())
     is_compressed = path.suffix in _OPENERS
     suffix = PurePosixPath(path.stem).suffix if is_compressed else path.suffix
@@ -50,11 +49,13 @@ def text_suffix(name: str) -> str:
 
 
 def documents(name: str, file: BinaryIO) -> Iterator[Document]:
-    """Yield the documents of a shard: of ``.txt`` the whole, of ``.jsonl`` and ``.ndjson`` the field `text` of each
-    line, of ``.tar`` its members ``.txt`` and ``.json``, of ``.parquet`` the column `text`. ``.gz``, ``.bz2`` and
-    ``.xz`` are decompressed.
+    """Yield the documents of a shard, after decompressing ``.gz``, ``.bz2`` and ``.xz``.
 
-    If the shard is not what its name says, the last document raises the error.
+    A ``.txt`` file is one document. Each line of ``.jsonl`` and ``.ndjson`` has a document in its field `text`, and
+    each row of ``.parquet`` in its column `text`. In ``.tar``, each member is a document: a ``.txt`` file, or the field
+    `text` of a ``.json`` file.
+
+    If the contents are damaged or do not match the suffix, reading the last document raises the error.
 
     Raises:
         ImportError: if pyarrow is missing.
@@ -75,11 +76,11 @@ def documents(name: str, file: BinaryIO) -> Iterator[Document]:
                 place = document.place
                 yield document
         except UNREADABLE as error:
-            yield Document(f"what follows {place}", _failing(error))
+            yield Document(f"the data after {place}", _failing(error))
 
 
 def _failing(error: Exception) -> Iterator[bytes]:
-    """Raise an error where the document is read."""
+    """Raise the error when the document is read."""
     for each in (error,):
         raise each
     yield b""
