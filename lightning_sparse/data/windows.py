@@ -70,9 +70,9 @@ class TokenStream:
         for each in files:
             if each.end is None or each.end != files[0].end:
                 raise ValueError(
-                    f"{self.corpus.path}: documents={self.documents!r} needs the same id at the end of each document in "
-                    f'all files, but {each.path.name} has end={each.end}: write "end": ID into its JSON file, or use a '
-                    "tokenizer that has such an id."
+                    f"{self.corpus.path}: documents={self.documents!r} needs the same id at the end of all documents, "
+                    f'but {each.path.name} has end={each.end}: write "end": ID into its JSON file, or use a tokenizer '
+                    "that has such an id."
                 )
 
     @property
