@@ -80,7 +80,7 @@ def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> N
         prepare([tmp_path / "a.txt"], tmp_path / "a", end=256)
     prepare([tmp_path / "a.txt"], tmp_path / "ended", vocab_size=257, end=256)
     prepare([tmp_path / "a.txt"], tmp_path / "other", vocab_size=257, end=5)
-    with pytest.raises(ValueError, match=r"the same in all files, and other\.bin has 5"):
+    with pytest.raises(ValueError, match=r"the same id at the end of all documents, but other\.bin has end=5"):
         TokenStream(Corpus("", token_files([tmp_path / "ended.bin", tmp_path / "other.bin"])), 1, "separate")
 
 
