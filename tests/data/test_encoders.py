@@ -68,7 +68,7 @@ def test_tokenizer_config_names_the_end_token(words: Any, tmp_path: Path) -> Non
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         assert saved(words, tmp_path).end == 4
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    with pytest.raises(ValueError, match=r"tokenizer.json has no token '<end>': put a tokenizer_config.json beside it"):
+    with pytest.raises(ValueError, match=r"tokenizer.json has no token '<end>': put a tokenizer_config.json, as"):
         saved(words, tmp_path)
 
 
