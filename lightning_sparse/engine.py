@@ -266,7 +266,7 @@ class Engine(ABC):
         return
 
     def average_changes(self) -> None:
-        """If nodes changed the global weights differently, show the mean. Every rank calls it."""
+        """If nodes changed the global weights differently, replace them by their mean. Every rank calls it."""
         return
 
     @contextmanager

@@ -73,11 +73,11 @@ def default_store() -> Store:
 
 
 def nccl_options(parent: Any, max_ctas: int, timeout: timedelta | None) -> Any:
-    """Return the options of a new NCCL group: those of another group, but at most so many blocks of a kernel.
+    """Return the options of a parent group for a new NCCL group, with at most `max_ctas` blocks per kernel.
 
     Args:
-        parent: the group, which has an NCCL backend.
-        timeout: that the new group is given; torch warns of options that have another one. None: NCCL's own.
+        parent: a group with an NCCL backend.
+        timeout: timeout of the new group, because torch warns if its options differ. None: the default of NCCL.
     """
     options = copy.deepcopy(parent._get_backend(torch.device("cuda")).options)
     options.config.max_ctas = max_ctas

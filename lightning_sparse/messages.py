@@ -22,17 +22,17 @@ def show_log_lines() -> None:
         log.setLevel(logging.INFO)
 
 
-def log_ignored(where: str, names: Collection[str], wanted: str) -> None:
-    """Log that files are left out, if there are any: how many, and the first names.
+def log_ignored(where: str, names: Collection[str], kind: str) -> None:
+    """Log the number and the first names of ignored files, if there are any.
 
     Args:
-        where: what contains them.
-        wanted: what is read instead, as in "images".
+        where: the folder of the files.
+        kind: kind of the files that are not ignored, such as "images".
     """
     if names:
         more = ", ..." if len(names) > SHOWN else ""
         first = ", ".join(nsmallest(SHOWN, names))
-        log.warning("%s: ignored %s file(s) that are not %s: %s%s", where, f"{len(names):,}", wanted, first, more)
+        log.warning("%s: ignored %s file(s) that are not %s: %s%s", where, f"{len(names):,}", kind, first, more)
 
 
 @contextmanager

@@ -366,14 +366,14 @@ def own_group(
     options: dict[str, Any] = {"timeout": timeout, "group_desc": f"lightning_sparse: {name}"}
     if max_ctas and "cuda:nccl" in dist.get_backend_config() and not os.environ.get("NCCL_MAX_CTAS"):
         options["pg_options"] = nccl_options(default, max_ctas, timeout)
-        if not nccl_alone:  # each backend would get the options
+        if not nccl_alone:  # otherwise each backend would get the options
             options["backend"] = "nccl"
     with waiting("at the creation of process groups"):
         if default is not None and default.bound_device_id is not None and nccl_alone:
-            # one split of the communicator for all of them
+            # one split of the communicator for all groups
             split = dist.split_group(split_ranks=cells, **options)
             return split if isinstance(split, ProcessGroup) else None
-        # all ranks create all groups, in one order
+        # all ranks create all groups, in the same order
         made = [dist.new_group(cell, **options) for cell in cells]
     return next((group for group in made if isinstance(group, ProcessGroup)), None)
 

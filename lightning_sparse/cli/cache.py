@@ -76,7 +76,7 @@ def _warm(arguments: argparse.Namespace) -> int:
         for path, reason in report.corrupt:
             print(f"  {path}: {reason}")
         for path in report.differing:
-            print(f"  {path}: the cache had other contents than the source")
+            print(f"  {path}: replaced, because the cached file differed from the source")
     corrupt = any(report.corrupt for report in reports) and arguments.on_corrupt == "raise"
     return int(corrupt or any(report.differing for report in reports))
 

@@ -18,7 +18,7 @@ from lightning_sparse.data.shards import id_suffix, local_files, shards_of
 from lightning_sparse.data.text import text_suffix
 
 _BLOCK = 1 << 22  # ids
-_KEPT_OPEN = 256  # files; more are opened for each read, because a process may not have many open
+_KEPT_OPEN = 256  # files; others are opened for each read, because open files are limited
 Ids = NDArray[Any]
 
 
@@ -33,7 +33,7 @@ def files_of(path: str | Path) -> list[TokenFile]:
     """Return the file at `path`, or all ``.bin`` below that folder, in the order of their paths.
 
     Raises:
-        ValueError: if there is none, there are shards of other kinds, a file does not match its JSON, or the files have
+        ValueError: if there is no file, a shard is of another kind, a file does not match its JSON, or the files have
             different vocabularies.
     """
     path = Path(path)
@@ -44,7 +44,9 @@ def files_of(path: str | Path) -> list[TokenFile]:
     paths = _bins_below(path) if path.is_dir() else [path]
     for each in paths:
         if each.is_symlink() and not each.exists():
-            raise ValueError(f"{each} is a link to {os.readlink(each)}, which is not there: mend or remove the link.")
+            raise ValueError(
+                f"{each} is a link to {os.readlink(each)}, which does not exist: repair or remove the link."
+            )
     if not paths or not paths[0].exists():
         raise ValueError(
             f"{path} is neither a file of token ids nor a folder with *.bin files. Write one with `lightning-sparse "
@@ -62,14 +64,14 @@ def _bins_below(folder: Path) -> list[Path]:
     for each in shards:
         if id_suffix(each.path) != ".bin":
             raise ValueError(
-                f"{folder} has {each.path}, which cannot be used in place as .bin files are: give cache_dir, a local "
-                "folder for its ids, or remove it."
+                f"{folder} has {each.path}, which cannot be used in place, because it is not a .bin file: give "
+                "cache_dir, a local folder for its ids, or remove the file."
             )
     return [folder / each.path for each in shards]
 
 
 def token_files(paths: Sequence[Path]) -> list[TokenFile]:
-    """Return files of ids of one tokenizer. Raises: ValueError: as `files_of`"""
+    """Return files with one vocabulary size. Raises: ValueError: as `files_of`"""
     files = [TokenFile.at(each) for each in paths]
     for each in files:
         if each.vocab_size != files[0].vocab_size:
@@ -81,7 +83,7 @@ def token_files(paths: Sequence[Path]) -> list[TokenFile]:
 
 
 class Corpus:
-    """The ids of files, one file after the other. Thread-safe.
+    """The concatenated ids of files. Thread-safe.
 
     Args:
         path: where the files come from.
@@ -110,7 +112,7 @@ class Corpus:
         return all(each.end is not None for each in self.files)
 
     def read(self, begin: int, count: int) -> Ids:
-        """Return ids of one file, from a position on.
+        """Return `count` ids from the position `begin`. All must be in one file.
 
         Raises:
             DataError: if an id is not in the vocabulary, or the file has become shorter.
@@ -120,8 +122,8 @@ class Corpus:
         ids = self._read(number, begin - self._begins[number], count)
         if ids.max() >= self.vocab_size:
             raise DataError(
-                f"{file.path}: id {ids.max()} is not below vocab_size={self.vocab_size}. The JSON beside it belongs to "
-                "another tokenizer, or the file is damaged."
+                f"{file.path}: id {ids.max()} is not below vocab_size={self.vocab_size}. Its JSON file belongs to "
+                "another tokenizer, or the file is damaged. Write it again."
             )
         return ids
 
@@ -142,7 +144,7 @@ class Corpus:
         return np.frombuffer(data, file.dtype)
 
     def documents(self) -> Spans:
-        """Return all documents, each with its end. The end of a file ends a document, too. Reads all ids."""
+        """Read all ids, and return all documents, each with its end. The end of a file also ends a document."""
         ends = [self._document_ends(number) for number in range(len(self.files))]
         all_ends = np.concatenate(ends)
         begins = np.concatenate([[0], all_ends[:-1]])

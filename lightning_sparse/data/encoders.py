@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 BYTES = 256  # ids without a tokenizer
 BLOCK = 1 << 17  # characters of a document that are encoded at a time
 OVERLAP = 1 << 10  # characters before and after a block, which are encoded with it
-_ENDS = (  # where no configuration names the token
+_ENDS = (  # candidates, if no configuration names the token
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
     *("<｜end▁of▁sentence｜>", "<EOS_TOKEN>", "<|eot|>", "[EOS]"),
 )
-_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")  # files beside tokenizer.json that name it
+_CONFIGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)  # files in the folder of tokenizer.json that name the token
 Ids = NDArray[Any]
 Encoded = tuple[Ids, NDArray[np.int64]]
 """The ids of a text, and the position of the first character of each token."""
@@ -30,11 +33,11 @@ Encoded = tuple[Ids, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Makes ids of documents.
+    """Encodes documents as token ids.
 
     Args:
-        identity: differs where ids may differ.
-        encode: yields the ids of a document, given in UTF-8, in blocks.
+        identity: differs between tokenizers that may give different ids.
+        encode: yields the ids of a document in blocks. Its input is UTF-8.
         vocab_size: number of ids.
         end: id at the end of each document.
     """
@@ -49,12 +52,12 @@ def tokenizer_of(name: str) -> Tokenizer:
     """Return the tokenizer ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<tokenizer.json>"``.
 
     Raises:
-        ValueError: if there is none of this name, its package is not installed, or it has no token for the end of a
+        ValueError: if no tokenizer has this name, its package is not installed, or it has no token for the end of a
             document.
     """
     kind, _, which = name.partition(":")
     if name == "bytes":
-        return Tokenizer(name, _bytes_of, BYTES, 0)  # 0: rare in text, and ends it
+        return Tokenizer(name, _bytes_of, BYTES, 0)  # 0, which is rare in text, ends a document
     if kind not in ("tiktoken", "tokenizers") or not which:
         raise ValueError(
             f"tokenizer={name!r} must be 'bytes', an encoding such as 'tiktoken:gpt2', or a file such as "
@@ -64,7 +67,7 @@ def tokenizer_of(name: str) -> Tokenizer:
         return _tiktoken(which) if kind == "tiktoken" else _tokenizers(Path(which))
     except ImportError as error:
         raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install 'lightning-sparse[tokenizers]'`.") from error
-    except Exception as error:  # of the package, for a name or a file that it cannot use
+    except Exception as error:  # raised by the package for an unusable name or file
         raise ValueError(f"tokenizer={name!r} cannot be used ({type(error).__name__}: {error}).") from error
 
 
@@ -98,18 +101,18 @@ def _tokenizers(file: Path) -> Tokenizer:
 
     about = file.read_bytes()
     found = tokenizers.Tokenizer.from_str(about.decode())
-    found.no_truncation()  # these settings serve short inputs of a fixed length, or a regularization of training
+    found.no_truncation()  # meant for short inputs of a fixed length, or for regularization
     found.no_padding()
     if getattr(found.model, "dropout", None):
         found.model.dropout = None
     name, end = _end_of(found, file)
     found.add_special_tokens([name])  # some files do not mark it as special
-    found.encode_special_tokens = True  # as text: a document may mention them
+    found.encode_special_tokens = True  # as ordinary text, if a document contains them
 
     def ids_of(text: str) -> NDArray[np.int64]:
         return np.array(found.encode(text, add_special_tokens=False).ids, np.int64)
 
-    def spelled() -> NDArray[np.int64]:  # for models that have the token in their own vocabulary
+    def spelled() -> NDArray[np.int64]:  # for models whose own vocabulary has the token
         return np.append(ids_of(name[:1]), ids_of(name[1:]))
 
     def encode_whole(text: str) -> Ids:
@@ -128,7 +131,7 @@ def _tokenizers(file: Path) -> Tokenizer:
 
 
 def _end_of(tokenizer: Any, file: Path) -> tuple[str, int]:
-    """Return the token at the end of a document, and its id."""
+    """Return the end-of-text token and its id."""
     named = next((token for each in _CONFIGS if (token := _named_end(file.with_name(each))) is not None), None)
     for token in _ENDS if named is None else (named,):
         found: int | None = tokenizer.token_to_id(token)
@@ -136,13 +139,13 @@ def _end_of(tokenizer: Any, file: Path) -> tuple[str, int]:
             return token, found
     problem = "names no token for the end of a document" if named is None else f"has no token {named!r}"
     raise ValueError(
-        f"{file} {problem}: put a tokenizer_config.json beside it, as save_pretrained() writes it, with a token of its "
-        'vocabulary, such as {"eos_token": "<|endoftext|>"}'
+        f"{file} {problem}: put a tokenizer_config.json, as save_pretrained() writes it, into the same folder, with a "
+        'token of the vocabulary, such as {"eos_token": "<|endoftext|>"}'
     )
 
 
 def _named_end(config: Path) -> str | None:
-    """Return the token that a configuration names as the end, None if there is none."""
+    """Return the end-of-text token in a configuration; None if it has none."""
     if not config.exists():
         return None
     token: dict[str, str] | str | None = json.loads(config.read_bytes()).get("eos_token")
@@ -152,7 +155,7 @@ def _named_end(config: Path) -> str | None:
 def _spell_out(
     end: int, spelled: Callable[[], NDArray[np.int64]], ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | int]:
-    """Replace the end of a document inside its text; return the ids, and how many each of the given ids became."""
+    """Replace end-of-text ids inside a document. Return the new ids, and how many of them replace each old id."""
     mentions = ids == end
     if not mentions.any():
         return ids, 1
@@ -166,17 +169,17 @@ def _spell_out(
 def encode_in_blocks(
     blocks: Iterator[bytes], *, encode: Callable[[str], Encoded], encode_whole: Callable[[str], Ids]
 ) -> Iterator[Ids]:
-    """Yield the ids of a document: those that the document has in one piece.
+    """Yield the ids of a document in blocks. They equal the ids of the whole document.
 
-    Each block is encoded together with characters before and after it, whose ids are left out, because the ids at the
-    ends of a text depend on what follows. A block ends between a word and a space, if there is such a place.
+    The first and last ids of a text depend on the text around it. So each block is encoded together with characters
+    before and after it, and their ids are left out. If possible, a block ends between a word and a space.
 
     Args:
         blocks: the document in UTF-8.
         encode: returns the ids of a text and their positions.
         encode_whole: returns the ids of a text, for documents of one block.
     """
-    text, done, size = "", 0, BLOCK  # characters that are not left behind; how many of them are encoded
+    text, done, size = "", 0, BLOCK  # text that is still needed; number of its characters that are encoded
     is_first = True
     for more in _decoded(blocks):
         text += more
@@ -184,7 +187,7 @@ def encode_in_blocks(
             ids, begins = _after(text[: done + size + OVERLAP], done, encode)
             last = _place_to_cut(text, begins, done, done + size)
             yield ids[: np.searchsorted(begins, last)]
-            size = BLOCK if last > done else 2 * size  # one token over the whole block
+            size = BLOCK if last > done else 2 * size  # a token spans the whole block
             kept = max(0, last - OVERLAP)
             text, done, is_first = text[kept:], last - kept, False
     if is_first and text:
@@ -194,17 +197,17 @@ def encode_in_blocks(
 
 
 def _after(text: str, done: int, encode: Callable[[str], Encoded]) -> Encoded:
-    """Return the ids of what follows `done` characters, which are encoded already, and their positions."""
+    """Return the ids and positions of the tokens after the first `done` characters, which are already encoded."""
     ids, begins = encode(text)
     first = int(np.searchsorted(begins, done))
-    if done and (first == len(begins) or begins[first] != done):  # a token over the end of the last block
+    if done and (first == len(begins) or begins[first] != done):  # a token crosses the end of the last block
         ids, begins = encode(text[done:])
         return ids, begins + done
     return ids[first:], begins[first:]
 
 
 def _place_to_cut(text: str, begins: NDArray[np.int64], done: int, last: int) -> int:
-    """Return the last position up to `last` where a token begins, and, if possible, a word or a space."""
+    """Return the last position up to `last` where a token begins. If possible, a word or space begins there, too."""
     candidates = begins[(begins > done) & (begins <= last)][::-1].tolist()
     near = (each for each in candidates if each > last - OVERLAP)
     at_words = (each for each in near if text[each].isspace() != text[each - 1].isspace())
@@ -215,7 +218,7 @@ def _decoded(blocks: Iterator[bytes]) -> Iterator[str]:
     """Yield the text. Raises UnicodeDecodeError, with the position in the document, if it is not UTF-8."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     for block in chain(blocks, [b""]):
-        begin = position - len(decoder.getstate()[0])  # of bytes that wait for the rest of their character
+        begin = position - len(decoder.getstate()[0])  # includes the bytes of an incomplete character
         try:
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:

@@ -2,8 +2,8 @@
 
 ::
 
-    <cache_dir>/v2-<hash of the source>/     mode 0700, one per source and version of the layout; another one for
-                                             files that are not images (format="bytes")
+    <cache_dir>/v2-<hash of the source>/     mode 0700, one per source and version of the layout, and
+                                             another folder for files that are not images (format="bytes")
         cache.json                           the source, for `lightning-sparse cache info`
         <split>.manifest                     list of the samples
         <split>.lmdb/                        the files

@@ -25,7 +25,7 @@ _BLOCK = 1 << 20  # ids
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of token ids, as the JSON beside it describes it.
+    """A file of token ids, as its JSON file describes it.
 
     Args:
         tokens: number of ids in the file; 0 if unknown.
@@ -57,35 +57,36 @@ class TokenFile:
         Raises:
             ValueError: if the JSON does not describe the file.
         """
-        beside = f"{os.path.splitext(name)[0]}.json"
+        json_file = f"{os.path.splitext(name)[0]}.json"
         try:
             about = json.loads(describe())
             dtype, vocab_size = DTYPES[about["dtype"]], _whole("vocab_size", about["vocab_size"])
-            said, checksum = about.get("tokens"), _whole("checksum", about.get("checksum", 0))
+            expected, checksum = about.get("tokens"), _whole("checksum", about.get("checksum", 0))
             end = None if about.get("end") is None else _whole("end", about["end"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{beside} must describe {os.path.basename(name)}, as in "
+                f"{json_file} must describe {os.path.basename(name)}, as in "
                 f'{{"dtype": "uint16", "vocab_size": 50257}}, with dtype one of {", ".join(DTYPES)} '
                 f"({type(error).__name__}: {error})."
             ) from error
         tokens = (size or 0) // dtype.itemsize
-        if size is not None and (size % dtype.itemsize or said not in (None, tokens)):
+        if size is not None and (size % dtype.itemsize or expected not in (None, tokens)):
             raise ValueError(
-                f"{name} has {size:,} bytes, which are not the {said or 'whole number of'} tokens of {dtype.name} that "
-                f"{os.path.basename(beside)} describes: the file is incomplete, or of another run. Write it again."
+                f"{name} has {size:,} bytes, but {os.path.basename(json_file)} describes "
+                f"{expected or 'a whole number of'} {dtype.name} tokens: the file is incomplete, or belongs to another "
+                "run. Write it again."
             )
         if not 1 <= vocab_size <= np.iinfo(dtype).max + 1:
-            raise ValueError(f"{beside}: vocab_size={vocab_size} must be between 1 and the {dtype.name} limit.")
+            raise ValueError(f"{json_file}: vocab_size={vocab_size} must be between 1 and the {dtype.name} limit.")
         if end is not None and not 0 <= end < vocab_size:
             raise ValueError(
-                f"{beside}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
+                f"{json_file}: end={end} must be an id below vocab_size={vocab_size}, the id that ends a document."
             )
         return cls(Path(name), dtype, vocab_size, tokens, checksum, end)
 
 
 def check_vocab_size(size: int) -> None:
-    """Raise ValueError if no file can have ids of a vocabulary of this size."""
+    """Raise ValueError if a file cannot store ids of a vocabulary of this size."""
     if not 1 <= size <= 2**32:
         raise ValueError(f"vocab_size={size} must be between 1 and 2**32: it is the number of ids.")
 
@@ -101,10 +102,10 @@ class VocabularyError(ValueError):
 
 
 class IdWriter:
-    """Writes ids, and takes them back as far as the last end of a document.
+    """Writes ids to a file, and can remove the ids of an unfinished document.
 
     Args:
-        name: what the ids are of, for errors.
+        name: name of the text or file that the ids come from, for errors.
     """
 
     def __init__(self, stream: BinaryIO, vocab_size: int, name: str) -> None:
@@ -119,8 +120,8 @@ class IdWriter:
             some = ids[first : first + _BLOCK]
             if not 0 <= some.min() <= some.max() < self._vocab_size:
                 raise VocabularyError(
-                    f"{self.name} has ids from {some.min()} to {some.max()}, and vocab_size={self._vocab_size} allows "
-                    "0 and up to one less. Give the vocab_size of the tokenizer."
+                    f"{self.name} has ids from {some.min()} to {some.max()}, but vocab_size={self._vocab_size} allows "
+                    f"0 to {self._vocab_size - 1}. Give the vocab_size of the tokenizer."
                 )
             data = some.astype(DTYPES[self.dtype]).tobytes()
             self._stream.write(data)
@@ -135,7 +136,7 @@ class IdWriter:
         self._kept = (self.tokens, self.checksum)
 
     def take_back(self) -> None:
-        """Remove the ids of the last document, which has not ended."""
+        """Remove the ids of the unfinished document."""
         self.tokens, self.checksum = self._kept
         self._stream.seek(self.tokens * DTYPES[self.dtype].itemsize)
         self._stream.truncate()
@@ -143,33 +144,38 @@ class IdWriter:
 
 @contextlib.contextmanager
 def id_writer(target: Path, name: str, vocab_size: int, end: int | None, about: dict[str, Any]) -> Iterator[IdWriter]:
-    """Write ids to a ``.bin``, which is there when it is whole, and its description to the JSON beside it.
+    """Write ids to a ``.bin`` file and its description to a JSON file. The files appear when they are complete.
 
     Args:
         name: as `IdWriter`.
-        end: id at the end of each document, None if there is none.
-        about: what else the description says, at the end of the block.
+        end: id at the end of each document; None if there is none.
+        about: other entries of the description, which the caller may add until the block ends.
     """
-    temporary, beside = target.with_name(f"{_unfinished(target)}{os.getpid()}.tmp"), target.with_suffix(".json")
+    temporary, json_file = target.with_name(f"{_unfinished(target)}{os.getpid()}.tmp"), target.with_suffix(".json")
     try:
         with open(temporary, "wb") as stream:
             writer = IdWriter(stream, vocab_size, name)
             yield writer
-        beside.unlink(missing_ok=True)  # it would describe the new file wrongly
+        json_file.unlink(missing_ok=True)  # it describes the old file
         os.replace(temporary, target)
-        said = {"dtype": writer.dtype, "vocab_size": vocab_size, "tokens": writer.tokens, "checksum": writer.checksum}
-        said |= about if end is None else {"end": end, **about}
-        temporary.write_text(json.dumps(said) + "\n", encoding="utf-8")
-        os.replace(temporary, beside)
+        entries = {
+            "dtype": writer.dtype,
+            "vocab_size": vocab_size,
+            "tokens": writer.tokens,
+            "checksum": writer.checksum,
+        }
+        entries |= about if end is None else {"end": end, **about}
+        temporary.write_text(json.dumps(entries) + "\n", encoding="utf-8")
+        os.replace(temporary, json_file)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> dict[str, int]:
-    """Return the checksum of the ids of each file, by the identity of the file. Reads the files that are not `known`.
+    """Return the checksum of each file, by the identity of the file. Reads only files that are not `known`.
 
     Raises:
-        ValueError: if a checksum is not the one in the JSON beside the file.
+        ValueError: if a checksum differs from the checksum in the JSON file.
     """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         names = [_identity(each.path) for each in files]
@@ -177,12 +183,14 @@ def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> 
         checksums = dict(zip(names, found, strict=True))
     for name, file in zip(names, files, strict=True):
         if file.checksum not in (0, checksums[name]):
-            raise ValueError(f"{file.path} is damaged: its checksum is not that in its JSON. Write it again.")
+            raise ValueError(
+                f"{file.path} is damaged: its checksum differs from the checksum in its JSON file. Write it again."
+            )
     return checksums
 
 
 def _identity(path: Path) -> str:
-    """Return a name of the contents of a file: it differs after each change."""
+    """Return a key that differs after each change of the file."""
     about = path.stat()
     return f"{path.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
@@ -196,7 +204,7 @@ def _checksum(path: Path) -> int:
 
 
 def _unfinished(target: Path) -> str:
-    """Return what the names of files begin with that processes of this host write, to be renamed to `target`."""
+    """Return the prefix of temporary files that processes of this host write, and then rename to `target`."""
     return f"{target.name}.{socket.gethostname()}."
 
 

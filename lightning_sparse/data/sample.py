@@ -64,9 +64,9 @@ class SampleReader(Protocol):
 
 
 class ReplacingReader(SampleReader, Protocol):
-    """A reader that knows what takes the place of a sample that cannot be decoded.
+    """A reader that can replace a sample that cannot be decoded.
 
-    replacement: `index` is the sample that cannot be decoded, which may already replace `requested`.
+    replacement: `index` is the sample that cannot be decoded: `requested`, or its earlier replacement.
     interrupt: end waits for storage.
     """
 

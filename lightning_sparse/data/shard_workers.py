@@ -1,7 +1,7 @@
-"""Processes that make the ids of shards, so that all cores of a host do.
+"""Processes that encode shards on all cores of a host.
 
-Each has one thread, and runs this module, so that a script needs no ``if __name__ == "__main__"``. This module does not
-import torch, so that these processes start fast.
+Each process has one thread. It runs this module, so a training script needs no ``if __name__ == "__main__"``. This
+module does not import torch, so that the processes start fast.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_WORKERS = 16
 
 
 class Workers:
-    """Processes that make the shards that are missing in the cache, started with the first call of `done`.
+    """Processes that write missing shards to the cache. The first call of `done` starts them.
 
     Args:
         quiet: show no progress bar.
@@ -42,7 +42,7 @@ class Workers:
         self._left_out = LeftOut()
 
     def done(self, patience_s: float) -> bool:
-        """Return whether all shards are there, after waiting up to `patience_s`.
+        """Wait up to `patience_s`, then return whether the cache has all shards.
 
         Raises:
             ValueError, DataError: as `TokenSource.make` in one of the processes.
@@ -64,7 +64,7 @@ class Workers:
         self._bar = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=hidden)
         count = min(len(missing), len(os.sched_getaffinity(0)), MAX_WORKERS)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        own = replace(self._source)  # without the tokenizer, which starts threads
+        own = replace(self._source)  # a copy without the tokenizer, which starts threads
         for number in range(count):
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
@@ -80,8 +80,8 @@ class Workers:
             kind, value = connection.recv()
         except (EOFError, OSError) as error:
             raise DataError(
-                f"a process that tokenizes {self._source.config.source} ended early, as if killed for memory: start "
-                "again, with fewer cores or smaller documents."
+                f"a process that tokenizes {self._source.config.source} ended early, probably because memory "
+                "ran out: start again with fewer cores or smaller documents."
             ) from error
         if kind == "read":
             self._bar.update(value)
@@ -107,11 +107,11 @@ class Workers:
         if empty:
             log.info("%s: skipped %s empty document(s)", source, f"{empty:,}")
         if corrupt:
-            log.warning("%s: left out %s corrupt document(s): %s", source, f"{len(corrupt):,}", some(corrupt))
+            log.warning("%s: skipped %s corrupt document(s): %s", source, f"{len(corrupt):,}", some(corrupt))
 
 
 def main(file: int) -> None:
-    """Make the shards that a message names, in a process of their own."""
+    """Receive shards from the parent process, and write them to the cache."""
     connection = Connection(file)
     source, shards = connection.recv()
 
@@ -127,9 +127,9 @@ def main(file: int) -> None:
         empty, corrupt = zip(*made, strict=True)
         connection.send(("end", LeftOut(sum(empty), sum(corrupt, ()))))
     except Exception as error:
-        said = str(error) if isinstance(error, (ValueError, DataError)) else f"{type(error).__name__}: {error}"
-        connection.send(("error", ValueError(said) if isinstance(error, ValueError) else DataError(said)))
-    os._exit(0)  # the thread still reads
+        message = str(error) if isinstance(error, (ValueError, DataError)) else f"{type(error).__name__}: {error}"
+        connection.send(("error", ValueError(message) if isinstance(error, ValueError) else DataError(message)))
+    os._exit(0)  # does not wait for the thread, which still reads
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 ::
 
-    <cache_dir>/v2-<hash of the source>/     as of other sources, see `folders.py`
-        tokens-<hash of the tokenizer>/      also of vocab_size
+    <cache_dir>/v2-<hash of the source>/     as for other sources, see `folders.py`
+        tokens-<hash>/                       hash of the tokenizer and vocab_size
             <hash of a shard's path>.bin     its ids
             <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
             shards.json                      the list of the shards, for when storage does not answer
 
-A shard is renamed when it is whole: a run that was killed goes on with the next one. This module does not import torch,
-so that the processes of `shard_workers` start fast.
+Each file gets its name when it is complete. So after a killed run, the next run continues with the missing shards. This
+module does not import torch, so that the processes of `shard_workers` start fast.
 """
 
 from __future__ import annotations
@@ -54,67 +54,65 @@ Progress = Callable[[int], None]
 
 
 class Shard(NamedTuple):
-    """A file as it is on storage. size: 0 if unknown. beside: changes with its tag, and with the JSON beside ids."""
+    """A file on storage. size: 0 if unknown. beside: changes with the tag of the file on storage, and with its JSON."""
 
     path: str
     size: int
     mtime_ns: int
-    beside: int = 0
+    beside: int = 0  # also a key in the JSON files of the cache
 
 
 class LeftOut(NamedTuple):
-    """Documents that are not used. corrupt: says where they are, and why they cannot be read."""
+    """Skipped documents. empty: their number. corrupt: for each, where it is, and why it cannot be read."""
 
     empty: int = 0
     corrupt: tuple[str, ...] = ()
 
 
 def id_suffix(path: str) -> str:
-    """Return the suffix of a shard of ids in lower case; "" if it is none."""
+    """Return the suffix of a file of ids in lower case; "" for other files."""
     suffix = PurePosixPath(path).suffix.lower()
     return suffix if suffix in ID_SUFFIXES else ""
 
 
 def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[str]]:
-    """Return the shards among the files of a folder, in the order of their paths, and the paths of files that are
-    neither ids nor text, nor describe ids.
+    """Return the shards of a folder, in the order of their paths, and the paths of the ignored files.
 
     Args:
         files: all files that are not hidden.
 
     Raises:
-        ValueError: if there are none, or both ids and text.
+        ValueError: if there are no shards, or both ids and text.
     """
     found = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
     by_path = {each.path: each for each in found}
     ids, text = [[each for each in found if kind(each.path)] for kind in (id_suffix, text_suffix)]
-    described = {each.path: by_path.get(_beside(each.path)) for each in ids if id_suffix(each.path) == ".bin"}
+    described = {each.path: by_path.get(_json_of(each.path)) for each in ids if id_suffix(each.path) == ".bin"}
     left_out = by_path.keys() - {each.path for each in (*ids, *text, *filter(None, described.values()))}
     if text and ids:
-        raise ValueError(
-            f"{source} has ids ({ids[0].path}) and text ({text[0].path}): put them into folders of their own."
-        )
+        raise ValueError(f"{source} has ids ({ids[0].path}) and text ({text[0].path}): put them into separate folders.")
     if not text and not ids:
+        contents = f"only {some(sorted(left_out))}" if left_out else "no files"
         raise ValueError(
             f"{source} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
-            f"({', '.join(TEXT_SUFFIXES)}). {some(sorted(left_out)) if left_out else 'It has no files.'}"
+            f"({', '.join(TEXT_SUFFIXES)}). It has {contents}."
         )
     added = {path: json.size + json.mtime_ns + json.beside for path, json in described.items() if json is not None}
     return text or [each._replace(beside=each.beside + added.get(each.path, 0)) for each in ids], sorted(left_out)
 
 
-def _beside(path: str) -> str:
-    """Return the path of the JSON that describes a ``.bin``."""
+def _json_of(path: str) -> str:
+    """Return the path of the JSON file of a ``.bin`` file."""
     return f"{os.path.splitext(path)[0]}.json"
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of some names, for a message."""
+    """Return the first names, for a message."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def local_files(folder: Path) -> list[Entry]:
-    """Return all files below a folder of this node but hidden ones, as of storage."""
+    """Return all visible files below a local folder, as `Storage.listing` does."""
     return LocalStorage(str(folder)).listing("", "visible", lambda: None)[0]
 
 
@@ -130,7 +128,7 @@ class ShardFile(io.RawIOBase):
         self._at = self._first = 0
         self._part = b""
         self._size = shard.size
-        if not shard.size:  # of a server that does not list sizes
+        if not shard.size:  # the server does not list sizes
             self._fetch()
             self._size = len(self._part)
 
@@ -161,12 +159,12 @@ class ShardFile(io.RawIOBase):
     def _fetch(self) -> None:
         shard, first = self._shard, self._at
         last = min(first + PART, shard.size)
-        self._part = b""  # before the next part takes memory
+        self._part = b""  # free it before the next read
         (found,) = self._storage.read([(shard.path, first, last) if shard.size else shard.path])
         if isinstance(found, Unreadable):
             raise DataError(f"{self._storage.source}: {shard.path} cannot be read: {found.reason}.")
         if (shard.size and len(found.data) != last - first) or (found.mtime_ns and found.mtime_ns != shard.mtime_ns):
-            raise DataError(f"{self._storage.source}: {shard.path} has changed while it was read. Start again.")
+            raise DataError(f"{self._storage.source}: {shard.path} changed while it was read. Start again.")
         self._first, self._part = first, found.data
         self._progress(len(found.data))
 
@@ -213,13 +211,15 @@ class TokenSource:
             private_folder(self.folder)
 
     def size_of_vocabulary(self, shards: Sequence[Shard]) -> int:
-        """Return the given one, or that of the tokenizer, or of the file beside the first shard."""
+        """Return the given one, or that of the tokenizer, or of the JSON file of the first shard."""
         if self.vocab_size is not None:
             return self.vocab_size
         if text_suffix(shards[0].path):
             return self.encoder.vocab_size
         if id_suffix(shards[0].path) == ".npy":
-            raise ValueError(f"{self.config.source}/{shards[0].path} does not tell its vocabulary: give vocab_size.")
+            raise ValueError(
+                f"{self.config.source}/{shards[0].path} does not contain its vocabulary size: give vocab_size."
+            )
         if self.is_kept(shards[0]):
             return TokenFile.at(self.file(shards[0])).vocab_size
         with Storage(self.config, readers=1) as storage:
@@ -248,7 +248,7 @@ class TokenSource:
         except DataError as error:
             if kept is None:
                 raise
-            log.warning("using the list of shards in the cache, because storage cannot be asked: %s", error)
+            log.warning("using the list of shards in the cache, because storage did not answer: %s", error)
             return kept
         self.create_folder()
         for shard in set(found) - set(kept or found):
@@ -266,7 +266,7 @@ class TokenSource:
         except MissingFolderError as error:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
         if self.only:
-            files = [each for each in files if each[0] in (self.only, _beside(self.only))]
+            files = [each for each in files if each[0] in (self.only, _json_of(self.only))]
             return shards_of(f"{source}/{self.only}", files)[0]
         shards, left_out = shards_of(source, files)
         log_ignored(source, left_out, "ids or text")
@@ -276,14 +276,14 @@ class TokenSource:
         """Whether the ids of the shard, as it is now, are in the cache."""
         try:
             about = json.loads(self.file(shard).with_suffix(".json").read_text())
-            TokenFile.at(self.file(shard))  # it is whole
+            TokenFile.at(self.file(shard))  # raises ValueError if it is incomplete
             is_usable = not about.get("corrupt") or self.config.on_corrupt == "skip"
             return is_usable and [about.get(name, 0) for name in Shard._fields] == [*shard]
         except (OSError, ValueError):
             return False
 
     def make(self, shard: Shard, storage: Storage, progress: Progress) -> LeftOut:
-        """Write the ids of a shard to the cache, unless another process has; return the documents that are left out.
+        """Write the ids of a shard to the cache, unless another process has done it. Return the skipped documents.
 
         Raises:
             ValueError: if the shard cannot be used.
@@ -293,7 +293,7 @@ class TokenSource:
         with usable(target.parent), locked(target.with_suffix(".lock")):
             if self.is_kept(shard):
                 return LeftOut()
-            for left in target.parent.glob(f"{target.name}.*.tmp"):  # by a process that was killed
+            for left in target.parent.glob(f"{target.name}.*.tmp"):  # left by a killed process
                 left.unlink()
             with io.BufferedReader(ShardFile(storage, shard, progress), 1 << 16) as file:
                 return self._write(shard, storage, cast(BinaryIO, file))
@@ -303,26 +303,26 @@ class TokenSource:
         about = _described(storage, shard, file.seek(0, io.SEEK_END)) if suffix == ".bin" else None
         vocab_size = self.vocab_size or (about.vocab_size if about else self.size_of_vocabulary([shard]))
         end = about.end if about else None if suffix else self.encoder.end
-        said: dict[str, Any] = shard._asdict()
-        with id_writer(self.file(shard), name, vocab_size, end, said) as writer:
+        entries: dict[str, Any] = shard._asdict()
+        with id_writer(self.file(shard), name, vocab_size, end, entries) as writer:
             if about is not None:
                 _copy_bin(name, file, about, writer)
             elif suffix:
                 _copy_npy(name, file, writer)
             else:
                 left_out = encode_documents(self.encoder, name, file, writer, skip=self.config.on_corrupt == "skip")
-                said["corrupt"] = len(left_out.corrupt)
+                entries["corrupt"] = len(left_out.corrupt)
         return left_out
 
 
 def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWriter, *, skip: bool) -> LeftOut:
-    """Write the ids of the documents of a text shard, each with its end; return the documents that are left out.
+    """Encode the documents of a text shard, and write their ids, each with its end. Return the skipped documents.
 
     Args:
-        skip: leave out documents that cannot be read.
+        skip: skip documents that cannot be read.
 
     Raises:
-        ValueError: if a document cannot be read and is not left out, or an id is not in the vocabulary.
+        ValueError: if a document cannot be read and `skip` is False, or an id is not in the vocabulary.
     """
     empty, corrupt = 0, list[str]()
     try:
@@ -333,9 +333,9 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
             except VocabularyError:
                 raise
             except UNREADABLE as error:
-                corrupt.append(_said(name, place, error))
+                corrupt.append(_problem(name, place, error))
                 if not skip:
-                    raise ValueError(f'{corrupt[0]}: repair it, or set on_corrupt="skip" to leave it out.') from error
+                    raise ValueError(f'{corrupt[0]}: repair it, or set on_corrupt="skip" to skip it.') from error
                 writer.take_back()
                 continue
             if writer.is_empty:
@@ -348,21 +348,21 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
     return LeftOut(empty, tuple(corrupt))
 
 
-def _said(name: str, place: str, error: Exception) -> str:
+def _problem(name: str, place: str, error: Exception) -> str:
     problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read as text"
     return f"{name} {problem} ({type(error).__name__}: {error}){f' in {place}' if place else ''}"
 
 
 def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:
-    """Return a ``.bin`` on storage, as the JSON beside it describes it."""
+    """Return a ``.bin`` file on storage, as its JSON file describes it."""
 
-    def beside() -> bytes:
-        (found,) = storage.read([_beside(shard.path)])
+    def read_json() -> bytes:
+        (found,) = storage.read([_json_of(shard.path)])
         if isinstance(found, Unreadable):
             raise ValueError(found.reason)
         return found.data
 
-    return TokenFile.of(f"{storage.source}/{shard.path}", beside, size)
+    return TokenFile.of(f"{storage.source}/{shard.path}", read_json, size)
 
 
 def _copy_bin(name: str, file: BinaryIO, about: TokenFile, writer: IdWriter) -> None:
@@ -371,7 +371,7 @@ def _copy_bin(name: str, file: BinaryIO, about: TokenFile, writer: IdWriter) -> 
         checksum = zlib.crc32(part, checksum)
         writer.write(np.frombuffer(part, about.dtype))
     if about.checksum not in (0, checksum):
-        raise ValueError(f"{name} is damaged: its checksum is not that in its JSON. Write it again.")
+        raise ValueError(f"{name} is damaged: its checksum differs from the checksum in its JSON file. Write it again.")
 
 
 def _copy_npy(name: str, file: BinaryIO, writer: IdWriter) -> None:
@@ -396,11 +396,13 @@ def check_cache_dir(path: str, cache_dir: str) -> None:
     """Raise ValueError if the cache folder is in a folder of shards."""
     is_folder = "://" not in path and Path(path).is_dir()
     if is_folder and Path(cache_dir).resolve().is_relative_to(Path(path).resolve()):
-        raise ValueError(f"cache_dir={cache_dir!r} is in {path}, and would be taken for shards: give another.")
+        raise ValueError(
+            f"cache_dir={cache_dir!r} is inside {path}, so its files would be read as shards: give another folder."
+        )
 
 
 def is_used_in_place(path: str) -> bool:
-    """Whether a path is a ``.bin``, or a folder whose shards are all ``.bin``, on a disk of this node."""
+    """Whether a path is a ``.bin`` file, or a folder with only ``.bin`` shards, on a local disk."""
     here = Path(path)
     if "://" in path or not here.exists() or file_system(here) in NETWORK_FILE_SYSTEMS:
         return False
@@ -410,13 +412,13 @@ def is_used_in_place(path: str) -> bool:
 
 
 def log_unused_files(path: str) -> None:
-    """Say which files of a folder that is used in place are not used."""
+    """Log the ignored files of a folder that is used in place."""
     if os.path.isdir(path):
         log_ignored(path, shards_of(path, local_files(Path(path)))[1], "ids or text")
 
 
 def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list[int]:
-    """Return the checksums of files that are used in place. With a cache folder, each file is read for this once.
+    """Return the checksums of files that are used in place. A cache folder keeps them, so each file is read once.
 
     Raises:
         ValueError: as `verified_checksums`.

@@ -23,7 +23,7 @@ TEXT_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".tar", ".parquet")
 _OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _READ = 1 << 17  # bytes of a document that are read at a time
 _ROWS = 64
-UNREADABLE = (  # what readers of formats raise for contents that are not what their name says
+UNREADABLE = (  # errors of the readers for damaged contents and wrong suffixes
     *(ValueError, KeyError, TypeError, AttributeError, RecursionError),
     *(tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, UnreadableFileError),
 )
@@ -42,8 +42,7 @@ class Document(NamedTuple):
 
 
 def text_suffix(name: str) -> str:
-    """Return the suffix that says how to read a shard, in lower case and without that of its compression; "" if it is
-    no shard of text."""
+    """Return the suffix of a text shard in lower case, without the suffix of its compression; "" for other files."""
     path = PurePosixPath(name.lower())
     is_compressed = path.suffix in _OPENERS
     suffix = PurePosixPath(path.stem).suffix if is_compressed else path.suffix
@@ -51,11 +50,13 @@ def text_suffix(name: str) -> str:
 
 
 def documents(name: str, file: BinaryIO) -> Iterator[Document]:
-    """Yield the documents of a shard: of ``.txt`` the whole, of ``.jsonl`` and ``.ndjson`` the field `text` of each
-    line, of ``.tar`` its members ``.txt`` and ``.json``, of ``.parquet`` the column `text`. ``.gz``, ``.bz2`` and
-    ``.xz`` are decompressed.
+    """Yield the documents of a shard, after decompressing ``.gz``, ``.bz2`` and ``.xz``.
 
-    If the shard is not what its name says, the last document raises the error.
+    A ``.txt`` file is one document. Each line of ``.jsonl`` and ``.ndjson`` has a document in its field `text`, and
+    each row of ``.parquet`` in its column `text`. In ``.tar``, each member is a document: a ``.txt`` file, or the field
+    `text` of a ``.json`` file.
+
+    If the contents are damaged or do not match the suffix, reading the last document raises the error.
 
     Raises:
         ImportError: if pyarrow is missing.
@@ -72,15 +73,16 @@ def documents(name: str, file: BinaryIO) -> Iterator[Document]:
             file = stack.enter_context(opened(file))
         place = "its beginning"
         try:
-            for place, blocks in kinds[text_suffix(name)](file):
-                yield Document(place, _readable(blocks))
+            for document in kinds[text_suffix(name)](file):
+                place = document.place
+                yield document._replace(blocks=_readable(document.blocks))
         except (*UNREADABLE, OSError, NotImplementedError) as error:
-            yield Document(f"what follows {place}", _readable(_failing(error)))
+            yield Document(f"the data after {place}", _readable(_failing(error)))
 
 
 def _readable(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield blocks; raise one of `UNREADABLE` also where a reader of damaged contents, such as bz2, raises OSError,
-    which is else an error of the cache folder."""
+    """Yield blocks. For damaged contents, some readers such as bz2 raise OSError, which elsewhere means an error of the
+    cache folder: raise ValueError instead."""
     try:
         yield from blocks
     except (OSError, NotImplementedError) as error:
@@ -90,7 +92,7 @@ def _readable(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _failing(error: Exception) -> Iterator[bytes]:
-    """Raise an error where the document is read."""
+    """Raise the error when the document is read."""
     for each in (error,):
         raise each
     yield b""

@@ -1,8 +1,8 @@
 """The DataModule of token ids, as a mixin that does not import Lightning, and masks for the documents of its batches.
 
-A file ``<name>.bin`` contains the ids, uint16 or uint32, little-endian, one after the other. Beside it, ``<name>.json``
-says ``{"dtype": "uint16", "vocab_size": 50257}``, and may say more: ``"end": 50256`` is the id at the end of each
-document. A folder of such files is read as shards, in the order of their paths. `shards` makes them of text and of
+A file ``<name>.bin`` contains the ids, uint16 or uint32, little-endian, one after the other. ``<name>.json``
+describes it: ``{"dtype": "uint16", "vocab_size": 50257}``. The optional ``"end": 50256`` is the id at the end of each
+document. The files of a folder are read in the order of their paths. `shards` makes such files from text and from
 network storage.
 """
 
@@ -80,40 +80,42 @@ def document_mask(positions: Tensor) -> Tensor:
 class TokenDataModuleMixin(DataModuleMixin):
     """DataModule for token ids, and for text, which it tokenizes once.
 
-    A sample is a window of ``context + 1`` tokens. Windows follow one another, and their inputs do not overlap. Each
-    epoch sees all of them once, in an order that (seed, epoch) determines. A resumed run continues with the next batch,
-    also with other nodes.
+    A sample is a window of ``context + 1`` tokens. The inputs of windows do not overlap. Each epoch uses every window
+    once, in an order that depends only on (seed, epoch). A resumed run continues with the next batch, also on another
+    number of nodes.
 
-    Files ``.bin`` on a disk of the node, such as `lightning_sparse.data.tokens.prepare` writes, are used in place.
-    Other sources need `cache_dir`: each host reads each shard from storage once, tokenizes it if it is text, and keeps
-    its ids there. Shards of ids are ``.bin`` and ``.npy``, shards of text ``.txt``, ``.jsonl``, ``.tar`` and
+    ``.bin`` files on a local disk, such as `lightning_sparse.data.tokens.prepare` writes, are used in place. Other
+    sources need `cache_dir`: each host reads each file from storage once, tokenizes text, and keeps the ids in
+    `cache_dir`. Files of ids are ``.bin`` and ``.npy``; files of text are ``.txt``, ``.jsonl``, ``.tar`` and
     ``.parquet``.
 
-    Batches are (inputs int64 [B, context], targets int64 [B, context]): the targets are the inputs, one token later. If
-    documents are not joined, the positions of the tokens in their documents follow, int64 [B, context], of which
-    `lightning_sparse.data.tokens.document_mask` makes a mask for attention and `cu_seqlens` the ends of documents; a
-    target that is of another document is -100, which torch's cross entropy leaves out.
+    A batch is (inputs, targets), both int64 [B, context]. The targets are the inputs shifted by one token. Unless
+    documents are joined, a batch also contains the positions of the tokens in their documents, int64 [B, context].
+    `lightning_sparse.data.tokens.document_mask` makes an attention mask from the positions, and `cu_seqlens` makes the
+    ends of documents. A target in another document is -100, which torch's cross entropy ignores.
 
     Args:
-        train: a file, or a folder of shards: a path or an fsspec URL. Or several with weights, as
-            ``{"s3://bucket/web": 0.7, "/data/books": 0.3}``: an epoch takes windows of each in this proportion, and
-            ends when all windows of one were used; the others go on in the next epoch.
-        val: a file, or a folder of shards, to validate on.
-        test: the same, to test on; default: `val`.
-        context: tokens of a sample.
-        documents: ``"joined"``: windows continue over the ends of documents and files; ``"separate"``: the same
-            windows, with positions; ``"packed"``: a window has whole documents, and only those that are longer are cut.
-        limit: train on this number of windows, or this fraction of them, the same in every run: for a trial. Of a
-            mixture as many as the weights allow near it, at least one of each source.
+        train: path or fsspec URL of a file or folder. Or a mixture of several with weights, as
+            ``{"s3://bucket/web": 0.7, "/data/books": 0.3}``: an epoch takes windows of each source in this proportion,
+            and ends when all windows of one source are used. The other sources continue in the next epoch.
+        val: path or URL of a file or folder to validate on.
+        test: path or URL of a file or folder to test on. Default: `val`.
+        context: number of input tokens per sample.
+        documents: ``"joined"``: windows continue across the ends of documents and files. ``"separate"``: the same
+            windows, with positions. ``"packed"``: windows contain whole documents; documents longer than a window are
+            cut.
+        limit: train on this number or fraction of the windows, for a trial. The windows are the same in every run. With
+            a mixture, the number is approximate, because each source keeps its weight and at least one window.
         batch_size: samples per device and step.
-        val_fraction: validate on a random sample of the documents of `train`, with this fraction of the tokens of each
-            source, instead of on `val`. The sample is the same for all seeds.
-        seed: seed of the order.
+        val_fraction: validate on random documents of `train`, with this fraction of the tokens of each source, instead
+            of on `val`. The documents are equal for all seeds.
+        seed: seed of the order of windows.
         cache_dir: folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
-        tokenizer: of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of tokenizer.json>"``.
-        vocab_size: number of ids; needed for ``.npy``; default: that of the tokenizer, or of the JSON beside ``.bin``.
-        on_corrupt: ``"raise"`` stops at a document of text that cannot be read and names its file and place, ``"skip"``
-            leaves it out and counts it.
+        tokenizer: tokenizer of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or
+            ``"tokenizers:<path of tokenizer.json>"``.
+        vocab_size: number of ids. Required for ``.npy``. Default: from the tokenizer, or from the JSON of a ``.bin``.
+        on_corrupt: what to do with an unreadable document. ``"raise"``: stop, and name the file and the place.
+            ``"skip"``: skip the document and count it.
         storage_timeout: seconds to wait for storage that does not respond before the run fails.
         storage_options: arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.
 
@@ -160,7 +162,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
     def _vocabulary_in_place(self, vocab_size: int | None) -> int | None:
-        """Return the vocabulary of the files to train on that are used in place; the given one if there are none."""
+        """Return the vocabulary size of the `train` files that are used in place; `vocab_size` if there are none."""
         for path in sorted(self._weights.keys() - self._sources.keys()):
             own = files_of(path)[0].vocab_size
             if vocab_size not in (None, own):
@@ -180,7 +182,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         return described(type(self), {"train": ", ".join(self._weights)})
 
     def setup(self, stage: str) -> None:
-        """Open the files, after those that are missing in the cache were made. A collective.
+        """Write missing ids to the cache, then open the files. A collective.
 
         Raises:
             ValueError: if a file cannot be used, or differs between ranks.
@@ -199,12 +201,11 @@ class TokenDataModuleMixin(DataModuleMixin):
             for path, own, first in zip(self._all_paths, each, fingerprints[0], strict=True):
                 if own != first:
                     raise ValueError(
-                        f"{path} has other tokens on rank {rank} than on rank 0: copy the same files to all nodes."
+                        f"{path} has different tokens on rank {rank} and on rank 0: copy the same files to all nodes."
                     )
 
     def _checksums(self, path: str) -> list[int]:
-        """Return the checksums of the files that are used in place. One process of each host reads them. A
-        collective."""
+        """Return the checksums of files that are used in place. One process per host reads the files. A collective."""
         topology = self._topology
         assert topology is not None
         on_rank_zero(lambda: log_unused_files(path))
@@ -218,11 +219,11 @@ class TokenDataModuleMixin(DataModuleMixin):
         return (*self._weights, *self._paths.values())
 
     def _open(self, made: Mapping[str, Sequence[Path]], checksums: Mapping[str, Sequence[int]]) -> list[str]:
-        """Open the files; return the fingerprint of each path, in one order on all ranks, since paths may differ.
+        """Open the files. Return the fingerprints in the order of the options, because paths may differ between ranks.
 
         Args:
-            made: files in the cache, of those paths that are not used in place.
-            checksums: of the files of the other paths.
+            made: by path, the files in the cache, if the path is not used in place.
+            checksums: by path, the checksums of the files that are used in place.
         """
         kind = PackedStream if self._documents == "packed" else TokenStream
         streams = {}
@@ -247,7 +248,9 @@ class TokenDataModuleMixin(DataModuleMixin):
         if self._val_fraction is not None:
             halves = [split(streams[path], self._val_fraction) for path in self._weights]
             parts, held_out = zip(*halves, strict=True)
-            self._streams["val"] = mixed(held_out, [len(each) for each in held_out], self._seed)  # all of each
+            self._streams["val"] = mixed(
+                held_out, [len(each) for each in held_out], self._seed
+            )  # uses all held-out windows
         if self._limit is not None:
             whole = len(mixed(parts, weights, self._seed))
             fraction = limited_count(self._limit, whole) / whole
@@ -272,25 +275,26 @@ class TokenDataModuleMixin(DataModuleMixin):
         return self._resume(self._replace("train", loader))
 
     def _log_epoch(self, stream: Windows, sampler: Sampler) -> None:
-        """Log the size of an epoch, and what makes its windows other than the options say."""
+        """Log the size of an epoch, and warn if its windows deviate from the options."""
         if self._topology is None or self._topology.rank != 0:
             return
         batch, count = sampler.config.global_batch, len(stream)
         log.info(
             f"{count:,} windows, global batch {batch:,}: {sampler.steps:,} steps per epoch, with "
-            f"{sampler.epoch(0).padding:,} windows repeated to fill the last ones"
+            f"{sampler.epoch(0).padding:,} windows repeated to fill the last steps"
         )
         if batch > count:
             log.warning(
-                f"an epoch has {count:,} windows, and each batch of {batch:,} repeats some: use a smaller batch_size, "
-                "fewer ranks, or more data" + (", or other weights." if isinstance(stream, Mixture) else ".")
+                f"an epoch has only {count:,} windows, so each batch of {batch:,} repeats windows: use a smaller "
+                "batch_size, fewer ranks, or more data"
+                + (", or other weights." if isinstance(stream, Mixture) else ".")
             )
         if isinstance(stream, Mixture):
-            for path, (wanted, share) in zip(self._weights, stream.shares, strict=True):
-                if abs(share - wanted) > 0.1 * wanted:
+            for path, (intended, share) in zip(self._weights, stream.shares, strict=True):
+                if abs(share - intended) > 0.1 * intended:
                     log.warning(
-                        f"{path} has {share:.2%} of the windows of an epoch instead of {wanted:.2%}, its weight: an "
-                        f"epoch has only {count:,} windows, and at least one of each source."
+                        f"{path} has a weight of {intended:.2%} but {share:.2%} of the windows of an epoch: an epoch "
+                        f"has only {count:,} windows, and at least one of each source. Use other weights, or more data."
                     )
 
     def val_dataloader(self) -> EvalLoader:
@@ -350,7 +354,7 @@ def _sources(
     storage_options: dict[str, Any] | None,
     options: dict[str, Any],
 ) -> dict[str, TokenSource]:
-    """Return the sources, by path, whose ids are kept in the cache."""
+    """Return the sources that need the cache, by path."""
     found = {}
     for path in paths:
         check_cache_dir(path, cache_dir)
@@ -361,8 +365,7 @@ def _sources(
 
 
 def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
-    """Return the files of ids of all shards, after one process of each host has made those that are missing. A
-    collective.
+    """Return the files of ids of all shards. One process per host first makes the missing files. A collective.
 
     Raises:
         ValueError, DataError: on all ranks, as `TokenSource.listed` and `TokenSource.make` on one.

@@ -13,29 +13,29 @@ from numpy.typing import NDArray
 from lightning_sparse.data.corpus import Corpus, Spans
 from lightning_sparse.data.rng import shuffled
 
-_MIXTURE, _LIMIT, _HELD_OUT = 4, 5, 6  # numbers of random draws, besides those of `sampler.py`
+_MIXTURE, _LIMIT, _HELD_OUT = 4, 5, 6  # numbers of random streams; `sampler.py` uses others
 Documents = Literal["joined", "separate", "packed"]
 DOCUMENTS = get_args(Documents)
-IGNORED = -100  # a target that torch's cross entropy leaves out
+IGNORED = -100  # a target that torch's cross entropy ignores
 Arrays = tuple[NDArray[np.int64], ...]
 
 
 class Windows(Protocol):
-    """Numbered windows of token ids, those of a stream the same in every epoch."""
+    """Numbered windows of token ids. The windows of a stream are the same in every epoch."""
 
     @property
     def context(self) -> int:
         """Number of tokens that a model sees."""
 
     def __len__(self) -> int:
-        """Number of windows of an epoch."""
+        """Number of windows per epoch."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the windows, by number and epoch."""
+        """Hash that differs between different windows."""
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
-        """Return (inputs, targets), int64 [B, context] each; with documents that are not joined, (.., positions), too.
+        """Return inputs and targets, and positions unless documents are joined; each int64 [B, context].
 
         Raises:
             DataError: if an id is not in the vocabulary, or a file has become shorter.
@@ -43,19 +43,19 @@ class Windows(Protocol):
 
 
 class TokenStream:
-    """Windows of a fixed length. Window i begins at token i * context, and goes on over the ends of files.
+    """Windows of a fixed length. Window i begins at token i * context, and continues across the ends of files.
 
     Args:
         context: number of tokens that a model sees; a window has one more, the last target.
         documents: as `TokenDataModule`.
-        spans: parts of the corpus to use; default: all of it. Parts that follow one another are joined.
+        spans: parts of the corpus to use; default: all of it. Adjacent parts are joined.
 
     Raises:
         ValueError: if there are fewer tokens than a window has, or `documents` needs an end that is unknown.
     """
 
     least_document = 1
-    """Number of tokens of the smallest document that has a part in a window."""
+    """Smallest number of tokens of a document that windows use."""
 
     def __init__(
         self, corpus: Corpus, context: int, documents: Documents = "joined", spans: Spans | None = None
@@ -70,14 +70,14 @@ class TokenStream:
         for each in files:
             if each.end is None or each.end != files[0].end:
                 raise ValueError(
-                    f"{self.corpus.path}: documents={self.documents!r} needs the id at the end of each document, the "
-                    f'same in all files, and {each.path.name} has {each.end}: write "end": ID into the JSON beside it, '
-                    "or use a tokenizer that has one."
+                    f"{self.corpus.path}: documents={self.documents!r} needs the same id at the end of all documents, "
+                    f'but {each.path.name} has end={each.end}: write "end": ID into its JSON file, or use a tokenizer '
+                    "that has such an id."
                 )
 
     @property
     def least_tokens(self) -> int:
-        """Number of tokens of the smallest corpus that has a window."""
+        """Smallest number of tokens that fill a window."""
         return self.context + 1
 
     def _cut(self, spans: Spans) -> None:
@@ -85,7 +85,7 @@ class TokenStream:
         self._count = max(0, total - 1) // self.context
         if not self._count:
             raise ValueError(
-                f"{self.corpus.path}: context={self.context} needs {self.least_tokens:,} tokens or more, and there are "
+                f"{self.corpus.path}: context={self.context} needs {self.least_tokens:,} tokens or more, but there are "
                 f"{total:,}. Use a smaller context, or more text."
             )
         self._segments = segments(spans, self.corpus.begins)
@@ -102,7 +102,7 @@ class TokenStream:
         if self._spans is not None:
             more += tuple(hashlib.blake2b(each.tobytes(), digest_size=16).hexdigest() for each in self._spans)
         elif len(files) > 1 and self.documents != "packed":
-            more += ("over the ends of files",)  # earlier versions cut each file by itself
+            more += ("over the ends of files",)  # earlier versions cut each file separately
         return hashlib.blake2b(repr((self.context, about, *more)).encode(), digest_size=16).hexdigest()
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
@@ -125,7 +125,7 @@ class TokenStream:
         return inputs, np.where(ends, IGNORED, targets), _positions(firsts)
 
     def _fill(self, row: NDArray[np.int64], begin: int, segment: int) -> list[int]:
-        """Fill a row with the ids from a position of the stream on; return the places where segments begin in it."""
+        """Fill a row with ids from a position of the stream. Return the places in the row where segments begin."""
         at, seams = 0, list[int]()
         while True:
             left = int(self._ends[segment]) - begin - at
@@ -139,7 +139,7 @@ class TokenStream:
 
 
 def segments(spans: Spans, file_begins: NDArray[np.int64]) -> Spans:
-    """Return the spans, with those that follow one another joined, cut where files begin."""
+    """Join adjacent spans, then cut them where files begin."""
     begins, lengths = spans.begins[spans.lengths > 0], spans.lengths[spans.lengths > 0]
     ends = begins + lengths
     apart = begins[1:] != ends[:-1]
@@ -153,9 +153,9 @@ def segments(spans: Spans, file_begins: NDArray[np.int64]) -> Spans:
 
 
 class PackedStream(TokenStream):
-    """Windows of whole documents. Documents that are longer than a window are cut; room that is left is filled up.
+    """Windows of whole documents. Documents that are longer than a window are cut; free room is padded.
 
-    A document of d tokens, its end among them, has d - 1 inputs, since the end is a target alone.
+    A document of d tokens, including its end, has d - 1 inputs, because the end is only a target.
     """
 
     least_document = 2
@@ -191,22 +191,22 @@ class PackedStream(TokenStream):
                 inputs[row, at : at + length], targets[row, at : at + length] = ids[:-1], ids[1:]
                 firsts[row, at] = True
                 at += length
-            firsts[row, at : at + 1] = True  # the filling is no part of the last document
+            firsts[row, at : at + 1] = True  # the padding is not part of the last document
         return inputs, targets, _positions(firsts)
 
 
 def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the window of each piece: the longest piece first, into the fullest window that has room for it.
+    """Return the window of each piece. The longest piece goes first, into the fullest window that has room for it.
 
     Args:
-        lengths: of the pieces, 1 to `room` each.
-        room: of a window.
+        lengths: lengths of the pieces, 1 to `room`.
+        room: length of a window.
 
     >>> pack(np.array([2, 5, 3, 4]), room=7)
     array([0, 0, 1, 1])
     """
     windows, count = np.empty(len(lengths), np.int64), 0
-    left: dict[int, NDArray[np.int64]] = {}  # room that is left -> windows
+    left: dict[int, NDArray[np.int64]] = {}  # free room -> windows
     rooms: list[int] = []  # keys of `left`, sorted
 
     def leave(space: int, some: NDArray[np.int64]) -> None:
@@ -236,14 +236,14 @@ def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
 
 
 def _positions(firsts: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the position of each token in its document, [B, context]. firsts: whether it is the first one."""
+    """Return the position of each token in its document, [B, context]. firsts: whether it is the first."""
     places = np.arange(firsts.shape[1])
     positions: NDArray[np.int64] = places - np.maximum.accumulate(np.where(firsts, places, 0), 1)
     return positions
 
 
 class Part:
-    """Some windows of others, numbered anew."""
+    """A subset of windows, renumbered."""
 
     def __init__(self, whole: Windows, indices: NDArray[np.int64]) -> None:
         self._whole, self._indices, self.context = whole, indices, whole.context
@@ -264,21 +264,21 @@ class Part:
 class Mixture:
     """Windows of several streams, in proportion to their weights.
 
-    An epoch has as many windows as it takes to use one stream up. The others go on in the next epoch where they
-    stopped, and start over at their end: each window of a stream is used once before any is used again.
+    An epoch ends when all windows of one stream are used. The other streams continue in the next epoch where they
+    stopped, and start over at their end. So each window of a stream is used once before any is used again.
 
     Args:
-        weights: of the streams, above 0; only their ratios matter.
-        seed: seed of the order in which a stream is used up.
+        weights: weights of the streams, above 0; only their ratios matter.
+        seed: seed of the order in which the windows of a stream are used.
     """
 
     def __init__(self, streams: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
         self._streams, self.context = streams, streams[0].context
         lengths = np.array([len(each) for each in streams])
-        shares = np.array(weights) / max(weights)  # first: their sum may overflow
+        shares = np.array(weights) / max(weights)  # divide first: the sum of weights may overflow
         shares /= shares.sum()
         self._shares = shares
-        self._counts = np.round(shares * (lengths / shares).min()).clip(1, lengths).astype(np.int64)  # of an epoch
+        self._counts = np.round(shares * (lengths / shares).min()).clip(1, lengths).astype(np.int64)  # per epoch
         self._ends = np.cumsum(self._counts)
         self._orders = [shuffled(np.arange(each), seed, number, _MIXTURE) for number, each in enumerate(lengths)]
         self._about = (self._counts.tolist(), seed)
@@ -288,7 +288,7 @@ class Mixture:
 
     @property
     def shares(self) -> list[tuple[float, float]]:
-        """The part of the windows that each stream should have by its weight, and the part that it has in an epoch."""
+        """For each stream, its share of the weights, and its share of the windows of an epoch."""
         return list(zip(self._shares.tolist(), (self._counts / len(self)).tolist(), strict=True))
 
     @property
@@ -310,15 +310,15 @@ class Mixture:
 
 
 def mixed(parts: Sequence[Windows], weights: Sequence[float], seed: int) -> Windows:
-    """Return the mixture of several parts, or the only one."""
+    """Return the mixture of several parts; a single part stays as it is."""
     return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
 
 
 def split(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
     """Return windows to train on, and windows of about this fraction of the tokens to validate on.
 
-    The latter are of whole documents, which are drawn at random, the same for all seeds. If the ends of documents are
-    unknown, windows are drawn.
+    Validation windows come from whole documents, drawn at random, but equally for all seeds. If the ends of documents
+    are unknown, windows are drawn instead.
 
     Raises:
         ValueError: if there are too few tokens for a window of each.
@@ -347,10 +347,11 @@ def _split_windows(stream: TokenStream, fraction: float) -> tuple[Windows, Windo
 
 
 def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Spans]:
-    """Draw documents at random; return those to train on, and those to validate on.
+    """Draw documents at random. Return the documents to train on, and the documents to validate on.
 
-    The number of documents is the one whose tokens are nearest to the fraction. The last one is cut only if they would
-    be more than twice the fraction, or leave too few tokens to train on: then its end is held out.
+    Documents are held out until their tokens are as close to the fraction as possible. The last drawn document is cut
+    only if the held-out tokens would exceed twice the fraction, or would leave too few tokens to train on. Then only
+    its end is held out.
 
     Args:
         least: number of tokens that each part must have.
@@ -359,14 +360,14 @@ def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Span
         ValueError: if there are too few tokens.
     """
     total = int(documents.lengths.sum())
-    wanted = max(least, round(fraction * total))
-    if total - wanted < least:
-        raise ValueError(f"it has {total:,} tokens, and each part needs {least:,}. Use more text.")
+    target = max(least, round(fraction * total))
+    if total - target < least:
+        raise ValueError(f"it has {total:,} tokens, but each part needs {least:,}. Use more text.")
     order = shuffled(np.arange(len(documents.lengths)), 0, _HELD_OUT)
     sums = np.cumsum(documents.lengths[order])
-    last = max(int(np.abs(sums - wanted).argmin()), int(np.searchsorted(sums, least)))
-    surplus = int(sums[last]) - wanted
-    is_cut = surplus > wanted or total - int(sums[last]) < least
+    last = max(int(np.abs(sums - target).argmin()), int(np.searchsorted(sums, least)))
+    surplus = int(sums[last]) - target
+    is_cut = surplus > target or total - int(sums[last]) < least
     trained, held = documents.lengths.copy(), np.zeros_like(documents.lengths)
     held[order[: last + 1]] = documents.lengths[order[: last + 1]]
     held[order[last]] -= surplus * is_cut
@@ -376,6 +377,6 @@ def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Span
 
 
 def limited(windows: Windows, fraction: float) -> Windows:
-    """Return this fraction of the windows, at least one. Windows of a smaller fraction are among those of a larger."""
+    """Return this fraction of the windows, at least one. A larger fraction contains the windows of a smaller one."""
     some = shuffled(np.arange(len(windows)), 0, _LIMIT)[: max(1, round(fraction * len(windows)))]
     return Part(windows, np.sort(some))

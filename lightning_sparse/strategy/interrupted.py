@@ -27,22 +27,22 @@ def why_not_saved(steps: int, broken: str) -> str:
     try:
         store, rank = default_store(), dist.get_rank()
         key = f"lightning_sparse/interruption {store.add(f'lightning_sparse/interruptions/{rank}', 1)}"
-        reports = [f"{key}/{other}" for other in range(dist.get_world_size())]
-        store.set(reports[rank], f"{steps} {broken}")
+        keys = [f"{key}/{other}" for other in range(dist.get_world_size())]
+        store.set(keys[rank], f"{steps} {broken}")
         with suppress(RuntimeError):  # timeout
-            store.wait(reports, PATIENCE)
-        # The first rank decides for all: a report may come just when another rank stops waiting for it.
-        cause = store.compare_set(f"{key}/cause", "", _cause(store, reports) or _NOTHING).decode()
+            store.wait(keys, PATIENCE)
+        # The first rank decides for all, because ranks that stop waiting at different times may see different reports.
+        cause = store.compare_set(f"{key}/cause", "", _cause(store, keys) or _NOTHING).decode()
     except RuntimeError as error:  # the process that has the store is gone
         return f"the store of the process group does not answer ({error})"
     return "" if cause == _NOTHING else cause
 
 
-def _cause(store: Store, reports: list[str]) -> str:
-    missing = [str(rank) for rank, report in enumerate(reports) if not store.check([report])]
+def _cause(store: Store, keys: list[str]) -> str:
+    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     if missing:
-        return f"rank(s) {', '.join(missing)} did not come to save within {PATIENCE.total_seconds():.0f} s"
-    told = [store.get(report).decode().partition(" ") for report in reports]
-    if len({made for made, _, _ in told}) > 1:
+        return f"rank(s) {', '.join(missing)} did not reach the save within {PATIENCE.total_seconds():.0f} s"
+    reports = [store.get(key).decode().partition(" ") for key in keys]
+    if len({steps for steps, _, _ in reports}) > 1:
         return "ranks stopped in different steps"
-    return next((f"on rank {rank} {broken}" for rank, (_, _, broken) in enumerate(told) if broken), "")
+    return next((f"on rank {rank} {broken}" for rank, (_, _, broken) in enumerate(reports) if broken), "")

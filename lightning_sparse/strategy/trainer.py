@@ -248,7 +248,7 @@ class TrainerAdapter(Adapter, Host):
         self._over = False
 
     def on_validation_start(self) -> None:
-        """Validate equal weights on all nodes, also if hooks changed the weights differently."""
+        """Make all nodes validate equal weights, also if hooks changed the weights differently."""
         super().on_validation_start()
         if self.engine is not None and self._fitting:
             self.engine.average_changes()
@@ -451,14 +451,14 @@ class ReplicasAdapter(TrainerAdapter):
 
 
 class MSTopKHierMixin(ReplicasAdapter):
-    """DDP whose gradients travel hierarchically, and between nodes only the largest of them.
+    """DDP that reduces gradients inside each node first; nodes exchange only the largest entries.
 
     Args:
-        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+        node_name: name of the node of this process, set on every rank. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes a part of the weights and
-            what it alone knows; False: one file, which any strategy reads, and a file of each rank beside it.
-        gradient_as_bucket_view: True: gradients lie in DDP's buckets, so that neither is copied.
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes its part of the weights
+            and its own state. False: a checkpoint is one file that any strategy reads, and one more file per rank.
+        gradient_as_bucket_view: True: gradients are views of DDP's buckets, so they are not copied.
         **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), and DDPStrategy's and
             DistributedDataParallel's own. On GPUs ``bucket_cap_mb`` grows with the devices of a node.
 
@@ -632,14 +632,14 @@ def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
 
 
 class MSTopKLocalMixin(ReplicasAdapter):
-    """DDP inside each node, with an optimizer of its own; between nodes travel the largest updates.
+    """DDP inside each node. Each node has its own optimizer, and nodes exchange the largest updates.
 
     Args:
-        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+        node_name: name of the node of this process, set on every rank. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes a part of the weights,
-            and what it alone knows of its optimizers and of updates; False: one file and a file of each rank beside it.
-        gradient_as_bucket_view: True: gradients lie in DDP's buckets, so that neither is copied.
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes its part of the weights
+            and its own state of optimizers and updates. False: a checkpoint is one file, and one more file per rank.
+        gradient_as_bucket_view: True: gradients are views of DDP's buckets, so they are not copied.
         **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...), and DDPStrategy's and
             DistributedDataParallel's own.
 
@@ -743,14 +743,14 @@ class MSTopKLocalMixin(ReplicasAdapter):
 
 
 class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
-    """Updates between nodes that come and go, each a Trainer of its own (``num_nodes=1``, DDP inside); torchft's
-    lighthouse says which of them there are.
+    """Exchange of updates between nodes that join and leave. Each node has its own Trainer (``num_nodes=1``, DDP
+    inside). torchft's lighthouse lists the nodes.
 
-    A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another.
+    A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another node.
 
     Args:
         node_name: the name of this node in the log; default: its host.
-        gradient_as_bucket_view: True: gradients lie in DDP's buckets, so that neither is copied.
+        gradient_as_bucket_view: True: gradients are views of DDP's buckets, so they are not copied.
         **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
             DDPStrategy's and DistributedDataParallel's own.
 
@@ -887,20 +887,20 @@ def _pass_over_epoch(loop: Any) -> None:
 
 
 class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
-    """FSDP2 inside each node, for models that one device cannot hold; between nodes travel the largest updates.
+    """FSDP2 inside each node, for models that are too large for one device. Nodes exchange the largest updates.
 
     ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
-    LightningModule is sharded: first the blocks that repeat in it, then what remains. With ``precision="bf16-mixed"``
-    weights are then gathered in bf16 and gradients summed in fp32.
+    LightningModule is sharded: first its repeated blocks, then the rest. With ``precision="bf16-mixed"`` weights are
+    then gathered in bf16 and gradients are summed in fp32.
 
     Args:
-        send: ``"updates"``: what each node's own optimizers did to the shards; ``"gradients"``: the gradients,
-            in FSDP2's hook, so that all nodes hold the same weights. Behind AdamW choose updates, or send gradients
-            whole (``exchange="dense16"`` or ``"dense"``).
-        node_name: the node that this process belongs to, by name, on every rank; default: the environment variable
+        send: ``"updates"``: send the updates that each node's own optimizers make to the shards. ``"gradients"``: send
+            gradients in FSDP2's hook, so that all nodes have the same weights. With AdamW send updates, or send all
+            gradients (``exchange="dense16"`` or ``"dense"``).
+        node_name: name of the node of this process, set on every rank. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards; False: one
-            file with the whole model, which any strategy reads.
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards. False: a
+            checkpoint is one file with the whole model, which any strategy reads.
         process_group_backend, timeout: of the process groups.
         **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...).
 

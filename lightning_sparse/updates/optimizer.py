@@ -60,7 +60,7 @@ class LocalOptimizer:
         make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState] = state_of,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
-        self.has_unsent_step = False  # its own, or that of an optimizer that it wraps
+        self.has_unsent_step = False  # a step of this optimizer, or of an optimizer that it wraps
         nested = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
         self._hooks = [each.register_step_post_hook(self._note_step) for each in filter(_has_hooks, nested)]
         if _has_hooks(optimizer):
@@ -119,16 +119,16 @@ class LocalOptimizer:
                 return  # devices hold the same
         self.gather()
 
-    def _before_step(self, _: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of the step, with a closure that does not see the probe's change."""
         self.follow_groups()
         if self.probe is None:
             return None
         self.probe.begin(self.state.slices)
         lifted = self.probe.lifted
-        optimizer, *given_to_step = given
-        unprobed = [lifted()(each) if callable(each) else each for each in given_to_step]
-        return (optimizer, *unprobed), {n: lifted()(each) if callable(each) else each for n, each in named.items()}
+        optimizer, *others = args
+        unprobed = [lifted()(each) if callable(each) else each for each in others]
+        return (optimizer, *unprobed), {n: lifted()(each) if callable(each) else each for n, each in kwargs.items()}
 
     def _note_step(self, *_: Any) -> None:
         self.has_unsent_step = True
@@ -145,14 +145,14 @@ class LocalOptimizer:
     def _judge(self, left: float, name: str) -> None:
         if left < OVERWRITES:
             raise ValueError(
-                f"{name} undoes received updates: {left:.0%} of a change of the weights was left after "
-                f"its step, so it steps a copy of them, such as fp32 master weights. Let it step the parameters "
+                f"{name} undoes received updates: only {left:.0%} of a change of the weights was left after "
+                f"its step, so it steps a copy of the weights, such as fp32 master weights. Let it step the parameters "
                 f"themselves (master_weights=False), or use strategy='mstopk_hier'."
             )
         if left < KEEPS:
             self._exchange.log_once(
                 f"{name} pulls the weights back towards a copy of its own in each step, as schedule-free optimizers "
-                f"do, and so undoes part of the received updates: nodes learn less from each other. Compare the loss "
+                f"do. This undoes part of the received updates, so nodes learn less from each other. Compare the loss "
                 f"with strategy='mstopk_hier'.",
                 logging.WARNING,
             )

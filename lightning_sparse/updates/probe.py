@@ -1,11 +1,11 @@
 """Finds optimizers that undo received updates, by their effect on the parameters, not by their state.
 
-An optimizer with a copy of the weights (fp32 master weights) overwrites the parameters with it, and so removes received
-updates. Before an early step, a few elements are changed by much more than a step changes them. After the step, a share
-of this change is left, and it is then removed. The share is 1 if the optimizer steps the parameters themselves: the
-first such step ends the search. It is 0 with master weights, and between 0 and 1 if the optimizer pulls the weights
-back towards a copy. Early steps of schedule-free optimizers may leave little, so only several steps show that an
-optimizer overwrites the parameters.
+An optimizer with a copy of the weights (fp32 master weights) overwrites the parameters with the copy, and so removes
+received updates. Before an early step, the probe changes a few elements by much more than a step changes them. After
+the step, it measures the share of this change that is left, and removes the rest of the change. The share is 1 if the
+optimizer steps the parameters themselves; the first such step ends the search. The share is 0 with master weights, and
+between 0 and 1 if the optimizer pulls the weights back towards a copy. Early steps of schedule-free optimizers may
+leave little, so only several steps show that an optimizer overwrites the parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from lightning_sparse.updates.slices import Slices
 
-ELEMENTS = 4  # few: optimizers that adapt to the norm of all weights must not notice
+ELEMENTS = 4  # few, to change the norm of all weights little: some optimizers adapt to it
 WINDOW = 1 << 20  # elements of a piece that are probed at most
 LARGE = 8.0  # times the largest change of the last step
 CLEAR = 4.0  # times the largest change of this step
 STEPS = 24
-ENOUGH = 4  # steps that show a share
+ENOUGH = 4  # steps that show a share; then the search ends
 KEEPS = 0.9
 """If a step leaves at least this share of a change, the optimizer steps the parameters themselves."""
 OVERWRITES = 0.4
@@ -111,13 +111,15 @@ class Probe:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Hold the parameters without the change inside: a closure, which a step calls, computes gradients of them."""
+        """Remove the change inside, so that a closure that the step calls computes gradients without it."""
         tried, self._tried, kept = self._tried, [], []
         with torch.no_grad():
             for each in tried:
                 now = each.piece[each.places]
                 kept.append(now)
-                moved = now - each.changed(self.sizes[each.piece.dtype])  # by the step so far: 0 in most optimizers
+                moved = now - each.changed(
+                    self.sizes[each.piece.dtype]
+                )  # change by the step so far; 0 in most optimizers
                 each.piece[each.places] = each.before[each.places] + moved
         yield
         with torch.no_grad():

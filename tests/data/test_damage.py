@@ -100,7 +100,7 @@ def test_a_pipe_in_the_place_of_a_picture_does_not_hang(folder: Path, stores: Op
 def test_a_file_that_changed_on_storage_is_noticed(
     folder: Path, stores: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The store reads the current content, in every run until the source is listed again."""
+    """The store reads the current content, in each run until the source is listed again."""
     config = config_of(folder)
     load_or_list(config, "train")
     path = folder / "train" / "c0" / "5.jpg"

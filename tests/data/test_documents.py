@@ -70,7 +70,7 @@ def test_packed_documents_are_whole_and_fill_windows(file: Path) -> None:
 def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> None:
     for documents in ("separate", "packed"):
         with pytest.raises(
-            ValueError, match=rf'documents={documents!r} needs the id .* has None: write "end": ID into'
+            ValueError, match=rf'documents={documents!r} needs the same id .* has end=None: write "end": ID into'
         ):
             windows(counted(tmp_path / "0.bin", 20), documents)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="documents='whole': choose one of joined, separate, packed"):
@@ -80,7 +80,7 @@ def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> N
         prepare([tmp_path / "a.txt"], tmp_path / "a", end=256)
     prepare([tmp_path / "a.txt"], tmp_path / "ended", vocab_size=257, end=256)
     prepare([tmp_path / "a.txt"], tmp_path / "other", vocab_size=257, end=5)
-    with pytest.raises(ValueError, match=r"the same in all files, and other\.bin has 5"):
+    with pytest.raises(ValueError, match=r"the same id at the end of all documents, but other\.bin has end=5"):
         TokenStream(Corpus("", token_files([tmp_path / "ended.bin", tmp_path / "other.bin"])), 1, "separate")
 
 
@@ -164,7 +164,7 @@ def test_a_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> No
             with_limit(wrong)
 
 
-def test_of_a_mixture_a_part_of_each_source_is_held_out(tmp_path: Path) -> None:
+def test_val_fraction_of_a_mixture_holds_out_a_part_of_each_source(tmp_path: Path) -> None:
     one, other = counted(tmp_path / "0.bin", 401), counted(tmp_path / "1.bin", 201, 500)
     data = TokenDataModule({str(one): 2, str(other): 1}, context=4, val_fraction=0.1, batch_size=3)
     trained = firsts(data)

@@ -1,4 +1,4 @@
-"""Tokenizers of the package tokenizers: no setting changes the text, and blocks have the ids of whole documents."""
+"""Tokenizers of the package `tokenizers`: no setting changes a text, and blocks give the ids of whole documents."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_dropout_of_a_tokenizer_is_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-def test_a_document_that_mentions_the_end_is_not_split(words: Any, tmp_path: Path, is_special: bool) -> None:
+def test_document_that_contains_the_end_token_is_not_split(words: Any, tmp_path: Path, is_special: bool) -> None:
     if not is_special:
         words = tokenizers.Tokenizer.from_str(words.to_str().replace('"special":true', '"special":false'))
     found = saved(words, tmp_path)
@@ -63,16 +63,16 @@ def test_a_document_that_mentions_the_end_is_not_split(words: Any, tmp_path: Pat
     assert 0 not in encoded(found, f"a {END} b {END}")
 
 
-def test_the_configuration_of_a_tokenizer_names_the_end(words: Any, tmp_path: Path) -> None:
-    for said in ("b", {"content": "b", "lstrip": False}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+def test_tokenizer_config_names_the_end_token(words: Any, tmp_path: Path) -> None:
+    for token in ("b", {"content": "b", "lstrip": False}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         assert saved(words, tmp_path).end == 4
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    with pytest.raises(ValueError, match=r"tokenizer.json has no token '<end>': put a tokenizer_config.json beside it"):
+    with pytest.raises(ValueError, match=r"tokenizer.json has no token '<end>': put a tokenizer_config.json, as"):
         saved(words, tmp_path)
 
 
-def test_a_tokenizer_without_a_known_end_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_a_known_end_token_is_refused(tmp_path: Path) -> None:
     found = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<stop>": 0, "a": 7}, unk_token="a"))
     with pytest.raises(ValueError, match="names no token for the end of a document: put a tokenizer_config.json"):
         saved(found, tmp_path)
@@ -122,7 +122,7 @@ def random_text(rng: np.random.Generator, characters: int) -> str:
 
 
 @pytest.mark.parametrize("make", [byte_pairs, sentence_pieces, word_pieces])
-def test_blocks_of_a_document_have_the_ids_of_the_whole(
+def test_document_encoded_in_blocks_has_the_ids_of_the_whole_document(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, rng = saved(make(), tmp_path), np.random.default_rng(3)
@@ -135,7 +135,7 @@ def test_blocks_of_a_document_have_the_ids_of_the_whole(
         assert encoded(found, text, size=int(rng.integers(1, 700))) == whole
 
 
-def test_tiktoken_has_the_ids_of_the_whole_document_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiktoken_in_blocks_gives_the_ids_of_the_whole_document(monkeypatch: pytest.MonkeyPatch) -> None:
     tiktoken = pytest.importorskip("tiktoken", reason="the package tiktoken is not installed")
     ranks = {bytes([each]): each for each in range(256)} | {b"th": 256, b"the": 257, b" the": 258, b"wo": 259}
     pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -151,14 +151,14 @@ def test_tiktoken_has_the_ids_of_the_whole_document_in_blocks(monkeypatch: pytes
     assert found.end not in encoded(found, END)
 
 
-def test_a_token_that_is_longer_than_a_block_is_not_cut(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_token_longer_than_a_block_is_not_cut(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
     found = saved(words, tmp_path)
     monkeypatch.setattr(encoders, "BLOCK", 100)
     monkeypatch.setattr(encoders, "OVERLAP", 10)
     assert encoded(found, f"a {'x' * 1000} b " * 3, size=64) == [3, 2, 4] * 3
 
 
-def test_a_position_that_is_not_utf8_is_that_in_the_document() -> None:
+def test_utf8_error_names_the_position_in_the_document() -> None:
     blocks = iter([b"abc\xc3", b"\xa9de", b"f\xff"])
     with pytest.raises(UnicodeDecodeError) as caught:
         list(

@@ -1,4 +1,4 @@
-"""The identity of cached samples: files that are exchanged, restored or rewritten never give old contents."""
+"""The identity of cached samples: replaced, restored or rewritten files never give old contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIME = 1_600_000_000
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Two classes whose files have equal sizes and times, as archives that are unpacked may leave them."""
+    """Two classes whose files have equal sizes and times, as unpacked archives may have."""
     for name in ("cat", "dog"):
         for number in range(3):
             write(tmp_path / "source" / "train" / name / f"{number}.bin", f"{name}{number}")
@@ -37,7 +37,7 @@ def write(path: Path, text: str) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Give all folders one time."""
+    """Set the modification time of all folders to the same value."""
     for each in (folder, *folder.rglob("*")):
         if each.is_dir():
             os.utime(each, (TIME, TIME))
@@ -103,7 +103,7 @@ def test_file_rewritten_in_place_with_its_old_time_is_read_again_by_cache_warm(s
 
 
 def test_file_that_changed_during_a_run_and_was_restored_gives_its_own_contents(source: Path, tmp_path: Path) -> None:
-    """The run has read other contents than those that were listed; the disk cache does not keep them as listed."""
+    """The run reads contents that differ from the list. The disk cache does not keep them under the listed key."""
     config = config_of(source, tmp_path / "cache")
     load_or_list(config, "train")
     os.rename(source / "train" / "cat", source / "kept")
@@ -121,7 +121,7 @@ def test_file_that_changed_during_a_run_and_was_restored_gives_its_own_contents(
 
 
 def test_files_on_fuse_mounts_have_no_tags(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many FUSE file systems number files anew after each mount, so that nothing would be found in the cache again."""
+    """Many FUSE file systems change inode numbers at each mount. With tags, cached files would not be found again."""
 
     def tags() -> list[int]:
         files, _, _ = LocalStorage(str(source)).listing("train", "visible", lambda: None)
@@ -136,7 +136,7 @@ def test_files_on_fuse_mounts_have_no_tags(source: Path, monkeypatch: pytest.Mon
 def test_cache_warm_verify_names_and_replaces_samples_that_differ(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a change that no listing tells leaves it."""
+    """The cached file differs from the source, as after a change that no list shows."""
     command = ["cache", "warm", str(source), str(tmp_path / "cache"), "--bytes", "--splits", "train"]
     assert main(command) == 0
     config = config_of(source, tmp_path / "cache")
@@ -148,10 +148,10 @@ def test_cache_warm_verify_names_and_replaces_samples_that_differ(
     store.close()
     capsys.readouterr()
     assert main([*command, "--verify"]) == 1
-    told = capsys.readouterr().out
-    assert "6 files, 6 cached before, 0 fetched" in told
-    assert "1 replaced, which differed from the source" in told
-    assert "  train/dog/1.bin: the cache had other contents than the source" in told
+    output = capsys.readouterr().out
+    assert "6 files, 6 cached before, 0 fetched" in output
+    assert "1 replaced, which differed from the source" in output
+    assert "  train/dog/1.bin: replaced, because the cached file differed from the source" in output
     assert main([*command, "--verify"]) == 0
     assert contents(config)["train/dog/1.bin"] == "dog1"
 

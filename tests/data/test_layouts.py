@@ -104,4 +104,4 @@ def test_files_next_to_class_folders_are_ignored_and_named(tmp_path: Path, caplo
         (train / name).write_bytes(jpeg(1))
     with caplog.at_level(logging.WARNING):
         assert len(listed(tmp_path)) == 12
-    assert "train: ignored 2 file(s) that are not in a folder of a class: README, stray.JPG" in caplog.text
+    assert "train: ignored 2 file(s) that are not in a class folder: README, stray.JPG" in caplog.text

@@ -108,8 +108,8 @@ finally:
 """
 
 
-def test_workers_that_cannot_start_say_why(tmp_path: Path) -> None:
-    """Too few open files are left for their queues."""
+def test_workers_that_cannot_start_name_the_reason(tmp_path: Path) -> None:
+    """The limit of open files is too low for the queues of the workers."""
     (tmp_path / "source" / "train").mkdir(parents=True)
     for number in range(20):
         (tmp_path / "source" / "train" / f"{number}.bin").write_bytes(b"x")

@@ -157,7 +157,7 @@ def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
         folder.mkdir()
     assert load_or_list(cache, "train").fingerprint == first.fingerprint
     assert classes_of(cache, "train")[0] == first.classes
-    assert "using the list of train/ in the cache, because storage cannot be asked" in caplog.text
+    assert "using the list of train/ in the cache, because storage did not answer" in caplog.text
 
 
 def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:

@@ -214,28 +214,28 @@ def test_lists_of_labels_are_rows_of_a_batch(tmp_path: Path, labels: list[list[A
 
 
 @pytest.mark.parametrize(
-    ("labels", "says"),
+    ("labels", "message"),
     [
-        ([[1], [1, 2]], r"sample 2: the label is a list of 2 value\(s\), and that of the first row has 1"),
+        ([[1], [1, 2]], r"sample 2: the label is a list of 2 value\(s\), but the list of the first row has 1"),
         ([[1], [None]], r"sample 2: the label is \[None\]: write lists of numbers"),
         ([1, None], "sample 2: the label has no value"),
         ([1.0, float("nan")], "sample 2: the label is nan"),
         (
             pyarrow.array([2**64 - 1, 1], pyarrow.uint64()),
-            "sample 1: the label is 18446744073709551615, which has no room in 64 bits",
+            "sample 1: the label is 18446744073709551615, which does not fit into 64 bits",
         ),
         (["1", "10"], "sample 1: the label is the text '1'"),
         (["a", " b"], "sample 2: the label is ' b': remove the spaces"),
     ],
 )
-def test_labels_that_are_none_are_refused_with_their_row(tmp_path: Path, labels: Any, says: str) -> None:
+def test_invalid_label_is_refused_with_its_row(tmp_path: Path, labels: Any, message: str) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"x": [b"a", b"b"], "label": labels})
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train")
 
 
 def test_columns_that_may_be_the_label_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As CIFAR-100 has them: images are refused, and other samples have no labels."""
+    """CIFAR-100 has such columns. Images are refused; other samples have no labels."""
     write(tmp_path / "source" / "train" / "0.parquet", {"img": [b"a"], "fine_label": [1], "coarse_label": [0]})
     named = r"train/0\.parquet has no column label or labels, and fine_label, coarse_label are whole numbers"
     with pytest.raises(ValueError, match=named):

@@ -1,4 +1,4 @@
-"""Random folders, archives and tables: samples and labels are those of torchvision, tarfile, pyarrow and pandas.
+"""Random folders, archives and tables give the samples and labels of torchvision, tarfile, pyarrow and pandas.
 
 ``SOURCES_INPUTS`` sets the number of inputs of each kind, ``SOURCES_SEED`` the first seed.
 """
@@ -49,7 +49,7 @@ def listed(storage: Storage, config: CacheConfig, name: str) -> Manifest:
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (result, ""), or (None, why it is refused)."""
+    """Return (result, ""), or (None, reason of the error)."""
     try:
         return call(), ""
     except ValueError as error:
@@ -73,7 +73,7 @@ def config_of(source: Path | str, format: Any = "bytes") -> CacheConfig:
 
 
 def grow(draw: random.Random, folder: Path, depth: int, links: bool) -> None:
-    """Fill a folder with images, other files, hidden ones, links and folders. links: to folders, too."""
+    """Fill a folder with images, other files, hidden files, links and folders. links: also make links to folders."""
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(draw.randrange(5)):
         suffixes = draw.choice([IMAGES, IMAGES, OTHERS])
@@ -143,12 +143,12 @@ def test_folders_give_the_samples_and_labels_of_torchvision(tmp_path: Path, sche
 def list_images(storage: Storage, source: str, split: Path) -> Manifest:
     asked = Split(config_of(source, "jpeg"), split.name, 60.0, quiet=True)
     asked.storage = storage
-    asked.probed = lambda files: np.zeros((0, 3), np.int64)  # type: ignore[method-assign]  # they are no real images
+    asked.probed = lambda files: np.zeros((0, 3), np.int64)  # type: ignore[method-assign]  # the files are not real images
     return layout_of(asked).manifest()
 
 
 def too_deep(split: Path, expected: dict[str, str]) -> bool:
-    """Whether the only class has folders of images alone, which are then likely the classes."""
+    """Whether the only class contains only folders of images, which are then probably the classes."""
     folders = {path.rpartition("/")[0] for path in expected}
     only = {*expected.values()}
     return len(only) == 1 and len(folders) > 1 and f"{split.name}/{min(only)}" not in folders
@@ -200,7 +200,7 @@ def tar_contents(file: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_shards_give_the_members_that_tarfile_reads(tmp_path: Path, damaged: bool) -> None:
-    """A shard that is cut, or whose headers are damaged, is refused, or complete."""
+    """A shard that is cut, or has damaged headers, is refused unless all members are read."""
     refused = 0
     with Storage(config_of(tmp_path), timeout=60.0) as storage:
         for number, draw in enumerate(inputs("shards")):
@@ -237,14 +237,14 @@ def damage(draw: random.Random, file: Path) -> None:
     data = bytearray(file.read_bytes())
     if draw.random() < 0.5:
         cut = draw.randrange(1, end)
-        del data[cut + (cut % 512 == 0) :]  # tarfile takes one that ends with a member for a whole one
+        del data[cut + (cut % 512 == 0) :]  # tarfile accepts a file that ends after a member
     else:
         data[draw.choice(headers) + draw.randrange(0, 100)] ^= 1 << draw.randrange(8)
     file.write_bytes(data)
 
 
 @pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
-def test_archives_that_fsspec_opens_give_their_own_bytes_to_many_readers(tmp_path: Path, kind: str) -> None:
+def test_archives_read_by_many_threads_give_the_right_bytes(tmp_path: Path, kind: str) -> None:
     for number, draw in enumerate([*inputs(f"archives {kind}")][: max(2, INPUTS // 20)]):
         file, prefix = tmp_path / f"{number}.{kind}", draw.choice(["", "./"]) if kind != "zip" else ""
         files = {
@@ -306,7 +306,7 @@ def random_csv(draw: random.Random) -> bytes:
 
 
 def numbers_of(values: list[Any]) -> tuple[npt.NDArray[Any] | None, tuple[str, ...]]:
-    """Return what typed values stand for: numbers, or names; None if one is missing."""
+    """Return typed values as numbers or names; None if a value is missing."""
     if any(value is None or value != value for value in values):
         return None, ()
     if all(isinstance(value, str) for value in values):
@@ -334,7 +334,9 @@ def labels_of(data: bytes) -> tuple[Sequence[str], npt.NDArray[Any], tuple[str, 
 
 
 @pytest.mark.parametrize("reference", [of_pyarrow, of_pandas])
-def test_labels_of_a_table_are_those_that_others_read_or_refused(reference: Callable[[bytes], list[list[Any]]]) -> None:
+def test_labels_of_random_tables_equal_the_reference_or_are_refused(
+    reference: Callable[[bytes], list[list[Any]]],
+) -> None:
     accepted = 0
     for number, draw in enumerate(inputs("tables")):
         data = random_csv(draw)

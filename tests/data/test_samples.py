@@ -222,7 +222,7 @@ def test_a_file_that_cannot_be_decoded_is_named_or_replaced(folder: Path) -> Non
 
 
 def test_corrupt_samples_are_counted_once_and_replaced_by_different_samples(folder: Path) -> None:
-    """Also where half of the samples are corrupt, one after the other."""
+    """This also holds if half of the samples are corrupt, one after the other."""
     corrupt = set(range(TRAIN // 4, TRAIN * 3 // 4))
     for number in corrupt:
         (found,) = (folder / "source" / "train").glob(f"*/{number:02}.txt")

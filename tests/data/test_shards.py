@@ -201,7 +201,7 @@ def beside(folder: Path, *names: str) -> None:
 def test_files_next_to_shards_are_ignored_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
 ) -> None:
-    """As img2dataset, WebDataset and people leave them."""
+    """img2dataset, WebDataset and people leave such files."""
     for number in range(2):
         shard(tmp_path / "source" / "train" / f"{number}.tar", {f"{each}.jpg": jpeg(each) for each in range(3)})
     os.rename(tmp_path / "source" / "train" / "1.tar", tmp_path / "source" / "train" / "1.TAR")
@@ -209,13 +209,13 @@ def test_files_next_to_shards_are_ignored_and_named(
     manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache", format=format))
     assert data == [jpeg(each) for each in range(3)] * 2
     assert manifest.paths[3] == "train/1.TAR/0.jpg"
-    said = [each.getMessage() for each in caplog.records if "ignored" in each.getMessage()]
-    assert len(said) == 1
-    assert "ignored 4 file(s) that are not shards: train/0.parquet, train/0_stats.json, train/README, ..." in said[0]
+    lines = [each.getMessage() for each in caplog.records if "ignored" in each.getMessage()]
+    assert len(lines) == 1
+    assert "ignored 4 file(s) that are not shards: train/0.parquet, train/0_stats.json, train/README, ..." in lines[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("5.npy", r"has shards \(train/0\.tar\) and other files \(train/5\.npy\)"),
         ("other.parquet", r"has shards \(train/0\.tar\) and other files \(train/other\.parquet\)"),
@@ -223,10 +223,10 @@ def test_files_next_to_shards_are_ignored_and_named(
         ("1.TGZ", r"the shard train/1\.TGZ is compressed"),
     ],
 )
-def test_files_that_may_be_the_samples_next_to_shards_are_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
+def test_possible_samples_next_to_shards_are_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
     shard(tmp_path / "source" / "train" / "0.tar", {"0.npy": b"a"})
     beside(tmp_path / "source", name)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         contents(config_of(tmp_path / "source", tmp_path / "cache"))
 
 
@@ -239,7 +239,7 @@ def test_folder_next_to_shards_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_hidden_members_are_ignored_and_links_are_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As the tar of macOS writes them, and GNU tar those of a folder with hard links."""
+    """tar of macOS writes hidden members, and GNU tar writes links for a folder with hard links."""
     file = tmp_path / "source" / "train" / "0.tar"
     shard(file, {"./._0.npy": b"macOS", "./0.npy": b"zero", "./.git/1.npy": b"hidden", "k/1.npy": b"one"})
     with tarfile.open(file, "a") as tar:
@@ -264,7 +264,9 @@ def test_link_in_a_shard_that_leads_nowhere_is_refused_by_name(tmp_path: Path) -
         about = tarfile.TarInfo("1.npy")
         about.type, about.linkname = tarfile.SYMTYPE, "/somewhere/1.npy"
         tar.addfile(about)
-    with pytest.raises(ValueError, match=r"its member 1\.npy is a link to /somewhere/1\.npy, which is no file in it"):
+    with pytest.raises(
+        ValueError, match=r"its member 1\.npy is a link to /somewhere/1\.npy, which is not a file in it"
+    ):
         contents(config_of(tmp_path / "source", tmp_path / "cache"))
 
 
@@ -298,11 +300,11 @@ def test_shard_that_is_not_whole_is_refused(folder: Path, tmp_path: Path, damage
     else:
         data += bytes(data)
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"000#0\.tar cannot be used: it (has more data behind its end|is not an)"):
+    with pytest.raises(ValueError, match=r"000#0\.tar cannot be used: it (has data after its end|is not an)"):
         contents(config_of(folder, tmp_path / "cache"))
 
 
-def test_shard_that_became_shorter_is_an_error_of_its_samples(folder: Path, tmp_path: Path) -> None:
+def test_shard_that_becomes_shorter_raises_for_its_samples(folder: Path, tmp_path: Path) -> None:
     """The length of each read is checked."""
     config = config_of(folder, tmp_path / "cache")
     manifest = load_or_list(config, "train")
@@ -310,6 +312,6 @@ def test_shard_that_became_shorter_is_an_error_of_its_samples(folder: Path, tmp_
     os.truncate(file, int(manifest.offsets[3]) + 7)
     store = SampleStore(config, manifest)
     assert store.get([2])[0].data.tobytes() == payload(2)
-    with pytest.raises(CorruptSampleError, match=r"000003\.npy cannot be used: storage gave 7 bytes for bytes"):
+    with pytest.raises(CorruptSampleError, match=r"000003\.npy cannot be used: storage returned 7 bytes for bytes"):
         store.get([3])
     store.close()

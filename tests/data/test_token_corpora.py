@@ -1,6 +1,6 @@
-"""Random corpora, in every mode and on both kinds of mounts, compared with a reader of a few lines of numpy.
+"""Random corpora in every mode, in place and through a URL, compared with a few lines of numpy.
 
-TOKEN_CORPORA=2000 tries as many corpora of each kind; the default is small.
+TOKEN_CORPORA=2000 tries 2,000 corpora of each kind; the default is small.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Pairs = Counter[tuple[int, int]]
 
 
 def documents_of(files: Files) -> Files:
-    """Each document with its end. The end of a file ends a document, too."""
+    """Return each document with its end. The end of a file also ends a document."""
     found = []
     for ids in files:
         cuts = np.flatnonzero(ids == END) + 1
@@ -43,7 +43,7 @@ def documents_of(files: Files) -> Files:
 
 
 def expected_windows(files: Files, context: int, mode: Documents) -> list[tuple[list[int], ...]]:
-    """(inputs, targets) or (inputs, targets, positions) of the windows that are not packed."""
+    """Return (inputs, targets) or (inputs, targets, positions) of windows that are not packed."""
     ids = np.concatenate(files)
     documents = documents_of(files)
     number = np.repeat(np.arange(len(documents)), [len(each) for each in documents])
@@ -61,7 +61,7 @@ def expected_windows(files: Files, context: int, mode: Documents) -> list[tuple[
 
 
 def expected_pairs(documents: Files) -> Pairs:
-    """How often each (input, target) occurs if each document is alone."""
+    """Count each (input, target) if each document is alone."""
     return Counter(pair for each in documents for pair in zip(each[:-1].tolist(), each[1:].tolist(), strict=True))
 
 
@@ -164,7 +164,7 @@ def test_held_out_documents_of_random_corpora_are_whole_and_none_is_lost(mode: D
         assert not sets[0] & sets[1], number
         cut = sum(bool(each & sets[0]) and bool(each & sets[1]) for each in documents)
         assert cut <= 1, number
-        if mode != "packed":  # as many inputs as there are, but for an end of each part
+        if mode != "packed":  # all inputs are used, except an end of each part
             total = sum(map(len, in_order(folder)))
             assert total - 2 * (context + 1) <= (len(train) + len(held_out)) * context < total, number
 
@@ -202,7 +202,7 @@ def batches(source: str | Path, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", range(FIRST, FIRST + max(1, CORPORA // 30)))
-def test_a_folder_of_ids_has_the_same_windows_in_place_and_through_a_url(number: int, tmp_path: Path) -> None:
+def test_folder_of_ids_has_the_same_windows_in_place_and_through_a_url(number: int, tmp_path: Path) -> None:
     rng = np.random.default_rng([number, 9])
     mode = MODES[number % 3]
     while True:

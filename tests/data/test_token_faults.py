@@ -1,4 +1,4 @@
-"""Corrupt documents, files that are not used, files that differ or change, and windows that repeat: all are named."""
+"""Errors and log lines name corrupt documents, ignored files, files that change, and windows that repeat."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_corrupt_line_is_named_or_skipped(
     with pytest.raises(ValueError, match=rf"a\.jsonl (cannot be read as text|is not UTF-8) \({reason}.*\) in line 3: "):
         ids(source, cache, context=2)
     assert ids(source, cache, context=2, on_corrupt="skip") == [encoded("good") * 2]
-    assert "left out 1 corrupt document(s): " in caplog.text
+    assert "skipped 1 corrupt document(s): " in caplog.text
     assert "in line 3" in caplog.text
     with pytest.raises(ValueError, match='in line 3: repair it, or set on_corrupt="skip"'):
         ids(source, cache, context=2)  # although the cache has the other documents
 
 
-def test_corrupt_end_of_a_document_takes_its_beginning_back(tmp_path: Path) -> None:
+def test_document_with_a_corrupt_end_is_skipped_completely(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     tokenizer = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
@@ -92,7 +92,7 @@ def test_corrupt_rest_of_a_shard_is_named_or_skipped(tmp_path: Path) -> None:
         ids(source, tmp_path / "cache", context=2)
     assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [encoded("one")]
     (source / "a.tar").rename(source / "b.jsonl.gz")
-    with pytest.raises(ValueError, match=r"b\.jsonl\.gz cannot be read as text \(BadGzipFile: .*in what follows its"):
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz cannot be read as text \(BadGzipFile: .*in the data after its"):
         ids(source, tmp_path / "cache", context=2)
 
 
@@ -147,7 +147,7 @@ def test_damaged_page_of_parquet_is_named_or_skipped(tmp_path: Path) -> None:
     data = (source / "a.parquet").read_bytes()
     (source / "a.parquet").write_bytes(data[:4] + b"\xff" * 30 + data[34:])  # the header of the first page
     (source / "b.txt").write_text("good")
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as text \(.*in what follows its beginning"):
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as text \(.*in the data after its beginning"):
         ids(source, tmp_path / "cache", context=2)
     assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [[], encoded("good")]
 
@@ -181,8 +181,8 @@ def test_files_that_are_not_used_are_counted_and_named(tmp_path: Path, caplog: p
             (folder / name).touch()
         with caplog.at_level(logging.INFO, "lightning_sparse"):
             ids(folder, tmp_path / "cache", context=2)
-        said = f"{folder}: ignored 3 file(s) that are not ids or text: README.md, b.jsonl.zst, c.json"
-        assert caplog.text.count(said) == 1
+        line = f"{folder}: ignored 3 file(s) that are not ids or text: README.md, b.jsonl.zst, c.json"
+        assert caplog.text.count(line) == 1
     (text / "a.jsonl").unlink()
     with pytest.raises(ValueError, match=r"has no shards: .*README\.md, b\.jsonl\.zst, c\.json"):
         ids(text, tmp_path / "cache")
@@ -194,7 +194,7 @@ def test_missing_source_leaves_nothing_in_the_cache_folder(tmp_path: Path) -> No
     assert not (tmp_path / "cache").exists()
 
 
-def test_arrays_beside_files_in_place_are_read_or_refused(tmp_path: Path) -> None:
+def test_npy_next_to_bin_is_read_with_a_cache_and_refused_without(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "deep").mkdir(parents=True)
     counted(source / "a.bin", 9)
@@ -203,7 +203,7 @@ def test_arrays_beside_files_in_place_are_read_or_refused(tmp_path: Path) -> Non
     np.save(source / "b.npy", np.arange(20, 24))
     assert ids(source, tmp_path / "cache", context=2, vocab_size=1000)[1] == [*range(20, 24)]
     with pytest.raises(
-        ValueError, match=r"has b\.npy, which cannot be used in place as \.bin files are: give cache_dir"
+        ValueError, match=r"has b\.npy, which cannot be used in place, because it is not a \.bin file: give cache_dir"
     ):
         TokenDataModule(source)
 
@@ -219,7 +219,7 @@ def test_a_file_that_is_no_bin_is_not_taken_for_one_in_place(name: str, tmp_path
 
 def test_cache_in_a_folder_that_is_used_in_place_is_refused(tmp_path: Path) -> None:
     counted(tmp_path / "a.bin", 30)
-    with pytest.raises(ValueError, match="is in .*, and would be taken for shards: give another"):
+    with pytest.raises(ValueError, match="is inside .*, so its files would be read as shards: give another"):
         module(tmp_path, tmp_path / "cache")
 
 
@@ -236,7 +236,7 @@ def test_wrong_checksum_in_place_is_refused(tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.write(b"x")
     for cache in (None, str(tmp_path / "cache")):
-        with pytest.raises(ValueError, match=r"a\.bin is damaged: its checksum is not that in its JSON"):
+        with pytest.raises(ValueError, match=r"a\.bin is damaged: its checksum differs from the checksum in its JSON"):
             TokenDataModule(path, context=8, cache_dir=cache).setup("fit")
 
 
@@ -259,12 +259,12 @@ def differing(folder: str) -> str:
     root = Path(folder) / rank
     root.mkdir()
     path = counted(root / "a.bin", 99, int(rank))  # of equal length, and without a checksum in the JSON
-    with pytest.raises(ValueError, match="has other tokens on rank 1 than on rank 0") as caught:
+    with pytest.raises(ValueError, match="has different tokens on rank 1 and on rank 0") as caught:
         TokenDataModule(path, context=4).setup("fit")
     return str(caught.value)
 
 
-def test_other_ids_of_equal_length_on_another_node_are_refused(tmp_path: Path) -> None:
+def test_nodes_with_different_ids_of_equal_length_are_refused(tmp_path: Path) -> None:
     run_ranks(differing, str(tmp_path), nodes=2, devices=1, timeout=120)
 
 
@@ -295,12 +295,12 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
 
 
 def old_fingerprint(context: int, paths: list[Path]) -> str:
-    """As versions that cut each file by itself."""
+    """Windows as in earlier versions, which cut each file separately."""
     about = [("uint16", 1000, each.stat().st_size // 2, 0) for each in paths]
     return hashlib.blake2b(repr((context, about)).encode(), digest_size=16).hexdigest()
 
 
-def test_position_of_a_version_that_cut_files_apart_restarts_the_epoch(
+def test_position_saved_by_an_earlier_version_restarts_the_epoch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = [counted(tmp_path / "a.bin", 30), counted(tmp_path / "b.bin", 30)]
@@ -327,17 +327,17 @@ def test_batch_that_repeats_windows_is_logged(tmp_path: Path, caplog: pytest.Log
         data.setup("fit")
         with caplog.at_level(logging.INFO, "lightning_sparse"):
             data.train_dataloader()
-        assert "windows repeated to fill the last ones" in caplog.text
-        assert "each batch of 8 repeats some: use a smaller batch_size" in caplog.text
+        assert "windows repeated to fill the last steps" in caplog.text
+        assert "each batch of 8 repeats windows: use a smaller batch_size" in caplog.text
         data.teardown("fit")
 
 
-def test_weight_that_an_epoch_cannot_have_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mixture_that_cannot_keep_its_weights_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     large, small = counted(tmp_path / "a.bin", 801), counted(tmp_path / "b.bin", 801)
     data = TokenDataModule({str(large): 1, str(small): 0.0001}, context=4, batch_size=8)
     data.setup("fit")
     data.train_dataloader()
-    assert f"{small} has 0.50% of the windows of an epoch instead of 0.01%, its weight" in caplog.text
+    assert f"{small} has a weight of 0.01% but 0.50% of the windows of an epoch" in caplog.text
     assert "each batch" not in caplog.text
     data.teardown("fit")
 
@@ -360,7 +360,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 def peak(source: Path, cache: Path, tokenizer: str) -> int:
-    """The most memory that a process uses that makes the ids of a source."""
+    """Return the peak memory of a process that encodes a source."""
     command = [sys.executable, "-c", MADE, str(source), str(cache), tokenizer]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)

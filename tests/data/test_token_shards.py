@@ -176,9 +176,9 @@ def test_arrays_of_numpy_need_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     np.save(tmp_path / "source" / "a.npy", np.arange(50, dtype=np.int32))
     assert ids(tmp_path / "source", tmp_path / "cache", vocab_size=50) == [list(range(50))]
-    with pytest.raises(ValueError, match=r"a\.npy does not tell its vocabulary: give vocab_size"):
+    with pytest.raises(ValueError, match=r"a\.npy does not contain its vocabulary size: give vocab_size"):
         ids(tmp_path / "source", tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"a\.npy has ids from 0 to 49, and vocab_size=49 allows"):
+    with pytest.raises(ValueError, match=r"a\.npy has ids from 0 to 49, but vocab_size=49 allows"):
         ids(tmp_path / "source", tmp_path / "cache", vocab_size=49)
     np.save(tmp_path / "source" / "a.npy", np.ones((3, 3)))
     with pytest.raises(ValueError, match=r"a\.npy has float64 \(3, 3\), but ids are whole numbers"):
@@ -261,7 +261,7 @@ def test_without_an_answer_the_ids_in_the_cache_are_used(
     first = ids(server.url, tmp_path / "cache", storage_options=KEY)
     server.close()
     assert ids(server.url, tmp_path / "cache", storage_options=KEY, storage_timeout=1.0) == first
-    assert "using the list of shards in the cache, because storage cannot be asked" in caplog.text
+    assert "using the list of shards in the cache, because storage did not answer" in caplog.text
     with pytest.raises(DataError, match="has not responded"):
         ids(server.url, tmp_path / "other", storage_options=KEY, storage_timeout=1.0)
 
@@ -292,10 +292,12 @@ def test_shards_that_are_not_what_they_say_are_refused(name: str, data: bytes, s
 
 
 def test_ids_beside_text_and_ids_beyond_the_vocabulary_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.txt has ids from 32 to \d+, and vocab_size=100 allows 0"):
+    with pytest.raises(ValueError, match=r"\.txt has ids from 32 to \d+, but vocab_size=100 allows 0 to 99"):
         ids(folder, tmp_path / "cache", vocab_size=100)
     (folder / "deep" / "d.npy").touch()
-    with pytest.raises(ValueError, match=r"has ids \(deep/d\.npy\) and text \(a\.txt\): put them into folders"):
+    with pytest.raises(
+        ValueError, match=r"has ids \(deep/d\.npy\) and text \(a\.txt\): put them into separate folders"
+    ):
         ids(folder, tmp_path / "cache")
     with pytest.raises(ValueError, match="cannot be listed: check the path"):
         ids(tmp_path / "missing", tmp_path / "cache")

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokens")
     (root / "train").mkdir()
     counted(root / "train" / "0.bin", 10 * CONTEXT + 1)
-    counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)  # so that a window's first id says its number
+    counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)  # so that a window's first id is its number
     counted(root / "val.bin", 7 * CONTEXT + 1)
     return root
 
@@ -118,7 +118,7 @@ def differing(folder: str) -> str:
     root = Path(folder) / os.environ["NODE_RANK"]
     root.mkdir()
     data = ours(FLAVOURS[0]).TokenDataModule(counted(root / "a.bin", 20 + int(os.environ["NODE_RANK"])), context=4)
-    with pytest.raises(ValueError, match="has other tokens on rank 1 than on rank 0") as caught:
+    with pytest.raises(ValueError, match="has different tokens on rank 1 and on rank 0") as caught:
         data.setup("fit")
     return str(caught.value)
 

@@ -163,8 +163,8 @@ def test_what_marks_a_folder_is_no_file(kind: str) -> None:
 def test_web_server_gives_the_samples_of_its_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
 ) -> None:
-    """Neither its index pages nor their links are samples; names and labels are those of a mount. A web server lists no
-    sizes, so that nothing has changed, and all samples fit in memory."""
+    """Index pages and their links are not samples; names and labels equal the names and labels on a mount. A web server
+    lists no sizes, so that nothing seems changed, and all samples fit in memory."""
     pytest.importorskip("aiohttp", reason="fsspec opens http with it")
     folder, number = tmp_path / "pictures", 0
     for name in ("b c", "ä", "10%41", "[x]&#1"):
@@ -191,7 +191,7 @@ def test_web_server_gives_the_samples_of_its_folder(
     assert not warnings_of(caplog)
 
 
-def test_web_server_that_ignores_ranges_gives_no_part_of_a_shard(tmp_path: Path) -> None:
+def test_web_server_that_ignores_ranges_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="fsspec opens http with it")
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "0.bin").write_bytes(b"0123456789")
@@ -202,16 +202,16 @@ def test_web_server_that_ignores_ranges_gives_no_part_of_a_shard(tmp_path: Path)
     finally:
         server.close()
     assert found == Unreadable(
-        "storage gave 10 bytes for bytes 2 to 5. Either the file has become shorter: run `lightning-sparse cache warm` "
-        "to list the source again; or its server cannot send parts of files"
+        "storage returned 10 bytes for bytes 2 to 5. If the file has become shorter, run `lightning-sparse cache warm` "
+        "to list the source again. Otherwise its server cannot send parts of files"
     )
 
 
-def test_tar_source_whose_names_are_of_two_kinds_is_refused(tmp_path: Path) -> None:
+def test_tar_source_with_mixed_member_names_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name in ("./train/c/0.bin", "train/c/1.bin"):
             tar.addfile(tarfile.TarInfo(name))
-    with pytest.raises(DataError, match=r"the names of some members begin with \./, and others do not \(train\)"):
+    with pytest.raises(DataError, match=r"the names of some members begin with \./, but not all \(train\)"):
         load_or_list(config_of(f"tar://::file://{tmp_path / 'a.tar'}", tmp_path, format="bytes"), "train")
 
 

@@ -195,7 +195,7 @@ def groups_made(
 @pytest.mark.parametrize("timeout", [None, timedelta(seconds=7)])
 @pytest.mark.parametrize("bound", [True, False])
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_nccl_takes_few_blocks_between_nodes_and_keeps_other_options(
+def test_nccl_group_between_nodes_uses_few_blocks_and_keeps_other_options(
     backend: str, bound: bool, timeout: timedelta | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)

@@ -88,25 +88,25 @@ def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> Non
     """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on; in an interpreter
     that has one flavour only."""
     pytest.importorskip("jsonargparse")
-    given = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
-    due = {**given, "gradient_as_bucket_view": True}
-    (parsed,) = run_ranks(parse_options, flavour, given, nodes=1, devices=1, init=False, start_method="spawn")
-    assert parsed == {name: due for name in STRATEGIES}
+    options = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
+    expected = {**options, "gradient_as_bucket_view": True}
+    (parsed,) = run_ranks(parse_options, flavour, options, nodes=1, devices=1, init=False, start_method="spawn")
+    assert parsed == {name: expected for name in STRATEGIES}
 
 
 STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy", "MSTopKElasticStrategy"]
 
 
-def parse_options(flavour: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What LightningCLI passes to each strategy of these options, and of one that is left out."""
+def parse_options(flavour: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that LightningCLI passes to each strategy: these options, and one with its default."""
     from jsonargparse import ArgumentParser
 
     found = {}
     for name in STRATEGIES:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(getattr(ours(flavour), name), "strategy")
-        parsed = parser.parse_object({"strategy": given}).strategy
-        found[name] = {option: parsed[option] for option in [*given, "gradient_as_bucket_view"]}
+        parsed = parser.parse_object({"strategy": options}).strategy
+        found[name] = {option: parsed[option] for option in [*options, "gradient_as_bucket_view"]}
     return found
 
 

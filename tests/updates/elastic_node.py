@@ -1,4 +1,4 @@
-"""A node of its own, in a process that tests kill: ``python -m tests.updates.elastic_node NAME LIGHTHOUSE OPTIONS``.
+"""A node in its own process, which tests kill: ``python -m tests.updates.elastic_node NAME LIGHTHOUSE OPTIONS``.
 
 It trains a toy and prints a line of JSON after each step. OPTIONS is a JSON object: those of `ElasticConfig`, and
 ``steps``, ``pause`` (seconds between steps), ``seed``, ``version`` (that its weights have in a checkpoint), ``width``

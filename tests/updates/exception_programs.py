@@ -1,4 +1,4 @@
-"""Random programs of fits that an exception ends: in any hook, step, or collective, on all ranks or on some."""
+"""Random fits that end with an exception: in any hook, step or collective, on all ranks or on some."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
 
 FLAVOUR = "pytorch_lightning"
 WORLD = 4
-# Calls in a fit, of every strategy at least.
+# Number of calls per fit; the minimum over all strategies.
 HOOKS = {
     "on_fit_start": 1, "on_train_start": 1, "on_train_epoch_start": 2, "on_train_batch_start": 12,
     "on_before_zero_grad": 12, "on_before_backward": 12, "on_after_backward": 12, "on_before_optimizer_step": 12,
@@ -59,7 +59,7 @@ class Program:
     options: dict[str, Any]
     shards_step: bool  # with `PTOCallback`
     error: str
-    places: dict[int, Place]  # by rank; ranks that are left out do not raise
+    places: dict[int, Place]  # by rank; other ranks do not raise
 
     @property
     def together(self) -> bool:
@@ -68,8 +68,8 @@ class Program:
         return first is not None and first.name not in COLLECTIVES and all(other == first for other in others)
 
 
-def program(seed: int, together: bool) -> Program:
-    """Return the program of a number."""
+def program_of(seed: int, together: bool) -> Program:
+    """Return a random program."""
     chance = random.Random(seed)
     strategy = chance.choice(["hier", "hier", "local", "local", "fsdp"])
 
@@ -80,21 +80,21 @@ def program(seed: int, together: bool) -> Program:
     steps = HOOKS | WITHIN_STEPS
     if together:
         places = dict.fromkeys(range(WORLD), place(steps))
-    elif chance.random() < 0.6:  # a few ranks, in one place
+    elif chance.random() < 0.6:  # some ranks, in one place
         names = steps if chance.random() < 0.6 else COLLECTIVES
         places = dict.fromkeys(chance.sample(range(WORLD), chance.randint(1, WORLD - 1)), place(names))
-    else:  # each in a place of its own
+    else:  # each rank in its own place
         places = {rank: place(steps | COLLECTIVES) for rank in range(WORLD)}
     shards_step = strategy == "hier" and chance.random() < 0.5
     return Program(strategy, chance.choice(OPTIONS[strategy]), shards_step, chance.choice([*ERRORS]), places)
 
 
 class Raiser:
-    """Raises in the place of this rank, once, and notes when."""
+    """Raises once, in the place of this rank, and records the time."""
 
-    def __init__(self, given: Program) -> None:
-        self.place = given.places.get(int(os.environ["RANK"]))
-        self.error, self.calls, self.raised = ERRORS[given.error], 0, 0.0
+    def __init__(self, program: Program) -> None:
+        self.place = program.places.get(int(os.environ["RANK"]))
+        self.error, self.calls, self.raised = ERRORS[program.error], 0, 0.0
 
     def meet(self, name: str) -> None:
         if self.raised or self.place is None or self.place.name != name:
@@ -162,21 +162,21 @@ def collectives_that_raise(raiser: Raiser) -> Iterator[None]:
             setattr(dist, name, function)
 
 
-def strategy_of(given: Program) -> tuple[Any, list[Any]]:
-    """A new strategy, and the callbacks that belong to it."""
-    if given.strategy == "fsdp":
-        options = {"density": 0.1, "save_distributed_checkpoint": False, **given.options}
+def strategy_of(program: Program) -> tuple[Any, list[Any]]:
+    """Return a new strategy and its callbacks."""
+    if program.strategy == "fsdp":
+        options = {"density": 0.1, "save_distributed_checkpoint": False, **program.options}
         return ours(FLAVOUR).MSTopKFSDPStrategy(**options), []
-    options = {"density": 0.1, "bucket_cap_mb": 0.002, **given.options}
-    if given.strategy == "local":
+    options = {"density": 0.1, "bucket_cap_mb": 0.002, **program.options}
+    if program.strategy == "local":
         return ours(FLAVOUR).MSTopKLocalStrategy(**options), []
-    callbacks = [ours(FLAVOUR).PTOCallback(scope="world", also=["Optimizer"])] if given.shards_step else []
+    callbacks = [ours(FLAVOUR).PTOCallback(scope="world", also=["Optimizer"])] if program.shards_step else []
     return ours(FLAVOUR).MSTopKHierStrategy(**options), callbacks
 
 
-def fit(given: Program, raiser: Raiser, folder: Path, **options: Any) -> tuple[Any, str]:
-    """Train two epochs of six batches with a validation and saves; return the module, and what the user sees."""
-    pl, (strategy, callbacks) = lightning_of(FLAVOUR), strategy_of(given)
+def fit(program: Program, raiser: Raiser, folder: Path, **options: Any) -> tuple[Any, str]:
+    """Train two epochs of six batches, with validation and checkpoints. Return the module and the visible error."""
+    pl, (strategy, callbacks) = lightning_of(FLAVOUR), strategy_of(program)
     module, resume = module_of(raiser), options.pop("ckpt_path", None)
     savers = [pl.callbacks.ModelCheckpoint(folder / "steps", every_n_train_steps=3)]
     if not resume:
@@ -194,31 +194,31 @@ def fit(given: Program, raiser: Raiser, folder: Path, **options: Any) -> tuple[A
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The parameter, gathered if it is sharded."""
+    """Return the parameter, gathered if it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def play(given: Program, folder: Path) -> dict[str, Any]:
-    """Run the program, and a second fit if all ranks can go on; return what this rank saw."""
-    raiser, lines = Raiser(given), Lines()
-    module, seen = fit(given, raiser, folder)
+def play(program: Program, folder: Path) -> dict[str, Any]:
+    """Run the program, and a second fit if all ranks can continue. Return the results of this rank."""
+    raiser, lines = Raiser(program), Lines()
+    module, seen = fit(program, raiser, folder)
     shapes = [tuple(p.shape) for p in module.parameters()]
     waited = time.monotonic() - raiser.raised if raiser.raised else 0.0
     found = {"seen": seen, "raised": bool(raiser.raised), "shapes": shapes, "waited": waited, "lines": [*lines.lines]}
-    if given.together and raiser.raised:
+    if program.together and raiser.raised:
         saved = folder / "on_exception.ckpt"
         options = {"ckpt_path": saved} if saved.exists() else {}
-        never = Raiser(Program(given.strategy, given.options, given.shards_step, given.error, {}))
-        module, error = fit(given, never, folder / "again", **options)
+        never = Raiser(Program(program.strategy, program.options, program.shards_step, program.error, {}))
+        module, error = fit(program, never, folder / "again", **options)
         found |= {"again": error, "weights": torch.cat([whole(p).flatten() for p in module.parameters()])}
     return found
 
 
 def play_all(programs: list[Program], folder: str) -> None:
-    """Run programs one after the other in the same processes, and write what this rank saw into files. A rank that
-    does not go on raises, so that the launcher ends the other ranks."""
-    for index, given in enumerate(programs):
-        found = play(given, Path(folder) / str(index))
+    """Run programs one after the other in the same processes, and write the results of this rank to files. A rank that
+    cannot continue raises, so that the launcher ends the other ranks."""
+    for index, program in enumerate(programs):
+        found = play(program, Path(folder) / str(index))
         torch.save(found, Path(folder) / f"{index}.{os.environ['RANK']}")
-        if not given.together and found["seen"]:
+        if not program.together and found["seen"]:
             raise RuntimeError(found["seen"])

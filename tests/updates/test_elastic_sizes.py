@@ -59,7 +59,7 @@ def test_rows_of_all_members_are_equally_long_whatever_each_holds(
 @pytest.mark.timeout(6000)
 def test_nodes_join_validate_and_die_with_models_of_random_sizes() -> None:
     """A sample rides along with every message, and the node that joins or validates only observes. LS_SIZES is the
-    number of random sizes, and LS_SHAPES has names of known ones."""
+    number of random sizes. LS_SHAPES names known models."""
     pytest.importorskip("torchft", reason="needs torchft")
     from tests.helpers.nodes import nodes_of
     from tests.updates.elastic_node import main

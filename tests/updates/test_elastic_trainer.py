@@ -62,7 +62,9 @@ def test_a_trainer_that_joins_goes_on_where_the_others_are(nodes: Nodes, tmp_pat
 
 
 @pytest.mark.slow
-def test_node_that_takes_over_writes_checkpoints_and_says_that_old_ones_stay(nodes: Nodes, tmp_path: Path) -> None:
+def test_node_that_takes_over_writes_checkpoints_and_logs_that_old_checkpoints_stay(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     for name in "ab":
         nodes.start(name, folder=str(tmp_path), timeout=5, density=0.1)
     saved, begun = tmp_path / "last.ckpt", nodes.wait_for("b", of(2))["step"]

@@ -12,11 +12,11 @@ from torch import nn
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
-from tests.updates.exception_programs import ERRORS, WORLD, Program, play_all, program
+from tests.updates.exception_programs import ERRORS, WORLD, Program, play_all, program_of
 from tests.updates.test_trainer import adamw_module, local
 
 FLAVOUR = "pytorch_lightning"
-STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 20)) // 4  # of the slow test; each runs four programs
+STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 20)) // 4  # starts of the slow test; each start runs four programs
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 100, "init": False}
 
 
@@ -104,49 +104,51 @@ def test_exception_on_one_rank_ends_all_and_shows_the_error(tmp_path: Path) -> N
 
 
 SHAPES = [(11, 13), (11,), (5, 11), (5,)]
-LONGEST_WAIT = 12.0  # seconds without a line that says what for
+LONGEST_WAIT = 12.0  # seconds without a log line that names the reason
 
 
-def check(given: Program, found: dict[int, dict[str, Any]], folder: Path) -> None:
+def check(program: Program, found: dict[int, dict[str, Any]], folder: Path) -> None:
     for rank, of_rank in found.items():
-        case = (given, rank, of_rank)
-        error = "SystemExit: 1" if given.error == "interrupt" else f"{ERRORS[given.error].__name__}: the user's error"
+        case = (program, rank, of_rank)
+        error = (
+            "SystemExit: 1" if program.error == "interrupt" else f"{ERRORS[program.error].__name__}: the user's error"
+        )
         if of_rank["raised"]:
             assert of_rank["seen"].startswith(error), case
-        elif given.together:
+        elif program.together:
             assert of_rank["seen"] == "", case
         assert of_rank["shapes"] == SHAPES, case
         explained = any("waited" in line or "is not saved" in line for line in of_rank["lines"])
         assert explained or of_rank["waited"] < LONGEST_WAIT, case
-    if not given.together:  # the launcher has ended some ranks
+    if not program.together:  # the launcher has ended some ranks
         return
-    assert len(found) == WORLD, given
+    assert len(found) == WORLD, program
     if not found[0]["raised"]:
         return
     saved = folder / "on_exception.ckpt"
-    assert saved.exists() != any("is not saved" in line for line in found[0]["lines"]), (given, found)
+    assert saved.exists() != any("is not saved" in line for line in found[0]["lines"]), (program, found)
     if saved.exists():
         weights = torch.load(saved, weights_only=False)["state_dict"]
-        assert [tuple(each.shape) for each in weights.values()] == SHAPES, given
+        assert [tuple(each.shape) for each in weights.values()] == SHAPES, program
     for of_rank in found.values():
-        assert of_rank["again"] == "", (given, of_rank["again"])
-        assert torch.equal(of_rank["weights"], found[0]["weights"]), given
+        assert of_rank["again"] == "", (program, of_rank["again"])
+        assert torch.equal(of_rank["weights"], found[0]["weights"]), program
 
 
 @pytest.mark.parametrize("start", [0, *(pytest.param(10 + n, marks=pytest.mark.slow) for n in range(STARTS))])
-def test_exception_anywhere_shows_the_error_and_leaves_a_readable_checkpoint_or_says_why_not(
+def test_exception_in_random_places_shows_the_error_and_saves_a_checkpoint_or_logs_why_not(
     start: int, tmp_path: Path
 ) -> None:
-    """Three programs that all ranks end together, and go on; and one that ends ranks in different places."""
-    programs = [program(4 * start + number, together=number < 3) for number in range(4)]
+    """Run three programs in which all ranks raise together and continue, and one with ranks in different places."""
+    programs = [program_of(4 * start + number, together=number < 3) for number in range(4)]
     hung: dict[int, str] = {}
     try:
         run_ranks(play_all, programs, str(tmp_path), nodes=2, devices=2, timeout=150, init=False)
     except RanksFailed as failed:
         hung = failed.hung
     assert not hung, programs
-    for index, given in enumerate(programs):
+    for index, program in enumerate(programs):
         found = {rank: tmp_path / f"{index}.{rank}" for rank in range(WORLD)}
         seen = {rank: torch.load(file, weights_only=False) for rank, file in found.items() if file.exists()}
-        assert any(of_rank["raised"] or not of_rank["seen"] for of_rank in seen.values()), given
-        check(given, seen, tmp_path / str(index))
+        assert any(of_rank["raised"] or not of_rank["seen"] for of_rank in seen.values()), program
+        check(program, seen, tmp_path / str(index))

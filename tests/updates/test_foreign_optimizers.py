@@ -85,7 +85,7 @@ class ZeroState(Optimizer):
 
 class PullsBack(torch.optim.SGD):
     """Moves the weights in each step towards weights that only its own gradients change, as schedule-free optimizers
-    with a warm-up do: all the way in step 1, 80% in step 2, ever less later."""
+    with a warm-up do: completely in step 1, by 80% in step 2, by less in each later step."""
 
     steps, total = 0, 0
 
@@ -248,8 +248,8 @@ def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
 
 
 class Sam(Optimizer):
-    """Steps by methods of its own, which call ``step()`` of another optimizer, as SAM does. The change between them is
-    the same on all nodes, so that the result of DDP is due."""
+    """Steps by methods of its own, which call ``step()`` of another optimizer, as SAM does. The change between the
+    steps is equal on all nodes, so the result must equal DDP."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -273,7 +273,7 @@ class Sam(Optimizer):
 def fits_of(
     optimizer: Callable[[Any], Optimizer], training_step: Callable[..., Any], strategies: list[Any], manual: bool
 ) -> list[Tensor]:
-    """The weights after a fit by each strategy."""
+    """Return the weights after a fit with each strategy."""
     ends = []
     for strategy in strategies:
         module = plain_module("pytorch_lightning")
@@ -321,8 +321,8 @@ def stepped_with_a_closure() -> list[Tensor]:
 
 @pytest.mark.parametrize("fits", [stepped_by_its_own_methods, stepped_past_lightning, stepped_with_a_closure])
 def test_steps_of_any_form_give_the_result_of_ddp(fits: Callable[[], list[Tensor]]) -> None:
-    for found, due in run_ranks(fits, nodes=2, devices=1, timeout=100, init=False):
-        assert torch.allclose(found, due, rtol=1e-5, atol=1e-6)
+    for found, expected in run_ranks(fits, nodes=2, devices=1, timeout=100, init=False):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def with_and_without_saves() -> tuple[Tensor, Tensor]:

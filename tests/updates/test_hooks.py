@@ -164,20 +164,20 @@ def changed_unlike(hook: str) -> tuple[str, list[str], Tensor]:
 
     setattr(module, hook, add_noise)
     options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 4, "devices": 1}
-    said = raised(fitted, FLAVOUR, local(FLAVOUR), module, **options)
-    return said, [line for line in lines.lines if "a hook changed the weights" in line], weights(module)
+    error = raised(fitted, FLAVOUR, local(FLAVOUR), module, **options)
+    return error, [line for line in lines.lines if "a hook changed the weights" in line], weights(module)
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_end"])
 def test_change_that_differs_between_nodes_is_averaged_with_a_warning(hook: str) -> None:
-    (said, warnings, one), (_, _, other) = run_ranks(changed_unlike, hook, **TWO)
-    assert said == ""
+    (error, warnings, one), (_, _, other) = run_ranks(changed_unlike, hook, **TWO)
+    assert error == ""
     assert len(warnings) == 1
     assert torch.equal(one, other)
 
 
 def switched_for_validation(folder: str) -> dict[str, Any]:
-    """A module that validates other weights than it trains, which differ between nodes; what is seen and saved."""
+    """Train a module that validates other weights on each node. Return the weights that it sees and saves."""
     seen, module = {}, adamw_module(FLAVOUR)
 
     def move(sign: float) -> None:
@@ -190,7 +190,7 @@ def switched_for_validation(folder: str) -> dict[str, Any]:
         module.validation_step,
     )
     module.on_validation_model_eval = lambda: (seen.setdefault("before", weights(module)), evaluate(), move(1.0))
-    module.validation_step = lambda *given: (seen.setdefault("validated", weights(module)), validate(*given))[1]
+    module.validation_step = lambda *args: (seen.setdefault("validated", weights(module)), validate(*args))[1]
     module.on_validation_end = lambda: module.trainer.save_checkpoint(f"{folder}/validated.ckpt")
     module.on_validation_model_train = lambda: (move(-1.0), train())
     fitted(FLAVOUR, local(FLAVOUR), module, devices=1, limit_val_batches=1, max_steps=4, val_check_interval=2)

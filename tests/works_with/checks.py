@@ -1,4 +1,4 @@
-"""What must hold for a library: equality with DDP where it is due, and a loss that falls."""
+"""Checks of a library: results that equal DDP where they should, and a loss that falls."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 from tests.works_with.runs import STRATEGIES, Fit, difference
 
-SHARE = 4  # of a fit that counts as its first and its last steps
+SHARE = 4  # the first and the last quarter of a fit are averaged
 NOISE = 2e-3
-"""Difference of losses to which rounding may grow: Adam and Prodigy divide by tiny gradients."""
+"""Allowed difference of losses. Rounding grows to this size, because Adam and Prodigy divide by tiny gradients."""
 SAME = 1e-4
-"""Difference of a resumed run: zero, except where a sum depends on the alignment of memory (Prodigy)."""
+"""Allowed difference of a resumed run. It is zero unless a sum depends on the alignment of memory (Prodigy)."""
 
 
 def ends_of(fit: Fit) -> tuple[float, float]:
-    """The mean losses of the first and of the last steps."""
+    """Return the mean losses of the first and of the last steps."""
     return sum(fit.losses[:SHARE]) / SHARE, sum(fit.losses[-SHARE:]) / SHARE
 
 
 def problems_of(of_ranks: list[dict[str, Fit]]) -> list[str]:
-    """All that differs from what is due."""
+    """Return all differences from the expected results."""
     fits = of_ranks[0]
     found = [*_unlike(fits, "mstopk_hier, all", "ddp", NOISE)]
     found += _unlike(fits, "mstopk_local, all, alike", "ddp, alike", NOISE)
@@ -31,22 +31,22 @@ def problems_of(of_ranks: list[dict[str, Fit]]) -> list[str]:
     return found
 
 
-def _unlike(fits: dict[str, Fit], name: str, due: str, tolerance: float) -> Iterator[str]:
-    one, other = fits[name], fits[due]
+def _unlike(fits: dict[str, Fit], name: str, reference: str, tolerance: float) -> Iterator[str]:
+    one, other = fits[name], fits[reference]
     steps = [abs(a - b) for a, b in zip(one.losses[::-1], other.losses[::-1], strict=False)]
     if max(steps) > tolerance:
-        yield f"{name}: losses differ from {due} by {max(steps):.1e}"
+        yield f"{name}: losses differ from {reference} by {max(steps):.1e}"
     for a, b in zip(one.validations[::-1], other.validations[::-1], strict=False):
         apart = max(abs(a[key] - b[key]) for key in a if key.startswith("val"))
         if apart > tolerance:
-            yield f"{name}: validations differ from {due} by {apart:.1e}"
+            yield f"{name}: validations differ from {reference} by {apart:.1e}"
 
 
 def _faults(name: str, fit: Fit, of_ranks: list[Fit]) -> Iterator[str]:
     if any(difference(fit.state, other.state) for other in of_ranks):
         yield f"{name}: ranks end with different weights"
     if fit.export_error:
-        yield f"{name}: what the library saved differs from the global weights by {fit.export_error:.1e}"
+        yield f"{name}: the files of the library differ from the global weights by {fit.export_error:.1e}"
     first, last = ends_of(fit)
     if "resumed" not in name and not last < first:
         yield f"{name}: the loss went from {first:.3f} to {last:.3f}"

@@ -1,4 +1,4 @@
-"""Modules that use other libraries, as the documentation of each library shows it."""
+"""Modules that use other libraries in the way that the documentation of each library shows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Text(Task):
 
 
 class Adapters(Text):
-    """LoRA adapters of peft on a model of transformers. Checkpoints have the adapters alone."""
+    """LoRA adapters of peft on a model of transformers. Checkpoints contain only the adapters."""
 
     def __init__(self, alike: bool) -> None:
         Task.__init__(self, alike)
@@ -86,7 +86,7 @@ class Adapters(Text):
         return {names[f"model.{name}"]: value for name, value in saved.items()}
 
 
-class Pictures(Classifier):
+class Images(Classifier):
     """A model, a schedule and an average of timm."""
 
     def __init__(self, alike: bool) -> None:
@@ -153,7 +153,7 @@ class Metrics(Classifier):
 
 
 class Masks(Task):
-    """A Unet of segmentation-models-pytorch, with its Dice loss and its statistics."""
+    """A Unet of segmentation-models-pytorch, with its Dice loss and its IoU statistics."""
 
     def __init__(self, alike: bool) -> None:
         super().__init__(alike)
@@ -198,7 +198,7 @@ class ByOptimizer(Classifier):
 
 
 class ScheduleFree(ByOptimizer):
-    """schedulefree: the optimizer has a mode for training and one for evaluation, which hooks switch."""
+    """schedulefree: hooks switch the optimizer between its training mode and its evaluation mode."""
 
     def configure_optimizers(self) -> Any:
         from schedulefree import AdamWScheduleFree
@@ -288,7 +288,7 @@ class Lookahead(ByOptimizer):
 
 
 class Average(ByOptimizer):
-    """ema-pytorch: the average is a part of the module, and is validated."""
+    """ema-pytorch: the average is a submodule, and its loss is logged in validation."""
 
     def __init__(self, alike: bool) -> None:
         super().__init__(alike)
@@ -310,7 +310,7 @@ class Average(ByOptimizer):
 LIBRARIES: dict[str, tuple[str, Callable[[bool], Task]]] = {
     "transformers": ("transformers", Text),
     "peft": ("peft", Adapters),
-    "timm": ("timm", Pictures),
+    "timm": ("timm", Images),
     "torchmetrics": ("torchmetrics", Metrics),
     "segmentation-models-pytorch": ("segmentation_models_pytorch", Masks),
     "schedulefree": ("schedulefree", ScheduleFree),

@@ -1,4 +1,7 @@
-"""All optimizers of three libraries on a toy with scalar, zero and one-valued parameters: DDP and the strategies."""
+"""Trains a toy model with all optimizers of three libraries, by DDP and by the strategies.
+
+Some parameters of the model are scalars, zeros or ones.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.updates.test_foreign_optimizers import Toy
 
 STEPS = 40
-RATES = [3e-3, 0.1, 1.0]  # the first with which DDP trains
-LEAST, LEAST_OF_DDP = 0.95, 0.9  # times the first loss: an optimizer trains if it ends with less
+RATES = [3e-3, 0.1, 1.0]  # learning rates; the first with which DDP trains is used
+LEAST, LEAST_OF_DDP = 0.95, 0.9  # an optimizer trains if its last loss is less than this times its first loss
 EXPLAINED = {"torch": {"LBFGS"}, "pytorch_optimizer": {"lbfgs", "dadaptadan"}}
 """Optimizers that a strategy may not train. LBFGS compares gradients of one function at several places: `mstopk_local`
-refuses it, and the partial gradients of `mstopk_hier` belong to no such function. DAdaptAdan raises its step size from
-1e-6, and ends with another loss in each run, also with DDP."""
+refuses it, and the sparse gradients of `mstopk_hier` do not belong to one function. DAdaptAdan increases its step size
+from 1e-6, and ends with a different loss in each run, also with DDP."""
 Make = Callable[[nn.Module, float], Optimizer]
 
 
@@ -72,7 +75,7 @@ LIBRARIES: dict[str, Callable[[], dict[str, Make]]] = {
 
 
 def losses_of(make: Make, lr: float, strategy: str, topology: Topology) -> list[float]:
-    """Train on this rank; return the mean losses of the first and of the last steps."""
+    """Train on this rank. Return the mean losses of the first and of the last steps."""
     model = Toy()
     optimizer = make(model, lr)
     getattr(optimizer, "train", lambda: None)()
@@ -114,7 +117,7 @@ def step(ddp: nn.Module, optimizer: Optimizer, engine: Any, number: int) -> floa
 
 
 def tried(make: Make, lr: float, strategy: str, topology: Topology) -> str | list[float]:
-    """The losses, or the error of the optimizer or the strategy, which all ranks raise."""
+    """Return the losses, or the error that the optimizer or the strategy raises on all ranks."""
     try:
         return losses_of(make, lr, strategy, topology)
     except Exception as error:
@@ -122,12 +125,12 @@ def tried(make: Make, lr: float, strategy: str, topology: Topology) -> str | lis
 
 
 def trains(result: str | list[float], least: float = LEAST) -> bool:
-    """Whether the loss has fallen."""
+    """Return whether the loss has fallen."""
     return not isinstance(result, str) and math.isfinite(result[1]) and result[1] < least * result[0]
 
 
 def results_of(library: str) -> dict[str, dict[str, str | list[float]]]:
-    """What each optimizer does with each strategy, where DDP trains with a learning rate."""
+    """Return the result of each optimizer with DDP, and with each strategy if DDP trains."""
     warnings.simplefilter("ignore")
     topology, found = discover(), {}
     for name, make in LIBRARIES[library]().items():
@@ -142,12 +145,12 @@ def results_of(library: str) -> dict[str, dict[str, str | list[float]]]:
 
 
 def unexplained(library: str, problems: dict[str, str]) -> dict[str, str]:
-    """The problems without a known reason."""
+    """Return the problems without a known reason."""
     return {name: problem for name, problem in problems.items() if name not in EXPLAINED.get(library, set())}
 
 
 def problems_of(results: dict[str, dict[str, str | list[float]]]) -> dict[str, str]:
-    """By optimizer that DDP trains: why a strategy does not."""
+    """Return, for optimizers that DDP trains, why a strategy does not train them."""
     failed = {
         name: {each: result for each, result in rows.items() if not trains(result)}
         for name, rows in results.items()

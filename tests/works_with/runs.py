@@ -1,4 +1,4 @@
-"""Fits of a module that uses another library, by both strategies and by DDP, with all that must be equal."""
+"""Fits of a module that uses another library, by both strategies and by DDP. `checks` compares their results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.strategy.trainers import ddp, ours, ranks, trainer
 
 FLAVOUR = "pytorch_lightning"
 BATCHES, EPOCHS, SAVED_AT = 8, 3, 10
-# "all": everything is sent at once, so that DDP's weights are due. With `mstopk_local`, where each node has its own
-# optimizer, they are due if all ranks have equal batches.
+# "all": all entries are sent at once, so the weights must equal the weights of DDP. With `mstopk_local`, this holds
+# only if all ranks have equal batches, because each node has its own optimizer.
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: ddp(FLAVOUR),
     "mstopk_hier": lambda: ours(FLAVOUR).MSTopKHierStrategy(density=0.1, exchange="sparse", warmup_epochs=0),
@@ -32,10 +32,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class Task(LightningModule):
-    """The base of the modules: equal batches for equal steps, and a check of all that the library saves.
+    """Base of the modules. Equal steps have equal batches, and the files that the library saves are checked.
 
     Args:
-        alike: give all ranks equal batches. Then nodes make equal updates, whatever the optimizer is.
+        alike: give all ranks equal batches. Then nodes make equal updates with any optimizer.
     """
 
     def __init__(self, alike: bool = False) -> None:
@@ -52,7 +52,7 @@ class Task(LightningModule):
         return x, x[:, :4].argmax(1)
 
     def export(self, folder: Path) -> dict[str, Tensor]:
-        """Save what the library saves, and return it by the names of ``state_dict()``."""
+        """Save with the functions of the library. Return the saved tensors by the names of ``state_dict()``."""
         return {}
 
     def train_dataloader(self) -> Any:
@@ -104,13 +104,13 @@ class Classifier(Task):
         self.log("val", self.loss(batch), sync_dist=True)
 
 
-def difference(found: dict[str, Tensor], due: dict[str, Tensor]) -> float:
-    """The largest difference of tensors with equal names."""
-    return max(((found[name].double() - due[name].double()).abs().max().item() for name in found), default=0.0)
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest difference between tensors with equal names."""
+    return max(((found[name].double() - expected[name].double()).abs().max().item() for name in found), default=0.0)
 
 
 class Validations(Callback):
-    """Notes what is logged in each validation."""
+    """Records the logged metrics of each validation."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
@@ -121,7 +121,7 @@ class Validations(Callback):
 
 @dataclass
 class Fit:
-    """What a fit left."""
+    """Results of a fit."""
 
     losses: list[float]
     validations: list[dict[str, float]]
@@ -146,7 +146,7 @@ def fit(make: Callable[[bool], Task], strategy: str, folder: Path, *, alike: boo
 
 
 def fits(make: Callable[[bool], Task], folder: str) -> dict[str, Fit]:
-    """Train by each strategy: with a tenth of the entries, with all entries, and resumed."""
+    """Train with each strategy: with 10% of the entries, with all entries, and from a checkpoint."""
     warnings.simplefilter("ignore")
     os.chdir(folder)
     found = {}
@@ -156,6 +156,6 @@ def fits(make: Callable[[bool], Task], folder: str) -> dict[str, Fit]:
         found[f"{name}, alike"] = fit(make, name, Path(folder) / f"{name}, alike", alike=True)
     for name in ("ddp", "mstopk_hier", "mstopk_local"):
         saved = Path(folder) / name / f"step={SAVED_AT}.ckpt"
-        if saved.exists():  # not where Lightning counts no steps, because they bypass its wrapper of the optimizer
+        if saved.exists():  # missing if steps bypass the wrapper of Lightning, which then counts no steps
             found[f"{name}, resumed"] = fit(make, name, Path(folder) / f"{name}, resumed", resume=str(saved))
     return found

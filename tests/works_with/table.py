@@ -1,4 +1,4 @@
-"""Print what `docs/works_with.md` shows: the libraries and the optimizers that train by both strategies.
+"""Prints the tables of `docs/works_with.md`: libraries and optimizers, trained by DDP and by both strategies.
 
 Usage: python -m tests.works_with.table [DEVICES]
 """
@@ -16,7 +16,7 @@ from tests.works_with.runs import fits
 
 
 def row_of(name: str, devices: int) -> tuple[str, list[str]]:
-    """The row of a library, and its problems."""
+    """Return the row of a library, and its problems."""
     package, make = LIBRARIES[name]
     if find_spec(package) is None:
         return f"| {name} | not installed |", []
@@ -26,11 +26,11 @@ def row_of(name: str, devices: int) -> tuple[str, list[str]]:
     losses = {each: checks.ends_of(fit) for each, fit in found[0].items()}
     ends = " | ".join(f"{losses[each][1]:.3f}" for each in ("ddp", "mstopk_hier", "mstopk_local"))
     release = version(packages_distributions()[package][0])
-    return f"| {name} | {release} | {losses['ddp'][0]:.3f} | {ends} | {'; '.join(problems) or 'yes'} |", problems
+    return f"| {name} | {release} | {losses['ddp'][0]:.3f} | {ends} | {'; '.join(problems) or 'none'} |", problems
 
 
 def count_of(library: str) -> tuple[str, dict[str, str]]:
-    """The row of a library's optimizers, and the optimizers that a strategy does not train."""
+    """Return the row of a library's optimizers, and the optimizers that a strategy does not train."""
     if find_spec(library) is None:
         return f"| {library} | not installed |", {}
     results = run_ranks(optimizers.results_of, library, nodes=2, devices=1, timeout=880)[0]
@@ -45,7 +45,7 @@ def count_of(library: str) -> tuple[str, dict[str, str]]:
 def main() -> int:
     """Print both tables; return 1 if a library differs from DDP or an optimizer fails without a known reason."""
     devices, failed = int((sys.argv[1:] or ["1"])[0]), False
-    print(f"2 nodes x {devices}: library, version, first loss, last losses (DDP, hier, local), equal where due")
+    print(f"2 nodes x {devices}: library, version, first loss, last losses (DDP, hier, local), problems")
     for name in LIBRARIES:
         row, problems = row_of(name, devices)
         failed |= bool(problems)

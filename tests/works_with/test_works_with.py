@@ -1,4 +1,4 @@
-"""Other libraries train as with DDP. `make works-with` installs all of them and prints the results."""
+"""Other libraries train as they do with DDP. `make works-with` installs all of them and prints the results."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_library_gives_the_result_of_ddp(name: str, devices: int, tmp_path: Path
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", optimizers.LIBRARIES)
-def test_optimizers_that_ddp_trains_are_trained_or_refused(library: str) -> None:
+def test_strategies_train_the_optimizers_that_ddp_trains(library: str) -> None:
     skip_without(library)
     found = run_ranks(optimizers.results_of, library, nodes=2, devices=1, timeout=880)[0]
     assert optimizers.unexplained(library, optimizers.problems_of(found)) == {}

@@ -34,8 +34,8 @@ CHUNK = 16  # files per request of a thread
 class WarmReport:
     """Result for a split.
 
-    present: files cached before. corrupt: (path, reason). full: no space for more. pruned: files removed. differing:
-    paths of cached files that differed from the source.
+    present: files cached before. corrupt: (path, reason). full: whether the cache has no space left. pruned: files
+    removed. differing: paths of cached files that differed from the source.
     """
 
     split: str
@@ -74,7 +74,7 @@ def warm(
         threads: threads that read and decode.
         prune: first remove the files that are not listed any more, or that other nodes own. A run that uses an older
             list reads them from storage again.
-        verify: first read the files that are cached again, compare, and replace those that differ.
+        verify: first read cached files from storage again, and replace the files that differ.
 
     Raises:
         ValueError, DataError: as `manifest.list_source`; StorageTimeoutError if storage does not respond.

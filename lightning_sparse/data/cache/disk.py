@@ -23,7 +23,7 @@ an environment twice; closing one would release the locks of the other. A forked
 its parent; it opens its own.
 
 Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
-random order, so eviction would remove samples before their next use. `prune` removes what has left the source.
+random order, so eviction would remove samples before their next use. `prune` removes files that have left the source.
 """
 
 from __future__ import annotations

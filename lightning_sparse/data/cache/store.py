@@ -47,7 +47,7 @@ ROW_GROUPS = (
     "disk_gb, or use smaller row groups."
 )
 GROUP_LOCKS = 64
-RANDOM_TRIES, MAX_REPLACEMENTS = 32, 100  # samples that are tried in place of a corrupt one: at random, in a row
+RANDOM_TRIES, MAX_REPLACEMENTS = 32, 100  # candidates to replace a corrupt sample: random, consecutive
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class SampleStore:
                 yield index, self._from_storage(tiers, index, answer)
 
     def _answers(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
-        """Read samples of network storage that are not in row groups."""
+        """Read samples that are not in row groups from network storage."""
         answers = tiers.storage.read([self.manifest.location(index) for index in indices])
         return zip(indices, answers, strict=True)
 
@@ -341,7 +341,7 @@ class SampleStore:
         return view
 
     def _version_read(self, tiers: Tiers, key: FileKey, file: StoredFile) -> FileKey:
-        """Return the key of a file as it was read: of one that has changed, the disk must not keep it as listed."""
+        """Return the key of a file as it was read. The disk must not keep a changed file under its listed key."""
         same_time = file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)
         if key.size in (-1, file.size) and same_time:
             return key
@@ -355,8 +355,8 @@ class SampleStore:
         return FileKey(key.path, file.size, file.mtime_ns)
 
     def differing(self, indices: Sequence[int]) -> list[int]:
-        """Read samples from network storage again, and return those that differ from the disk cache, or that can no
-        longer be read. The cache then has what was read."""
+        """Read samples from network storage again, and update the disk cache. Return the samples that differed from the
+        cache, or that can no longer be read."""
         tiers, found = self._tiers(), []
         with tiers.reading():
             cached = tiers.disk.get([self.manifest.key(index) for index in indices])
@@ -370,7 +370,7 @@ class SampleStore:
         return found
 
     def _read_again(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
-        """Yield what network storage answers, in order of the samples."""
+        """Yield the answers of network storage, in the order of the samples."""
         if not self.manifest.has_row_groups:
             yield from self._answers(tiers, indices)
             return
@@ -378,7 +378,7 @@ class SampleStore:
         for index in indices:
             group = self.manifest.row_group(index)
             if group not in rows:
-                rows = {group: tiers.storage.rows(*group, self.config.member or "")}  # one at a time in memory
+                rows = {group: tiers.storage.rows(*group, self.config.member or "")}  # only one row group is in memory
             yield index, rows[group][int(self.manifest.offsets[index])]
 
     def cache_files(self, indices: Sequence[int]) -> dict[int, str]:
@@ -389,10 +389,10 @@ class SampleStore:
         return {index: reason for index, reason in found.items() if isinstance(reason, str)}
 
     def replacement(self, requested: int, index: int, reason: str) -> Sample:
-        """Return another sample in place of a requested one, because a sample cannot be decoded.
+        """Return a sample that replaces a requested sample, because a sample cannot be decoded.
 
         Args:
-            index: the sample that cannot be decoded: the requested one, or one that already replaces it.
+            index: the sample that cannot be decoded: the requested sample, or its earlier replacement.
 
         Raises:
             CorruptSampleError: if ``on_corrupt="raise"``, or if the samples that could replace it are corrupt, too.
@@ -402,14 +402,14 @@ class SampleStore:
             return self._replacement(tiers, requested, reason, index)
 
     def _replacement(self, tiers: Tiers, requested: int, reason: str, index: int | None = None) -> Sample:
-        """Return a valid sample of the same owner in place of a corrupt one; the same in each epoch and run. Samples at
-        random places are tried first, so that different samples replace corrupt neighbors."""
+        """Return a valid sample of the same owner that replaces a corrupt sample, in each epoch and run. Random samples
+        are tried first, so that different samples replace corrupt neighbors."""
         index = requested if index is None else index
         path = self.manifest.paths[index]
         if self.config.on_corrupt == "raise":
             raise CorruptSampleError(path, reason)
         self._corrupt[index] = reason
-        tiers.counter.add(replaced=index == requested)  # not once more if its replacement is corrupt
+        tiers.counter.add(replaced=index == requested)  # counted once, also if its replacement is corrupt
         tiers.counter.warn_once(
             f"corrupt {index}", f"{path} cannot be used and is replaced by another sample: {reason}"
         )
@@ -425,7 +425,7 @@ class SampleStore:
             if not isinstance(found, str):
                 return found
             self._corrupt[other] = found
-        raise CorruptSampleError(path, f"{reason}; the {len(tries)} samples that were tried are corrupt, too")
+        raise CorruptSampleError(path, f"{reason}; the {len(tries)} samples that could replace it are corrupt, too")
 
     def _sample(self, index: int, view: View) -> Sample:
         return Sample(view.data, self.manifest.labels[index].tolist(), index, view.height, view.width)

@@ -1,7 +1,7 @@
 """Lists of samples, and their labels as numbers.
 
-The values of a CSV file mean what pandas and pyarrow take them for. Where the two differ, or where a value is more
-likely a mistake than a label, the file is refused with the column and the row.
+Values of a CSV file are read as pandas and pyarrow read them. If the two differ, or if a value is probably a mistake,
+an error names the file, the column and the row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MISSING = {
     *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA"),
     *("NULL", "NaN", "None", "n/a", "nan", "null"),
 }
-"""What pandas reads as a missing value."""
+"""Values that pandas reads as missing."""
 Columns = dict[str, Sequence[Any]]
 
 
@@ -31,7 +31,7 @@ def columns_of_csv(file: str, data: bytes) -> Columns:
     """Return the columns of a CSV file, values as text.
 
     Raises:
-        ValueError: if it is not a CSV file, a row has another number of values, or a value is missing.
+        ValueError: if the file is not CSV, rows have different numbers of values, or a value is missing.
     """
     try:
         rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True) if row]
@@ -40,7 +40,7 @@ def columns_of_csv(file: str, data: bytes) -> Columns:
     for number, row in enumerate(rows, start=1):
         if len(row) != len(rows[0]):
             raise ValueError(
-                f"{file}: row {number:,} has {len(row)} column(s), and the first row has {len(rows[0])}: {row}."
+                f"{file}: row {number:,} has {len(row)} column(s), but the first row has {len(rows[0])}: {row}."
             )
     found = _columns(file, ((names[0].strip(), names[1:]) for names in zip(*rows, strict=True)))
     for name, values in [*found.items()][1:]:
@@ -49,7 +49,7 @@ def columns_of_csv(file: str, data: bytes) -> Columns:
 
 
 def columns_of_parquet(file: str, data: bytes) -> Columns:
-    """Return the columns of a Parquet file. Raises: ValueError: if it is none."""
+    """Return the columns of a Parquet file. Raises: ValueError: if it is not a Parquet file."""
     import pyarrow.parquet
 
     try:
@@ -70,7 +70,7 @@ def _columns(file: str, named: Iterable[tuple[str, Sequence[Any]]]) -> Columns:
 
 
 def _check_text(file: str, column: str, values: Sequence[str]) -> None:
-    """Raise ValueError for a value that pandas reads as a missing one."""
+    """Raise ValueError for a value that pandas reads as missing."""
     for value in dict.fromkeys(values):
         if value.strip() in _MISSING:
             problem = f"is {value!r}, which means a missing value: give each sample a label, and the class another name"
@@ -80,10 +80,10 @@ def _check_text(file: str, column: str, values: Sequence[str]) -> None:
 def numbered(
     file: str, columns: Mapping[str, Sequence[Any]], *, text: bool
 ) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
-    """Return the labels as numbers, int64 or float64 [N, L], and the names of the first label; none if it is a number.
+    """Return the labels, int64 or float64 [N, L], and the class names of the first label (none if it is a number).
 
     Args:
-        text: whether all values are text, which may be numbers, as in CSV files.
+        text: whether values are text that may contain numbers, as in CSV files.
 
     Raises:
         ValueError: if a value is missing, or is neither a number nor the name of a class.
@@ -103,18 +103,18 @@ def numbered(
 
 
 def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArray[Any] | None:
-    """Return the numbers that values stand for; None if they are names."""
+    """Return the values as numbers; None if they are names."""
     distinct = [*dict.fromkeys(values)]
     if all(map(_BOOLEANS.__contains__, distinct)):
         numbers: list[Any] = [_BOOLEANS[each] for each in distinct]
     elif all(each in _BOOLEANS or each in "01" for each in distinct) and not _BOOLEANS.keys().isdisjoint(distinct):
         other = next(each for each in distinct if each not in _BOOLEANS)
-        problem = f"is {other}, and other labels are words such as {min(_BOOLEANS.keys() & {*distinct})}: use one kind"
+        problem = f"is {other}, but other labels are words such as {min(_BOOLEANS.keys() & {*distinct})}: use one kind"
         raise _refused(file, column, values.index(other), problem)
     elif all(_WHOLE.fullmatch(each.strip()) for each in distinct):
         for each in distinct:
             if _LEADING_ZERO.fullmatch(each.strip()):
-                problem = f"is {each}, a number or a name: write {int(each)}, or a name with a letter"
+                problem = f"is {each}, which may be a number or a name: write {int(each)}, or a name with a letter"
                 raise _refused(file, column, values.index(each), problem)
         numbers = [int(each) for each in distinct]
     elif all(_NUMBER.fullmatch(each.strip()) for each in distinct):
@@ -128,7 +128,7 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
 
 
 def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] | None:
-    """Return numbers, or one row of them for each list; None if the values are names."""
+    """Return the values as numbers, lists as rows; None if they are names."""
     row, first = next(((row, each) for row, each in enumerate(values) if each is None), (0, values[0]))
     if first is None:
         raise _refused(file, column, row, "has no value: give each sample a label")
@@ -149,13 +149,11 @@ def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] 
 
 
 def _vectors(file: str, column: str, values: Sequence[list[Any]]) -> npt.NDArray[Any]:
-    """Return lists of one length as rows."""
+    """Return lists of equal length as rows."""
     for row, each in enumerate(values):
         if len(each) != len(values[0]) or not each:
-            problem = f"is a list of {len(each)} value(s), and that of the first row has {len(values[0])}"
-            raise _refused(
-                file, column, row, f"{problem}: write as many in each row, such as one 0 or 1 for each class"
-            )
+            problem = f"is a list of {len(each)} value(s), but the list of the first row has {len(values[0])}"
+            raise _refused(file, column, row, f"{problem}: write lists of equal length, such as one 0 or 1 per class")
         if not all(isinstance(value, (bool, int, float)) for value in each):
             raise _refused(file, column, row, f"is {each!r}: write lists of numbers, without missing values")
     flat = [value for each in values for value in each]
@@ -170,7 +168,7 @@ def _whole(file: str, column: str, values: Sequence[int], width: int = 1) -> npt
         return np.array(values, np.int64)
     except OverflowError:
         place, large = next((place, each) for place, each in enumerate(values) if not -(1 << 63) <= each < 1 << 63)
-        problem = f"is {large}, which has no room in 64 bits: use a smaller number, or a name with a letter"
+        problem = f"is {large}, which does not fit into 64 bits: use a smaller number, or a name with a letter"
         raise _refused(file, column, place // width, problem) from None
 
 
@@ -181,7 +179,7 @@ def _finite(file: str, column: str, values: npt.NDArray[Any], width: int = 1) ->
 
 
 def _of_names(file: str, column: str, values: Sequence[str]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Return names as their places in alphabetical order, and the names."""
+    """Return the place of each name in alphabetical order, and the sorted names."""
     names = sorted(set(values))
     for each in names:
         if each != each.strip() or not each:
@@ -192,5 +190,5 @@ def _of_names(file: str, column: str, values: Sequence[str]) -> tuple[npt.NDArra
 
 
 def _refused(file: str, column: str, row: int, problem: str) -> ValueError:
-    """Return the error of a value. row: counted from 0, without the header."""
+    """Return the error for a value. row: counts from 0, without the header."""
     return ValueError(f"{file}: column {column}, sample {row + 1:,}: the label {problem}.")

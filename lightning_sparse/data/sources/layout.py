@@ -64,7 +64,7 @@ COMPANIONS = (
     ".crc",
     ".md5",
 )
-"""What lies next to shards and is no sample; a file without a suffix is none, either."""
+"""Suffixes of files next to shards that are not samples. A file without a suffix is not a sample, either."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Split:
 
     @cached_property
     def folders(self) -> dict[str, int] | MissingFolderError:
-        """Stamps of the folders in the folder of the split, by name; the error if it is missing."""
+        """Stamps of the folders of the split, by name; the error if the split is missing."""
         try:
             return self.storage.names(self.name)
         except MissingFolderError as error:
@@ -113,7 +113,7 @@ class Split:
         return listed._replace(files=sorted(listed.files))
 
     def shards(self, suffix: str) -> Listed | None:
-        """Return the shards with this suffix, if the split has some; else None. `Listed.ignored` is what is left out.
+        """Return the shards if they have this suffix, else None. `Listed.ignored` contains the other files.
 
         Raises:
             ValueError: if there are other files that may be the samples.
@@ -129,7 +129,7 @@ class Split:
         if unclear is not None:
             raise ValueError(
                 f"source={self.source}: {self.name}/ has shards ({shards[0][0]}) and other files ({unclear}), so it is "
-                "not clear which are the samples: put them into folders of their own."
+                "not clear which are the samples: put them into separate folders."
             )
         return listed._replace(files=shards, ignored=ignored)
 
@@ -138,13 +138,13 @@ class Split:
         packed = next((path for path in paths if path.lower().endswith(COMPRESSED)), None)
         if packed is not None:
             raise ValueError(
-                f"source={self.source}: the shard {packed} is compressed, so its samples cannot be read by their place "
-                "in it: decompress it."
+                f"source={self.source}: the shard {packed} is compressed, so its samples cannot be read by their "
+                "position: decompress it."
             )
         return next((kind for kind in SHARD_SUFFIXES if any(path.lower().endswith(kind) for path in paths)), None)
 
     def _is_companion(self, path: str, stems: Collection[str]) -> bool:
-        """Whether a file next to shards is no sample. img2dataset writes a table of the samples next to each shard.
+        """Whether a file next to shards is not a sample. img2dataset writes a table of the samples next to each shard.
 
         Args:
             stems: paths of the shards without their suffixes.
@@ -220,7 +220,7 @@ def manifest_of_files(
 
 
 def folder_stamps(folders: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """Return the fields of `Manifest` that tell whether folders have changed."""
+    """Return the fields of `Manifest` that show whether folders have changed."""
     stamps = np.array([stamp for _, stamp in folders], np.int64)
     return {"folders": Paths.of([path for path, _ in folders]), "folder_stamps": stamps}
 
@@ -245,7 +245,7 @@ class ClassFolders(Layout):
     """Files in folders of classes, which are listed at the same time.
 
     Args:
-        stamps: of the folder of each class.
+        stamps: stamp of the folder of each class.
     """
 
     stamps: dict[str, int]
@@ -306,7 +306,8 @@ class ClassFolders(Layout):
         """Log which files lie next to the folders of classes.
 
         Raises:
-            ValueError: for a broken link, which may be that of a class; for shards, if samples are no images.
+            ValueError: if a link is broken, since it may lead to a class, or if there are shards and samples are not
+                images.
         """
         source, split = self.split.source, self.split.name
         files = [each for each in self.split.storage.files(split) if is_visible(each[0])]
@@ -321,10 +322,10 @@ class ClassFolders(Layout):
         if shard is not None and self.stamps and not self.split.images:
             raise ValueError(
                 f"source={source}: {split}/ has shards ({shard}) and folders ({min(self.stamps)}), so it is not clear "
-                "which contain the samples: put them into folders of their own."
+                "which contain the samples: put them into separate folders."
             )
         if self.stamps:
-            log_ignored(f"{source}/{split}", names, "in a folder of a class")
+            log_ignored(f"{source}/{split}", names, "in a class folder")
 
 
 def manifest_of(
@@ -333,8 +334,8 @@ def manifest_of(
     """Return the manifest of folders of classes.
 
     Args:
-        stamps: of the folder of each class.
-        below: what each contains, by class in order.
+        stamps: stamp of the folder of each class.
+        below: contents of the folder of each class, in order.
         more: other fields of `Manifest`.
     """
     found = sorted((*file, label) for label, each in enumerate(below.values()) for file in each.files)
@@ -423,7 +424,7 @@ class SampleList(Layout):
 
 
 def _within(source: str, paths: Sequence[str]) -> list[str]:
-    """Return paths relative to the source, also of those that begin with it, or with ./."""
+    """Return the paths relative to the source, without the source or ./ at their beginning."""
     root = f"{source_name(source).rstrip('/')}/"
     return [path.removeprefix(root).removeprefix("./") for path in paths]
 
@@ -516,7 +517,7 @@ class TarShards(Layout):
         """Yield the samples in the members of a shard.
 
         Raises:
-            ValueError: if a sample has no member that can be it, or several.
+            ValueError: if no member, or more than one, can be the data of a sample.
         """
         groups: dict[str, list[Member]] = {}
         for each in members:
@@ -626,13 +627,13 @@ class ParquetFiles(Layout):
         return labels, found or names
 
     def _check_columns(self, files: list[str], contents: list[dict[str, Any]]) -> None:
-        """Log that columns which may be labels are left out. Raises: ValueError: if samples are images to train on."""
+        """Log that no column is used as label. Raises: ValueError: for images, except in the test split."""
         split, unclear = self.split, [name for each in contents[:1] for name in each["unclear"]]
         if not unclear:
             return
         problem = f"{files[0]} has no column label or labels, and {', '.join(unclear)} are whole numbers"
         if split.images and split.name != "test":
-            raise ValueError(f"source={split.source}: {problem}: rename the one that is the label to label.")
+            raise ValueError(f"source={split.source}: {problem}: rename the column of labels to label.")
         log.warning("%s/%s: samples have no labels, because %s", split.source, split.name, problem)
 
 

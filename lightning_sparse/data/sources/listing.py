@@ -1,10 +1,10 @@
 """The samples of a split: found in the source, kept in the cache, and found again when the source has changed.
 
-Listing takes minutes over a network, so a run uses the list in the cache if the folders on storage have not changed
-since: it compares the names of the classes and the stamps of all folders, which change when a file is added, removed or
-renamed, and when a path leads to another folder. A file that is overwritten in place does not change its folder, and
-object stores keep no times of folders: there, `lightning-sparse cache warm` lists again. Without an answer from
-storage, the run uses the list in the cache.
+Listing takes minutes over a network, so a run uses the list in the cache if the folders on storage have not changed. It
+compares the names of the classes and the stamps of all folders. A stamp changes when a file is added, removed or
+renamed, and when a path leads to another folder. It does not change when a file is overwritten in place, and object
+stores keep no times of folders. In these cases, `lightning-sparse cache warm` lists again. If storage does not answer,
+the run uses the list in the cache.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
     file = _file(config, split)
     if not file.parent.exists():
         with _asked(config, split) as asked:
-            layout_of(asked)  # a source that is not there leaves no folder in the cache
+            layout_of(asked)  # a missing source must leave no folder in the cache
     cache_folder(config)
     with usable(file.parent), locked(file.with_suffix(".lock")):
         kept = None if relist else kept_manifest(config, split)
@@ -181,7 +181,7 @@ def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
         with _asked(config, kept.split, kept, quiet=True) as asked:
             change = _change(asked, kept)
     except DataError as error:
-        log.warning("using the list of %s/ in the cache, because storage cannot be asked: %s", kept.split, error)
+        log.warning("using the list of %s/ in the cache, because storage did not answer: %s", kept.split, error)
         return False
     if change:
         log.info("%s: listing %s/ again", change, kept.split)

@@ -1,8 +1,8 @@
 """The samples of a split, and the file that keeps them.
 
-The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or those of a list. Classes are numbered by name, like
-torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size, the time of
-modification and the tag of each file identify its listed version: a file that differs has changed on storage.
+The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or the files that a list names. Classes are numbered
+by name, as in torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size, the
+modification time and the tag of each file identify its listed version: a file that differs has changed on storage.
 
 A manifest file is a line of JSON, with the types and shapes of its arrays and all else, and then the arrays. Processes
 map the file, so that all processes of a node share one copy.
@@ -91,13 +91,13 @@ class Manifest:
         sizes: int64, size of each file when it was listed; -1 if unknown.
         mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
         fingerprint: hash of all of these; computed if "". Equal for a copy of the source that keeps times.
-        tags: int64, changes when a path leads to another file, even one of equal size and time; 0 if unknown.
+        tags: int64, changes when a path leads to another file, even of equal size and time; 0 if unknown.
         is_vector: whether the L labels of a sample are one list of numbers, such as a 0 or 1 for each class.
         folders: paths of the folders of the split.
         folder_stamps: int64, changes with each folder; 0 if unknown.
-        list_digest: hash of the list that names the samples; "" if they are those of the folder.
+        list_digest: hash of the list that names the samples; "" without a list.
         shards: paths of the tar files, or of the row groups, that the samples are in; none if they are files.
-        shard_of: int64 [N], shard of each sample. `paths` are then those of the shard and the member, joined by "/".
+        shard_of: int64 [N], shard of each sample. `paths` are then <shard>/<member>.
         offsets: int64 [N], where each sample begins in its shard; of row groups, its row.
         probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
 
@@ -150,7 +150,7 @@ class Manifest:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of the fingerprint and the tags: equal if the samples are those of the same files."""
+        """Hash of the fingerprint and the tags. It differs if a path leads to another file."""
         return hashlib.blake2b(self.fingerprint.encode() + self.tags.tobytes(), digest_size=16).hexdigest()
 
     @property
@@ -167,7 +167,7 @@ class Manifest:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; of integer labels in a list, the largest one plus 1; of vectors of 0 and 1, their size."""
+        """Number of classes. For whole numbers in a list, the largest plus 1. For vectors of 0 and 1, their length."""
         if self.is_vector and not self.classes and self.labels.dtype.kind != "f":
             is_hot = bool(self.labels.size) and 0 <= self.labels.min() <= self.labels.max() <= 1
             return self.label_columns if is_hot else count_classes((), self.labels.reshape(-1, 1))

@@ -57,7 +57,7 @@ Entry = tuple[str, int, int, int]  # path, size or -1, mtime in ns or 0, tag or 
 
 
 class Listed(NamedTuple):
-    """What is below a folder, as `storage_reader.Listing`.
+    """Contents of a folder, as `storage_reader.Listing`.
 
     ignored: paths of visible files that are not listed.
     """
@@ -145,14 +145,14 @@ class Storage:
         ]
 
     def members(self, paths: Sequence[str]) -> Iterator[tuple[list[Member], list[str]]]:
-        """Yield the members of each tar file, and those that are no samples, as `storage_reader.members`."""
+        """Yield the members of each tar file, and the names of ignored members, as `storage_reader.members`."""
         return self._ask("members", paths)
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
         """Yield the files and the folders below each folder.
 
         Args:
-            images: only images; else all files but hidden ones.
+            images: only images; else all visible files.
 
         Raises:
             MissingFolderError: if a folder cannot be listed; also `names`, `files` and `stamps`.
@@ -170,7 +170,7 @@ class Storage:
         return [(path.rpartition("/")[2], size, mtime, tag) for path, size, mtime, tag in files]
 
     def stamps(self, folders: Sequence[str]) -> list[int]:
-        """Return a number of each folder that changes with it; 0 if unknown."""
+        """Return the stamp of each folder, a number that changes with the folder; 0 if unknown."""
         return list(self._ask("stamp", folders))
 
     def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
@@ -378,7 +378,7 @@ class ReaderProcess:
             if owner is None:
                 break
             owner.on_answers(pickle.loads(message))
-            del owner, message  # each may be large
+            del owner, message  # both may be large
         self._connection.close()
         self.alive = False
 

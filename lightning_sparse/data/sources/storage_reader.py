@@ -3,19 +3,19 @@
 A read from a dead mount cannot be interrupted, and its process cannot be killed until the mount responds. So the
 training process never reads network storage itself: this process does, and is abandoned if it hangs.
 
-It receives lists of requests on a socket (the file descriptor in argv), answers them in any order, several at a time,
-because of small files a message costs more than what is in it, and ends when the socket closes. Messages are pickled.
-The first one is the options for fsspec, because other users can read argv. It imports only the standard library, and
-fsspec if the source is a URL, so that it starts fast; where that takes long, it says hello when it is done.
+It receives lists of requests on a socket (the file descriptor in argv), answers them in any order, and ends when the
+socket closes. A message has several answers, because for small files a message costs more than its contents. Messages
+are pickled. The first message has the options for fsspec, because other users can read argv. To start fast, the process
+imports only the standard library, and fsspec if the source is a URL. It sends hello after the import of fsspec.
 
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it
-                                                 "list": what is in a folder, or below it, see `WANTED`
+                                                 "list": contents of a folder, see `WANTED`
                                                  "stamp": a number that changes with a folder
                                                  "members": of a tar file
                                                  "groups": the row groups of a Parquet file; its column
-                                                 "rows": those of a row group; its number and column
-answer     number, status, result, size, mtime   "k": what was asked for
+                                                 "rows": of a row group; its number and column
+answer     number, status, result, size, mtime   "k": the result
                                                  "s": why the file cannot be read
                                                  "t": error of the network, may pass
                                                  "x": why the source cannot be used
@@ -56,7 +56,7 @@ _PROGRAM_ERRORS = (AttributeError, ImportError, NotImplementedError, TypeError)
 PROGRESS_S = 1.0
 MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
 MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
-MAX_LINKS = 40  # that are followed from member to member, as from file to file
+MAX_LINKS = 40  # links that are followed from member to member; Linux follows as many between files
 READ_BYTES = 4 << 20  # Parquet files are read in parts, so that slow storage is seen to answer
 LFS_POINTER = b"version https://git-lfs"
 SEND_BYTES, SEND_S = 1 << 16, 0.02  # answers wait for others up to these
@@ -67,9 +67,9 @@ class UnreadableFileError(Exception):
 
 
 Listing = tuple[list[tuple[str, int, int, int]], list[tuple[str, int]], list[str]]
-"""(Path relative to the root, size, mtime in ns, tag) of files; (path, stamp) of folders; paths of files that are not
-wanted. An unknown size is -1, and all else that is unknown is 0. Tag and stamp change when a path leads to another file
-or folder, even one of equal size and time."""
+"""(Path relative to the root, size, mtime in ns, tag) of files; (path, stamp) of folders; paths of ignored
+files. Unknown sizes are -1, and other unknown values are 0. Tag and stamp change when a path leads to another file or
+folder, even of equal size and time."""
 
 
 class LocalStorage:
@@ -114,12 +114,12 @@ class LocalStorage:
         """
         found: Listing = ([], [], [])
         add, clock = tuple(each.append for each in found), time.monotonic  # looked up once, not for each entry
-        due = clock() + PROGRESS_S
+        next_report = clock() + PROGRESS_S
         for place, entry in self._walk(path, kind, (), _volatile_devices()):
             add[place](entry)
-            if clock() >= due:
+            if clock() >= next_report:
                 progress()
-                due = clock() + PROGRESS_S
+                next_report = clock() + PROGRESS_S
         return found
 
     def _walk(
@@ -176,7 +176,9 @@ class FsspecStorage:
     def read(self, path: str, first: int = 0, last: "int | None" = None) -> tuple[bytes, int, int]:
         """Return (contents, size, 0): the modification time would take another request."""
         part = {} if last is None else {"start": first, "end": last}
-        data = bytes(self._fs.cat_file(self._at(path), **part))  # some return views, unfit for messages
+        data = bytes(
+            self._fs.cat_file(self._at(path), **part)
+        )  # some file systems return views, which cannot be pickled
         return data if last is None else _whole_part(data, first, last), len(data), 0
 
     def opened(self, path: str) -> Any:
@@ -209,7 +211,7 @@ class FsspecStorage:
             is_folder, own = about["type"] == "directory", self._name(name[skip:])
             if is_folder and is_visible(last):
                 found[1].append((own.rstrip("/"), _mtime_or_tag(about)))
-            elif is_folder or name.endswith("/") or name == at:  # which marks a folder, or is its page
+            elif is_folder or name.endswith("/") or name == at:  # a placeholder of a folder, or its index page
                 continue
             elif WANTED[kind](self._name(last)):
                 size = about.get("size")
@@ -219,7 +221,7 @@ class FsspecStorage:
         return found
 
     def _entries(self, at: str, kind: str) -> "dict[str, dict[str, Any]]":
-        """Return what is in a folder, or below it, by name."""
+        """Return the contents of a folder by name: entries in it, or below it."""
         if self._is_web:
             return dict(self._linked(at, below=kind != "here"))
         if kind == "here":
@@ -228,7 +230,7 @@ class FsspecStorage:
         return found
 
     def _linked(self, at: str, *, below: bool) -> "Iterator[tuple[str, dict[str, Any]]]":
-        """Yield what the index page of a web server links to in a folder; other links sort the page, or leave it."""
+        """Yield the entries of a folder on a web server. Its index page also has links that sort or leave the page."""
         for each in self._fs.ls(f"{at}/", detail=True):
             inner = html.unescape(each["name"][len(at) + 1 :])
             if not inner.strip("/") or "/" in inner[:-1] or "?" in inner or "#" in inner or inner in ("./", "../"):
@@ -250,9 +252,11 @@ class FsspecStorage:
 
 
 def _is_thread_safe(fs: Any) -> bool:
-    """Whether threads may use a file system of fsspec at the same time. Others share one file or one connection: their
-    reads would get the bytes of others."""
-    if any(hasattr(fs, name) for name in ("fo", "fs", "sync_fs", "target_protocol")):  # reads through another one
+    """Whether threads may use an fsspec file system at the same time. Other file systems share one file or connection,
+    so reads at the same time would mix up their bytes."""
+    if any(
+        hasattr(fs, name) for name in ("fo", "fs", "sync_fs", "target_protocol")
+    ):  # wraps another file or file system
         return False
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
     return bool(fs.async_impl or protocols & {"file", "memory"})
@@ -269,16 +273,17 @@ def _root_of_archive(fs: Any) -> str:
     names = {each.partition("/")[0] for each in fs.ls("", detail=False)}
     if "." in names and len(names) > 1:
         other = min(names - {"."})
-        raise ValueError(f"the names of some members begin with ./, and others do not ({other}): write it again.")
+        raise ValueError(f"the names of some members begin with ./, but not all ({other}): write the file again.")
     return "." if "." in names else ""
 
 
 def _whole_part(data: bytes, first: int, last: int) -> bytes:
-    """Return what was read, unless it is not the part from first to last - 1 that was asked for."""
+    """Return the data. Raises: UnreadableFileError: if it does not have the length of the requested part."""
     if len(data) != last - first:
         raise UnreadableFileError(
-            f"storage gave {len(data):,} bytes for bytes {first:,} to {last:,}. Either the file has become shorter: "
-            "run `lightning-sparse cache warm` to list the source again; or its server cannot send parts of files"
+            f"storage returned {len(data):,} bytes for bytes {first:,} to {last:,}. If the file has become shorter, "
+            "run `lightning-sparse cache warm` to list the source again. Otherwise its server cannot send parts of "
+            "files"
         )
     return data
 
@@ -305,7 +310,7 @@ WANTED: "dict[str, Callable[[str], bool]]" = {
 
 
 def _volatile_devices() -> "frozenset[int]":
-    """Return the devices of FUSE mounts: many of these number the same file differently after a while."""
+    """Return the devices of FUSE mounts. Many of them change the inode number of a file over time."""
     found = set()
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
         for line in mounts:
@@ -316,7 +321,7 @@ def _volatile_devices() -> "frozenset[int]":
 
 
 def _stamp(about: os.stat_result, volatile: "frozenset[int]") -> int:
-    """Return the hash of the inode and its times, as tags are; users cannot set the last one."""
+    """Return a hash of modification time, inode and status-change time. Users cannot set the status-change time."""
     own = () if about.st_dev in volatile else (about.st_ino, about.st_ctime_ns)
     return hash((about.st_mtime_ns, *own))
 
@@ -341,9 +346,13 @@ def _mtime(about: "dict[str, Any]") -> int:
 
 
 def _tag_of_entry(about: "dict[str, Any]") -> int:
-    """Return a number of what tells the versions of a file apart; 0 if storage lists nothing of the kind."""
-    told = [str(about[name]) for name in _TAGS if about.get(name) is not None]
-    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=8).digest(), "little") & _MASK if told else 0
+    """Return a hash of the version fields that storage lists for a file; 0 if there are none."""
+    versions = [str(about[name]) for name in _TAGS if about.get(name) is not None]
+    return (
+        int.from_bytes(hashlib.blake2b(repr(versions).encode(), digest_size=8).digest(), "little") & _MASK
+        if versions
+        else 0
+    )
 
 
 def _mtime_or_tag(about: "dict[str, Any]") -> int:
@@ -461,19 +470,19 @@ Member = tuple[str, int, int, str]
 
 
 def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], list[str]]:
-    """Return the members of a tar file, from its headers, and the names of members that are no samples: hidden ones,
-    and devices. A link is the member that it leads to.
+    """Return the members of a tar file, from its headers, and the names of ignored members: hidden members and devices.
+    A link stands for the member that it leads to.
 
     Raises:
-        UnreadableFileError: if it is not an uncompressed tar file that is whole, or if a member cannot be read by its
-            place in the file.
+        UnreadableFileError: if it is not a complete and uncompressed tar file, or if a member cannot be read by its
+            position in the file.
     """
     import tarfile
 
     found: list[Member] = []
     links: list[tuple[int, str, str]] = []  # place in `found`, name, target
     ignored: list[str] = []
-    told = time.monotonic()
+    last_report = time.monotonic()
     try:
         with file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
@@ -487,9 +496,9 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
                     found.append(_member(tar, member, name))
                 elif not member.isdir():
                     ignored.append(name)
-                if time.monotonic() - told >= PROGRESS_S:
+                if time.monotonic() - last_report >= PROGRESS_S:
                     progress()
-                    told = time.monotonic()
+                    last_report = time.monotonic()
             check_end(file, tar.offset)
     except tarfile.TarError as error:
         raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
@@ -507,7 +516,7 @@ def _member_name(name: str) -> str:
 def _member(tar: Any, member: Any, name: str) -> Member:
     if member.issparse():
         raise UnreadableFileError(
-            f"its member {name} is sparse, so that the file has it in pieces: write the file without the option -S"
+            f"its member {name} is sparse, so the file has it in pieces: write the file without the tar option -S"
         )
     stream = tar.extractfile(member) if is_label(name) and member.size <= MAX_LABEL_BYTES else None
     label = stream.read().decode("ascii", "replace").strip() if stream else ""
@@ -521,37 +530,37 @@ def _target(member: Any) -> str:
 
 
 def _follow(found: list[Member], links: list[tuple[int, str, str]]) -> None:
-    """Put the members that links lead to in the place of the links."""
+    """Replace links by the members that they lead to."""
     targets = {name: target for _, name, target in links}
     about = {each[0]: each[1:] for each in found if each[0] not in targets}
     for place, name, target in links:
-        for _ in range(MAX_LINKS):  # a link may lead to another one
+        for _ in range(MAX_LINKS):  # a link may lead to another link
             target = targets.get(target, target)
         if target not in about:
-            raise UnreadableFileError(f"its member {name} is a link to {target}, which is no file in it")
+            raise UnreadableFileError(f"its member {name} is a link to {target}, which is not a file in it")
         found[place] = (name, *about[target])
 
 
 def check_end(file: Any, offset: int) -> None:
-    """Raise UnreadableFileError unless zeros alone follow the last member: tarfile ends where a header is damaged."""
+    """Raise UnreadableFileError unless only zeros follow the last member: tarfile ends at a damaged header."""
     file.seek(offset)
     while part := file.read(1 << 20):
         if any(part):
             raise UnreadableFileError(
-                f"it has more data behind its end, at byte {offset:,}: either it is damaged there, or several files "
-                "were joined. Write it again"
+                f"it has data after its end, at byte {offset:,}: either it is damaged there, or several files were "
+                "joined. Write it again"
             )
 
 
 def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[str, Any]:
-    """Return what a Parquet file contains: (rows, bytes of the samples) of each row group, labels, names of classes,
-    and the columns that may be the label if that is not clear.
+    """Return the contents of a Parquet file: (rows, bytes of the samples) of each row group, labels, names of classes,
+    and the possible columns of labels if there are several.
 
     Args:
-        column: of the samples; "": the only one of bytes, or of a struct with a field `bytes`.
+        column: name of the column of samples; "": the only column of bytes, or of a struct with a field `bytes`.
 
     Raises:
-        UnreadableFileError: if it is not a Parquet file, or its columns do not tell what the samples are.
+        UnreadableFileError: if it is not a Parquet file, or the column of samples is not clear.
     """
     with _opened(file, progress) as parquet:
         schema = parquet.schema_arrow
@@ -615,9 +624,9 @@ def _opened(file: Any, progress: "Callable[[], None]") -> Iterator[Any]:
             raise UnreadableFileError(f"it is damaged: {' '.join(str(error).split())}") from error
 
 
-def _columns(schema: Any, wanted: str) -> tuple[str, str, list[str]]:
-    """Return the path of the column of samples, and the name of that of labels; "" and those that it may be, if that is
-    not clear."""
+def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
+    """Return the path of the column of samples and the name of the column of labels. If the latter is not clear, it is
+    "", and the names of the possible columns follow."""
     from pyarrow import types
 
     kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
@@ -630,8 +639,8 @@ def _columns(schema: Any, wanted: str) -> tuple[str, str, list[str]]:
             samples[field.name] = f"{field.name}.bytes"
         elif types.is_integer(field.type):
             numbers.append(field.name)
-    chosen = [wanted] if wanted in samples else list(samples)
-    if len(chosen) != 1 or (wanted and wanted not in samples):
+    chosen = [requested] if requested in samples else list(samples)
+    if len(chosen) != 1 or (requested and requested not in samples):
         raise UnreadableFileError(
             f"of its columns {', '.join(schema.names)}, {len(samples)} contain bytes. Give the name of the one that is "
             "the sample, as in member='image'"
