@@ -73,10 +73,10 @@ MAY_IMPORT_IN_DATA: dict[str, set[str]] = {
     "pipeline": {"config", "sample", "decode", "rng"},  # reads from whatever has `get`; a test's fake store, too
     "encoders": set(),
     "id_files": {"encoders"},
-    "text": {"id_files"},
+    "text": {"id_files", "sources"},
     "shards": {"config", "encoders", "folders", "id_files", "sources", "text"},
     "shard_workers": {"config", "shards", "sources"},
-    "corpus": {"config", "id_files", "shards"},
+    "corpus": {"config", "id_files", "shards", "text"},
     "windows": {"corpus", "rng"},
     "tokens": {"config", "corpus", "datamodule", "id_files", "peers", "pipeline", "shard_workers", "shards", "windows"},
     "session": {"config", "sample", "rng", "folders", "sources", "cache", "peers", "pipeline"},
