@@ -22,10 +22,7 @@ _ENDS = (  # candidates, if no configuration names the token
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
     *("<｜end▁of▁sentence｜>", "<EOS_TOKEN>", "<|eot|>", "[EOS]"),
 )
-_CONFIGS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)  # files in the folder of tokenizer.json that name the token
+_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")  # next to tokenizer.json; they name the token
 Ids = NDArray[Any]
 Encoded = tuple[Ids, NDArray[np.int64]]
 """The ids of a text, and the position of the first character of each token."""

@@ -104,7 +104,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         documents: ``"joined"``: windows continue across the ends of documents and files. ``"separate"``: the same
             windows, with positions. ``"packed"``: windows contain whole documents; documents longer than a window are
             cut.
-        limit: train on this number or fraction of the windows, for a trial. The windows are the same in every run. With
+        limit: train on this number or fraction of the windows, for a trial. All runs train on identical windows. With
             a mixture, the number is approximate, because each source keeps its weight and at least one window.
         batch_size: samples per device and step.
         val_fraction: validate on random documents of `train`, with this fraction of the tokens of each source, instead
@@ -114,7 +114,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         tokenizer: tokenizer of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or
             ``"tokenizers:<path of tokenizer.json>"``.
         vocab_size: number of ids. Required for ``.npy``. Default: from the tokenizer, or from the JSON of a ``.bin``.
-        on_corrupt: what to do with an unreadable document. ``"raise"``: stop, and name the file and the place.
+        on_corrupt: how to handle an unreadable document. ``"raise"``: stop, and name the file and the place.
             ``"skip"``: skip the document and count it.
         storage_timeout: seconds to wait for storage that does not respond before the run fails.
         storage_options: arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.

@@ -197,9 +197,8 @@ class LocalOptimizer:
                 weights. Otherwise a change is an update of this node.
         """
         state, changed_S = self.state, self.changed_weights() if adopt else None
-        if (
-            changed_S is not None and self._waits
-        ):  # exact: no later message may be added to the values that the hook left
+        if changed_S is not None and self._waits:
+            # No later message may be added to the values that the hook left, so they become global exactly.
             self._put(self._own or ())
             state.settle_now()
             state.set_shared(changed_S)

@@ -256,7 +256,7 @@ def test_evaluation_any_count_sees_each_sample_once(count: int, config: SamplerC
 
 
 def test_evaluation_rank_without_a_sample_for_the_last_batch_moves_one() -> None:
-    """Of 130 samples on 2 x 2, two ranks have 33 in batches of 32, and the other two have 32."""
+    """Two of four ranks have 33 samples in batches of 32, and the other two ranks have 32."""
     config, home = SamplerConfig(batch_size=32, devices=(2, 2)), np.arange(130) % 2
     ranks = [(node, device) for node in range(2) for device in range(2)]
     batches = [evaluation_batches(np.arange(130), home, config, *rank, pairs=True) for rank in ranks]

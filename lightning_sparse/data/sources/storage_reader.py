@@ -254,9 +254,8 @@ class FsspecStorage:
 def _is_thread_safe(fs: Any) -> bool:
     """Whether threads may use an fsspec file system at the same time. Other file systems share one file or connection,
     so reads at the same time would mix up their bytes."""
-    if any(
-        hasattr(fs, name) for name in ("fo", "fs", "sync_fs", "target_protocol")
-    ):  # wraps another file or file system
+    wraps_another = any(hasattr(fs, name) for name in ("fo", "fs", "sync_fs", "target_protocol"))
+    if wraps_another:
         return False
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
     return bool(fs.async_impl or protocols & {"file", "memory"})
