@@ -19,6 +19,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ from lightning_sparse.messages import log, log_ignored
 
 PART = 1 << 24  # bytes of a request
 ID_SUFFIXES = (".bin", ".npy")
+_SPLIT = re.compile(r"(train|val|valid|validation|dev|test)(-\d+(-of-\d+)?(-\w+)?)?(\.\w+)*")  # a folder, or a name
 _NAMED = 10  # files or documents that a message names
 Progress = Callable[[int], None]
 
@@ -82,7 +84,7 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
         files: all files that are not hidden.
 
     Raises:
-        ValueError: if there are no shards, or both ids and text.
+        ValueError: if there are no shards, or both ids and text, or shards of several splits.
     """
     found = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
     by_path = {each.path: each for each in found}
@@ -97,8 +99,27 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
             f"{source} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
             f"({', '.join(TEXT_SUFFIXES)}). It has {contents}."
         )
+    _check_splits(source, [each.path for each in (text or ids)])
     added = {path: json.size + json.mtime_ns + json.beside for path, json in described.items() if json is not None}
     return text or [each._replace(beside=each.beside + added.get(each.path, 0)) for each in ids], sorted(left_out)
+
+
+def _check_splits(source: str, paths: Sequence[str]) -> None:
+    """Raise ValueError if the names of the shards, or of their folders, say that some are held out."""
+    splits: dict[str, str] = {}  # split -> what to give to use it alone
+    for path in paths:
+        parts = path.split("/")
+        for place, part in enumerate(parts):
+            if (match := _SPLIT.fullmatch(part)) is not None:
+                pattern = f"{match[1]}-*{match[5] or ''}" if match[2] else part
+                splits.setdefault(match[1], "/".join([*parts[:place], pattern]))
+                break
+    if len(splits) > 1:
+        raise ValueError(
+            f"{source} has shards of several splits ({', '.join(splits)}), which must not be trained on together: give "
+            + " or ".join(f"{source}/{each}" for each in splits.values())
+            + "."
+        )
 
 
 def _json_of(path: str) -> str:
@@ -175,7 +196,7 @@ class TokenSource:
 
     Args:
         config: where they are, and where the cache is.
-        only: name of the only shard to use; "": all of the folder.
+        only: name of the only shard to use, or a pattern of names with ``*``; "": all of the folder.
         tokenizer, vocab_size: as `TokenDataModule`.
     """
 
@@ -186,7 +207,7 @@ class TokenSource:
 
     @classmethod
     def of(cls, path: str, cache_dir: str, tokenizer: str, vocab_size: int | None, **options: Any) -> TokenSource:
-        """Return the source of a folder, or of a file in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
+        """Return the source of a folder, or of files in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
         is_file = bool(id_suffix(name) or text_suffix(name))
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
@@ -266,7 +287,8 @@ class TokenSource:
         except MissingFolderError as error:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
         if self.only:
-            files = [each for each in files if each[0] in (self.only, _json_of(self.only))]
+            wanted = "|".join(map(_as_regex, (self.only, _json_of(self.only))))
+            files = [each for each in files if re.fullmatch(wanted, each[0])]
             return shards_of(f"{source}/{self.only}", files)[0]
         shards, left_out = shards_of(source, files)
         log_ignored(source, left_out, "ids or text")
@@ -313,6 +335,11 @@ class TokenSource:
                 left_out = encode_documents(self.encoder, name, file, writer, skip=self.config.on_corrupt == "skip")
                 entries["corrupt"] = len(left_out.corrupt)
         return left_out
+
+
+def _as_regex(pattern: str) -> str:
+    """Return the regular expression of a file name in which ``*`` stands for any characters."""
+    return re.escape(pattern).replace(r"\*", "[^.].*" if pattern.startswith("*") else ".*")
 
 
 def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWriter, *, skip: bool) -> LeftOut:

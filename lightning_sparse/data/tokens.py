@@ -95,7 +95,8 @@ class TokenDataModuleMixin(DataModuleMixin):
     ends of documents. A target in another document is -100, which torch's cross entropy ignores.
 
     Args:
-        train: path or fsspec URL of a file or folder. Or a mixture of several with weights, as
+        train: path or fsspec URL of a folder, of a file, or of files of a folder, as ``data/train-*.parquet``. A folder
+            with files of several splits, such as ``train-`` and ``validation-``, is refused. Or a mixture of several with weights, as
             ``{"s3://bucket/web": 0.7, "/data/books": 0.3}``: an epoch takes windows of each source in this proportion,
             and ends when all windows of one source are used. The other sources continue in the next epoch.
         val: path or URL of a file or folder to validate on.

@@ -224,12 +224,15 @@ class LocalUpdates(Engine):
         nodes must make the same change to them. Every rank calls it."""
         if not self._shown:
             return
-        changed, adopt = self._settle_changes() if self._waits else (True, True)
+        changed, adopt = self._settle_changes() if self._waits else (self._may_be_changed(), True)
         self._trusted |= not self._waits
         self._all_sent &= adopt
         self._shown = False
         for one in self.optimizers:
-            one.show_own(adopt=changed and adopt)
+            if changed:
+                one.show_own(adopt)
+            else:
+                one.put_back()
         if self._waits:
             self.buffers.show_own()
 
@@ -244,6 +247,10 @@ class LocalUpdates(Engine):
     def average_changes(self) -> None:
         if self._shown and self._waits:
             self._settle_changes()
+
+    def _may_be_changed(self) -> bool:
+        """Return whether this rank's parameters may differ from the weights that were shown. Does not wait."""
+        return self._device.type != "cpu" or any(one.is_changed() for one in self.optimizers)
 
     def _settle_changes(self) -> tuple[bool, bool]:
         """Return whether a rank changed the weights that were shown, and whether the global weights adopt the change.

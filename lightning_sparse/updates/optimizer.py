@@ -189,12 +189,17 @@ class LocalOptimizer:
         self.state.slices.write(self._shown())
         self.gather()
 
+    def put_back(self) -> None:
+        """Put this node's weights back. Nothing changed the weights that were shown."""
+        self._put(self._own or ())
+        self._end_showing()
+
     def show_own(self, adopt: bool) -> None:
-        """Put this node's weights back.
+        """Put this node's weights back, with the changes made to the weights that were shown.
 
         Args:
-            adopt: whether all nodes made the same change to the shown weights, which then becomes part of the global
-                weights. Otherwise a change is an update of this node.
+            adopt: whether all nodes made the same change, which then becomes part of the global weights. Otherwise a
+                change is an update of this node.
         """
         state, changed_S = self.state, self.changed_weights() if adopt else None
         if changed_S is not None and self._waits:
@@ -207,6 +212,9 @@ class LocalOptimizer:
             self._put(self._now())
             if changed_S is not None:
                 state.set_shared(changed_S)
+        self._end_showing()
+
+    def _end_showing(self) -> None:
         self._own = None
         if self._probes_again and self.probe is not None:
             self.probe.begin(state.slices)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.lab.storage import sftp_server
+from tests.data.mounts import sshfs_mount
 from tests.data.pictures import numbered_folder
 from tests.data.test_datamodule import BACKENDS
 
@@ -152,27 +151,6 @@ def kill_reader(folder: Path) -> None:
                 os.kill(int(each.name), signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def mounted(folder: Path) -> Iterator[str]:
-    """Mount a source on folder/source through sshfs. Yields the process that serves it."""
-    source, server = folder / "source", sftp_server()
-    numbered_folder(folder / "real")
-    source.mkdir()
-    ours, theirs = socket.socketpair()
-    with contextlib.ExitStack() as stack, ours, theirs:
-        serves = stack.enter_context(subprocess.Popen([str(server)], stdin=theirs, stdout=theirs))
-        command = ["sshfs", "-f", "-o", "passive", f"here:{folder / 'real'}", str(source)]
-        mounts = stack.enter_context(subprocess.Popen(command, stdin=ours, stdout=ours))
-        try:
-            while not (source / "train").exists():
-                assert mounts.poll() is None
-                time.sleep(0.02)
-            yield str(serves.pid)
-        finally:
-            serves.kill()  # what hangs fails
-            mounts.terminate()  # unmounts
-
-
 @pytest.mark.parametrize(
     ("program", "kind"),
     [
@@ -197,8 +175,9 @@ def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, program: str, 
 )
 def test_ctrl_c_ends_a_loop_on_a_mount_that_hangs(tmp_path: Path, program: str, code: str) -> None:
     """The process that reads it hangs in the kernel, where nothing ends it."""
-    with mounted(tmp_path) as server:
-        _, errors = run(OPENED + program + code, "torch", tmp_path, send=signal.SIGINT, SERVER=server)
+    numbered_folder(tmp_path / "real")
+    with sshfs_mount(tmp_path / "real", tmp_path / "source") as server:
+        _, errors = run(OPENED + program + code, "torch", tmp_path, send=signal.SIGINT, SERVER=str(server))
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.data.pictures import numbered_folder
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system, which needs root")
 PROGRAM = """
 import logging, os, resource, signal, sys, time
 from pathlib import Path
@@ -92,28 +93,42 @@ def members(session: int) -> list[str]:
     return found
 
 
-NO_FILES = """
-import resource
-import torch
-from lightning_sparse import CachedDataModule
-data = CachedDataModule(sys.argv[1], sys.argv[2], bytes, 4, workers=3, memory_gb=0.01, collate=list)
-data.setup("fit")
-loader = data.train_dataloader()
+FEW_FILES = """
 opened = max(map(int, os.listdir("/proc/self/fd"))) + 8
 resource.setrlimit(resource.RLIMIT_NOFILE, (opened, opened))
-try:
-    next(iter(loader))
-finally:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (opened, opened))
+"""
+READ_ONLY_SHM = """
+import subprocess
+subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", "/dev/shm"], check=True)
+"""
+START = """
+import os, resource, sys
+import torch
+from lightning_sparse import CachedDataModule
+data = CachedDataModule(sys.argv[1], sys.argv[2], bytes, 4, workers=3, memory_gb=MEMORY_GB, collate=list)
+data.setup("fit")
+loader = data.train_dataloader()
+LIMIT
+next(iter(loader))
 """
 
 
-def test_workers_that_cannot_start_name_the_reason(tmp_path: Path) -> None:
-    """The limit of open files is too low for the queues of the workers."""
+@pytest.mark.parametrize(
+    ("limit", "memory_gb", "reason"),
+    [
+        (FEW_FILES, "0.01", "Too many open files"),
+        pytest.param(READ_ONLY_SHM, "0.01", "Read-only file system", marks=needs_root),
+        pytest.param(READ_ONLY_SHM, "0.0", "Read-only file system", marks=needs_root),
+    ],
+    ids=["open files", "read-only shared memory", "read-only shared memory, no memory tier"],
+)
+def test_workers_that_cannot_start_name_the_reason(tmp_path: Path, limit: str, memory_gb: str, reason: str) -> None:
     (tmp_path / "source" / "train").mkdir(parents=True)
     for number in range(20):
         (tmp_path / "source" / "train" / f"{number}.bin").write_bytes(b"x")
-    command = [sys.executable, "-W", "ignore", "-c", "import os, sys\n" + NO_FILES]
+    program = START.replace("LIMIT", limit).replace("MEMORY_GB", memory_gb)
+    own_mounts = ["unshare", "--mount"] if limit == READ_ONLY_SHM else []
+    command = [*own_mounts, sys.executable, "-W", "ignore", "-c", program]
     command += [str(tmp_path / "source"), str(tmp_path / "cache")]
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     ended = subprocess.run(
@@ -121,4 +136,4 @@ def test_workers_that_cannot_start_name_the_reason(tmp_path: Path) -> None:
     )
     assert ended.returncode == 1
     assert "DataError: 3 process(es) that make batches cannot start" in ended.stderr
-    assert "Too many open files" in ended.stderr
+    assert reason in ended.stderr

@@ -18,7 +18,7 @@ from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sources import storage
 from lightning_sparse.data.sources.storage import StorageTimeoutError
 from lightning_sparse.lab import Cluster, LabConfig
-from tests.data.stores import Open, contents, listed, store_of, warnings_of
+from tests.data.stores import Open, config_of, contents, listed, store_of, warnings_of
 
 
 def reader_of(store: SampleStore) -> int:
@@ -93,6 +93,30 @@ storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     monkeypatch.setattr(storage, "RESTART_S", 1.0)
     assert len(listed(folder, storage_timeout=1.5)) == 20
     assert (tmp_path / "starts").read_text() == "started "
+
+
+def test_storage_request_that_always_breaks_off_raises(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try reads some entries, which resets the timeout, and then loses its connection."""
+    breaks = tmp_path / "breaks.py"
+    breaks.write_text(f"""
+import sys, time
+sys.path.insert(0, {str(Path(storage.__file__).parent)!r})
+import storage_reader
+def fails(self, path, kind, progress):
+    progress()
+    raise TimeoutError("connection lost")
+storage_reader.LocalStorage.listing = fails
+storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+""")
+    monkeypatch.setattr(storage, "_READER", breaks)
+    monkeypatch.setattr(storage, "RETRY_S", 0.05)
+    with storage.Storage(config_of(folder), timeout=60.0) as source:
+        with pytest.raises(DataError, match=r"list train began and failed 5 times, at last with .*connection lost"):
+            list(source.listing(["train"]))
+        with pytest.raises(DataError, match="began and failed 5 times"):
+            source.names("val")
 
 
 def test_who_waits_when_the_store_is_closed_is_told(

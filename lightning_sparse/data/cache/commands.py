@@ -86,7 +86,7 @@ def warm(
     # Ctrl-C closes the store before it waits for the threads, which may wait for storage
     with ThreadPoolExecutor(threads) as pool, contextlib.closing(store):
         owned = np.flatnonzero(store.owners == placement.node_index)
-        keys = [store.manifest.key(index) for index in owned.tolist()]
+        keys = store.manifest.keys(owned.tolist())
         report.files, report.pruned = len(keys), store.disk.prune(keys) if prune else 0
         missing = owned[~np.array(store.disk.has(keys), np.bool_)]
         report.present = len(keys) - len(missing)
@@ -117,7 +117,7 @@ def warm_splits(
 def _count_fetched(store: SampleStore, missing: npt.NDArray[np.int64], report: WarmReport) -> None:
     store.disk.flush()
     broken = {path for path, _ in report.corrupt}
-    kept = store.disk.has([store.manifest.key(index) for index in missing.tolist()])
+    kept = store.disk.has(store.manifest.keys(missing.tolist()))
     report.fetched = sum(
         each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
     )

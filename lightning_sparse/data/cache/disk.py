@@ -53,6 +53,7 @@ RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk; stays free
 _MAGIC = b"LSd2"
 _HEADER = struct.Struct("<4sIqqqIIQ")
 _UNCHECKED = _HEADER.size - 8
+_VERSION, _VERSION_AT = struct.Struct("<qqq"), 8  # size, mtime, tag
 
 
 class CachedFile(NamedTuple):
@@ -245,8 +246,7 @@ def _checksum(digest: bytes, header: bytes | memoryview, data: bytes | memoryvie
 
 
 def _matches(key: FileKey, value: memoryview) -> bool:
-    _, _, *version, _, _, _ = _HEADER.unpack_from(value)
-    return version == [key.size, key.mtime_ns, key.tag]
+    return _VERSION.unpack_from(value, _VERSION_AT) == key[1:]
 
 
 LOCK_BYTES = 1 << 17  # of the lock file, rounded up

@@ -259,7 +259,7 @@ class SampleStore:
 
     def _on_disk(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
         """Yield the samples that are on local disk."""
-        files = tiers.disk.get([self.manifest.key(index) for index in indices])
+        files = tiers.disk.get(self.manifest.keys(indices))
         for index, file in zip(indices, files, strict=True):
             found = None if file is None else self._from_disk(tiers, index, file)
             if found is not None:
@@ -359,7 +359,7 @@ class SampleStore:
         cache, or that can no longer be read."""
         tiers, found = self._tiers(), []
         with tiers.reading():
-            cached = tiers.disk.get([self.manifest.key(index) for index in indices])
+            cached = tiers.disk.get(self.manifest.keys(indices))
             for (index, answer), file in zip(self._read_again(tiers, list(indices)), cached, strict=True):
                 if file is None:
                     continue

@@ -268,6 +268,8 @@ class ClassFolders(Layout):
         self._check_classes(found)
         if split.images:
             self._check_depth(found)
+        else:
+            self._warn_of_shards(found)
         log_ignored(f"{split.source}/{split.name}", [path for each in below for path in each.ignored], IMAGES)
         probed = split.probed([path for each in below for path, *_ in each.files] if split.images else [])
         return manifest_of(split.source, split.name, self.stamps, found, probed=probed)
@@ -300,6 +302,16 @@ class ClassFolders(Layout):
                 f"source={self.split.source}: {split}/{name}/ would be the only class, and its images are in folders "
                 f"below it, such as {folders[0]}/. If those are the classes, move them into {split}/ itself; if {name} "
                 f"is one class, move its images into {split}/{name}/ itself, or give lists."
+            )
+
+    def _warn_of_shards(self, below: Mapping[str, Listed]) -> None:
+        """Log that shards in class folders are samples, if there is nothing else in these folders."""
+        paths = [path for each in below.values() for path, *_ in each.files]
+        if all(path.lower().endswith(SHARD_SUFFIXES) for path in paths):
+            log.warning(
+                "source=%s: each file in the class folders, such as %s, is one sample. If these files are shards, move "
+                "them into %s/ itself.",
+                *(self.split.source, paths[0], self.split.name),
             )
 
     def _check_beside(self) -> None:

@@ -239,6 +239,11 @@ class Manifest:
         """Return the file of a sample, as listed."""
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]), int(self.tags[index]))
 
+    def keys(self, indices: Sequence[int]) -> list[FileKey]:
+        """Return the files of samples, faster than one by one."""
+        columns = (column[indices].tolist() for column in (self.sizes, self.mtimes_ns, self.tags))
+        return list(map(FileKey, map(self.paths.__getitem__, indices), *columns))
+
     @property
     def has_row_groups(self) -> bool:
         """Whether the shards are row groups of Parquet files, which are read as a whole."""

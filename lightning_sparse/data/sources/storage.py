@@ -33,6 +33,7 @@ WARN_S = 5.0  # silence before a warning
 START_S = 60.0  # for the start of a reader and what it imports, which is no silence of storage
 RETRY_S = 1.0
 CHECK_S = 10.0  # where a list in the cache can be used instead of an answer
+MAX_BREAKS = 5  # of one request that storage begins to answer: then no later try will succeed
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
 Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
 
@@ -76,10 +77,21 @@ class Unreadable:
 
 @dataclass
 class _Request:
-    """An open request. `future` receives (status, result, size, mtime_ns)."""
+    """An open request. `future` receives (status, result, size, mtime_ns).
+
+    in_progress: whether storage has begun to answer. breaks: how often it began and then failed.
+    """
 
     message: tuple[int, str, tuple[Any, ...]]
     future: Future[tuple[str, Any, int, int]]
+    in_progress: bool = False
+    breaks: int = 0
+
+    def fails_always(self) -> bool:
+        """Count a failure. Return whether there were `MAX_BREAKS` in progress, each of which reset the timeout."""
+        self.breaks += self.in_progress
+        self.in_progress = False
+        return self.breaks == MAX_BREAKS
 
 
 class Storage:
@@ -245,13 +257,19 @@ class Storage:
                     self._silent_since, self._starting_since = time.monotonic() - self._silence(), None
                     self._restart_at = time.monotonic() + self._restart_after
                     continue
+                request = self._requests.get(number)  # None if a former reader answered it
                 if status == "t":  # an error of the network
                     self._trouble = result
-                    self._to_retry.append(number)
-                    continue
+                    if request is None or not request.fails_always():
+                        self._to_retry.append(number)
+                        continue
+                    _, kind, (path, *_) = request.message
+                    status, result = "x", f"{kind} {path} began and failed {MAX_BREAKS} times, at last with {result}"
                 self._reset_timeout()
-                request = None if status == "p" else self._requests.pop(number, None)
-                if request is not None:  # None if a former reader answered it
+                if request is not None and status == "p":
+                    request.in_progress = True
+                elif request is not None:
+                    del self._requests[number]
                     answered.append((request, (status, result, size, mtime_ns)))
             if answered:
                 self._log_recovery()
