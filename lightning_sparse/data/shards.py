@@ -50,7 +50,7 @@ from lightning_sparse.messages import log, log_ignored
 
 PART = 1 << 24  # bytes of a request
 ID_SUFFIXES = (".bin", ".npy")
-_SPLIT = re.compile(r"(train|val|valid|validation|dev|test)(-\d+(-of-\d+)?(-\w+)?)?(\.\w+)*")  # a folder, or a name
+_SPLIT = re.compile(r"(train|val|valid|validation|dev|test)(-\d+[\w-]*)?((?:\.\w+)*)")  # name of a folder or file
 _NAMED = 10  # files or documents that a message names
 Progress = Callable[[int], None]
 
@@ -111,7 +111,7 @@ def _check_splits(source: str, paths: Sequence[str]) -> None:
         parts = path.split("/")
         for place, part in enumerate(parts):
             if (match := _SPLIT.fullmatch(part)) is not None:
-                pattern = f"{match[1]}-*{match[5] or ''}" if match[2] else part
+                pattern = f"{match[1]}-*{match[3]}" if match[2] else part
                 splits.setdefault(match[1], "/".join([*parts[:place], pattern]))
                 break
     if len(splits) > 1:

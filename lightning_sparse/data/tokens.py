@@ -95,10 +95,10 @@ class TokenDataModuleMixin(DataModuleMixin):
     ends of documents. A target in another document is -100, which torch's cross entropy ignores.
 
     Args:
-        train: path or fsspec URL of a folder, of a file, or of files of a folder, as ``data/train-*.parquet``. A folder
-            with files of several splits, such as ``train-`` and ``validation-``, is refused. Or a mixture of several with weights, as
-            ``{"s3://bucket/web": 0.7, "/data/books": 0.3}``: an epoch takes windows of each source in this proportion,
-            and ends when all windows of one source are used. The other sources continue in the next epoch.
+        train: path or fsspec URL of a file, of a folder, or of some files in a folder, as ``data/train-*.parquet``. Or
+            a mixture of several with weights, as ``{"s3://bucket/web": 0.7, "/data/books": 0.3}``: an epoch takes
+            windows of each source in this proportion, and ends when all windows of one source are used. The other
+            sources continue in the next epoch.
         val: path or URL of a file or folder to validate on.
         test: path or URL of a file or folder to test on. Default: `val`.
         context: number of input tokens per sample.
@@ -121,7 +121,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         storage_options: arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.
 
     Raises:
-        ValueError: if an argument is out of range, or a file of `train` cannot be used.
+        ValueError: if an argument is out of range, a file of `train` cannot be used, or a folder contains several
+            splits, such as ``train`` and ``validation``.
     """
 
     def __init__(

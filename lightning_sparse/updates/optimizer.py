@@ -217,7 +217,7 @@ class LocalOptimizer:
     def _end_showing(self) -> None:
         self._own = None
         if self._probes_again and self.probe is not None:
-            self.probe.begin(state.slices)
+            self.probe.begin(self.state.slices)
         self.gather()
 
     def changed_weights(self) -> Tensor:

@@ -80,6 +80,15 @@ def test_shards_in_a_folder_of_a_class_are_told_their_place(tmp_path: Path) -> N
         listed(tmp_path)
 
 
+def test_shards_in_class_folders_are_samples_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a/0.tar", "b/1.parquet"):
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x")
+    assert list(listed(tmp_path, format="bytes").paths) == ["train/a/0.tar", "train/b/1.parquet"]
+    assert "such as train/a/0.tar, is one sample. If these files are shards, move them into train/ itself" in caplog.text
+
+
 @pytest.mark.parametrize("classes", [1, 2])
 def test_classes_one_level_too_deep_are_not_taken_for_one(tmp_path: Path, classes: int) -> None:
     """One folder below the only class, as tiny ImageNet has, may be meant."""

@@ -124,7 +124,7 @@ def read_windows(source: str, **options: Any) -> Any:
         data.setup("fit")
         return [[each.tolist() for each in batch] for batch in data.train_dataloader()]
     except (ValueError, DataError) as error:
-        return next(reason for reason in ("damaged", "vocab_size", "needs") if reason in str(error))
+        return next(reason for reason in ("damaged", "vocab_size", "needs", "Use more text") if reason in str(error))
     finally:
         if data is not None:
             data.teardown("fit")

@@ -306,6 +306,39 @@ def test_ids_beside_text_and_ids_beyond_the_vocabulary_are_refused(folder: Path,
         TokenDataModule(folder)
 
 
+@pytest.mark.parametrize(
+    ("names", "fix"),
+    [
+        (["data/train-00000-of-00002.txt", "data/validation-00000-of-00001.txt"], "data/train-*.txt"),
+        (["train-1.jsonl.gz", "test.jsonl.gz"], "train-*.jsonl.gz"),
+        (["train.txt", "val.txt"], "train.txt"),
+        (["train/a.txt", "train/b.txt", "valid/a.txt"], "train"),
+        (["train.bin", "val.bin"], "train.bin"),
+    ],
+)
+def test_token_folder_with_several_splits_is_refused(names: list[str], fix: str, tmp_path: Path) -> None:
+    for name in names:
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"abcdefghijkl")
+        if path.suffix == ".bin":
+            path.with_suffix(".json").write_text('{"dtype": "uint16", "vocab_size": 65536}')
+    with pytest.raises(ValueError, match="shards of several splits .*must not be trained on together") as raised:
+        ids(tmp_path / "source", tmp_path / "cache")
+    assert f"{tmp_path}/source/{fix}" in str(raised.value)
+
+
+def test_token_pattern_reads_only_matching_files(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for name in ("train-1.txt", "train-2.txt", "validation-1.txt", ".train-3.txt", "train-4.jsonl"):
+        (tmp_path / "source" / name).write_text(f"text of {name}")
+    expected = [encoded(f"text of {name}") for name in ("train-1.txt", "train-2.txt")]
+    assert ids(tmp_path / "source" / "train-*.txt", tmp_path / "cache") == expected
+    assert ids(f"file://{tmp_path}/source/*-2.txt", tmp_path / "cache") == expected[1:]
+    with pytest.raises(ValueError, match="has no shards"):
+        ids(tmp_path / "source" / "none-*.txt", tmp_path / "cache")
+
+
 SLOW = """
 import os, time
 class Tokenizer:
