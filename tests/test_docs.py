@@ -73,7 +73,7 @@ def test_the_tables_of_options_are_those_of_the_docstrings() -> None:
 
 def test_the_readme_is_a_first_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text) <= 6000, "what is more belongs into docs/"
+    assert len(text) <= 8000, "what is more belongs into docs/"
     for command in ("make demo", "make test", "lightning-sparse doctor"):
         assert command in text
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -15,8 +15,8 @@ that fails does not stop the others. For each claim it prints held, not held or 
 | sync | steps in which a wait of the host for the device is an error |
 | trace | one backward pass of ResNet-50 and one step of the GPT with updates, as lanes over time |
 
-One part is left out by default: by an estimate, for it has not run on a GPU yet, it takes a quarter of an hour. It goes
-on where it was stopped:
+The part `frontier` does not run by default, because it takes about a quarter of an hour. It goes on where it was
+stopped:
 
     make gpu-session PYTHON=python3 OUT=results ARGS="--parts build frontier --minutes 16"
 

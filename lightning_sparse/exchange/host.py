@@ -1,7 +1,7 @@
 """What the host learns of a device without waiting for it: values, and times.
 
 Nothing here makes the host wait for a GPU before it asks: values are copied in the background, and times lie between
-events that are read once the device has passed them. (The CUDA half has not run on a GPU yet.)
+events that are read once the device has passed them.
 """
 
 import threading

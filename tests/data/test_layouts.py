@@ -86,7 +86,9 @@ def test_shards_in_class_folders_are_samples_with_a_warning(tmp_path: Path, capl
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x")
     assert list(listed(tmp_path, format="bytes").paths) == ["train/a/0.tar", "train/b/1.parquet"]
-    assert "such as train/a/0.tar, is one sample. If these files are shards, move them into train/ itself" in caplog.text
+    assert (
+        "such as train/a/0.tar, is one sample. If these files are shards, move them into train/ itself" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("classes", [1, 2])
