@@ -52,7 +52,7 @@ TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
 
 def described(cls: type) -> dict[str, str]:
     """The Args of a docstring, by name."""
-    text = (inspect.getdoc(cls) or "").split("\n    **kwargs: ")[0]
+    text = re.split(r"\n    \*\*\w+: ", inspect.getdoc(cls) or "")[0]
     found = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
     entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", found[1] if found else "", re.MULTILINE)
     return {name.strip(): " ".join(said.split()) for names, said in entries for name in names.split(",")}
@@ -62,7 +62,9 @@ def table(cls: type, configs: tuple[type, ...]) -> str:
     """A row for each option, by the class's own words where it has some."""
     said: dict[str, str] = {}
     for each in (*configs, cls):
-        said.update({name: words for name, words in described(each).items() if not words.startswith("as `")})
+        said.update(
+            {name: words for name, words in described(each).items() if not words.startswith(("as `", "see below"))}
+        )
     given = inspect.signature(cls).parameters.values()
     rows = [f"| `{p.name}` | {_default(p)} | {_cell(said[p.name])} |" for p in given if p.kind is not p.VAR_KEYWORD]
     return "\n".join(["| option | default | what it does |", "|---|---|---|", *rows])

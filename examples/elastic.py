@@ -1,6 +1,6 @@
 """Nodes that come and go train one small model.
 
-pip install 'lightning-sparse[pytorch-lightning,torchft]'
+pip install '.[pytorch-lightning,torchft]'
 torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000                 # on one machine
 TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/elastic.py --name a    # on each node, at any time
 

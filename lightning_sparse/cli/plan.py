@@ -275,7 +275,7 @@ def _for_adam(found: Sequence[Row], *, overlap: bool) -> Row:
 
 
 GAPS = (
-    (30, "runs with as many ended 1 to 3 % above dense training"),
+    (30, "runs with as many ended 1% to 4% above dense training"),
     (10, "runs with as many ended about 7 % above dense training"),
     (4, "runs with as few ended 9 to 12 % above dense training: a higher density ends lower"),
     (0, "that is too few: raise the density"),
@@ -296,7 +296,7 @@ def expect(found: Sequence[Row], steps: int) -> str:
     told = next(told for least, told in GAPS if times >= least)
     return (
         f"In {steps:,} steps {updates.name} sends each entry {times:.3g} times on average: {told} (a small Transformer "
-        f"with AdamW, 4 nodes; 16 nodes lost about twice as much)."
+        f"with AdamW, 4 nodes; one run on 16 nodes ended twice as far above)."
     )
 
 

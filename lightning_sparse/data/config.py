@@ -104,8 +104,8 @@ class CacheConfig:
         missing = [name for name in needed if not is_installed(name)]
         if missing:
             raise ValueError(
-                f"the data cache needs {', '.join(missing)}: `pip install 'lightning-sparse[data]'`, or in a checkout "
-                f"`pip install '.[data]'`."
+                f"the data cache needs {', '.join(missing)}: `pip install lmdb pyzmq xxhash pillow simplejpeg`, or "
+                f"`pip install '.[data]'` in your clone."
             )
         for name in ("source", "cache_dir"):
             if getattr(self, name) in ("", "None"):  # a path of None is "None"

@@ -63,7 +63,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     try:
         return _tiktoken(which) if kind == "tiktoken" else _tokenizers(Path(which))
     except ImportError as error:
-        raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install 'lightning-sparse[tokenizers]'`.") from error
+        raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install {kind}`.") from error
     except Exception as error:  # raised by the package for an unusable name or file
         raise ValueError(f"tokenizer={name!r} cannot be used ({type(error).__name__}: {error}).") from error
 

@@ -371,7 +371,7 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
             writer.write(np.array([encoder.end]))
             writer.end_document()
     except ImportError as error:
-        raise ValueError(f"{name} needs pyarrow: `pip install 'lightning-sparse[storage]'`.") from error
+        raise ValueError(f"{name} needs pyarrow: `pip install pyarrow`.") from error
     return LeftOut(empty, tuple(corrupt))
 
 

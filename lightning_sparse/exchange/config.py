@@ -29,8 +29,7 @@ class ExchangeConfig:
         value_dtype: how the values in a message are stored: ``"float32"``, ``"bfloat16"``, ``"float16"``, or
             ``"2bit"``, a sign and one of two levels that each block of 65,536 elements has for itself. What rounding
             takes off stays in the residual, so it is sent later rather than lost.
-        overlap: run the exchange beside backward, in lanes (lightning_sparse.exchange.lanes); False runs each bucket at
-            once, on the stream of the caller.
+        overlap: run the exchange in the background. Set False to debug hangs.
         inter_gbps: rate of a node's link in Gbit/s, for ``exchange="auto"``, which then decides by the time of the
             bytes on it and measures nothing, so that two runs always choose alike.
 

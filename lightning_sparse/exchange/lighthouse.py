@@ -194,9 +194,7 @@ def _connect(address: str) -> Any:
     try:
         from torchft.coordination import LighthouseClient
     except ModuleNotFoundError as error:
-        raise ValueError(
-            "nodes that come and go need torchft, which is not installed: pip install 'lightning-sparse[torchft]'."
-        ) from error
+        raise ValueError("nodes that come and go need torchft, which is not installed: pip install torchft.") from error
     try:
         return LighthouseClient(address, timedelta(seconds=CONNECT_SECONDS))
     except (RuntimeError, TimeoutError) as error:

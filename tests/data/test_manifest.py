@@ -282,5 +282,5 @@ def test_waiting_for_a_lock_is_logged(
 
 def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.data.config.is_installed", lambda name: name not in ("lmdb", "xxhash"))
-    with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install .*\[data\]"):
+    with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install lmdb .*\[data\]"):
         CacheConfig(source="/there", cache_dir="/here")

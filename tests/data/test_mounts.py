@@ -117,18 +117,14 @@ def test_samples_on_every_mount_equal_those_of_the_local_disk(mount: Mount) -> N
 
 
 def read_windows(source: str, **options: Any) -> Any:
-    """The batches of an epoch, or why the folder is refused."""
+    """The batches of an epoch; None if the folder is refused."""
     data = None
     try:
         data = TokenDataModule(source, batch_size=3, **options)
         data.setup("fit")
         return [[each.tolist() for each in batch] for batch in data.train_dataloader()]
-    except (ValueError, DataError) as error:
-        return next(
-            reason
-            for reason in ("its checksum differs", "vocab_size", "needs", "Use more text")
-            if reason in str(error)
-        )
+    except (ValueError, DataError):
+        return None
     finally:
         if data is not None:
             data.teardown("fit")
@@ -139,6 +135,7 @@ def test_windows_on_every_mount_equal_those_of_the_local_disk(mount: Mount, tmp_
     for seed in SEEDS:
         rng = np.random.default_rng([seed, 11])
         folder = write(mount.here / f"tokens{seed}", random_files(rng), rng)
+        damage = {}
         if rng.random() < 0.2:
             path = Path(rng.choice(sorted(map(str, folder.rglob("*.json")))))
             damage = {"checksum": 7} if rng.random() < 0.5 else {"vocab_size": 3}
@@ -147,6 +144,7 @@ def test_windows_on_every_mount_equal_those_of_the_local_disk(mount: Mount, tmp_
         options = {"context": int(rng.integers(1, 7)), "documents": MODES[seed % 3]}
         expected = read_windows(str(folder), **options)
         cache = {"cache_dir": str(tmp_path / str(seed)), "storage_options": mount.options or None}
+        assert expected is None or "checksum" not in damage, folder
         assert read_windows(f"{mount.there}/{folder.name}", **options, **cache) == expected, (folder, options)
         complete += isinstance(expected, list)
     assert complete
