@@ -26,7 +26,7 @@ from tests.data.test_random_sources import contents, grow, listed, make_tar
 from tests.data.test_shards import needs_s3, s3_server
 from tests.data.test_token_corpora import MODES, random_files, write
 
-INPUTS = int(os.environ.get("MOUNTS_INPUTS", "6"))
+INPUTS = int(os.environ.get("MOUNTS_INPUTS", "4"))
 SEEDS = range(int(os.environ.get("MOUNTS_SEED", "0")), int(os.environ.get("MOUNTS_SEED", "0")) + INPUTS)
 KINDS = [
     "file",

@@ -18,6 +18,7 @@ from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.storage import Storage, Unreadable
 from tests.data.fits import FLAVOURS, ours
 from tests.data.small import jpeg
 
@@ -270,20 +271,41 @@ def test_link_in_a_shard_that_leads_nowhere_is_refused_by_name(tmp_path: Path) -
         contents(config_of(tmp_path / "source", tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("format", ["gnu", "posix"])
-def test_sparse_member_of_a_shard_is_refused_by_name(tmp_path: Path, format: str) -> None:
-    (tmp_path / "source" / "train").mkdir(parents=True)
-    with open(tmp_path / "0.bin", "wb") as file:
-        file.write(b"HEAD")
-        file.seek(1 << 20)
-        file.write(b"TAIL")
-    target = str(tmp_path / "source" / "train" / "0.tar")
-    subprocess.run(["tar", "-S", f"--format={format}", "-cf", target, "-C", str(tmp_path), "0.bin"], check=True)
+@pytest.mark.parametrize("format", ["gnu", "posix", "oldgnu"])
+@pytest.mark.parametrize("scheme", ["", "simplecache::file://"])
+def test_sparse_members_of_a_shard_are_read(tmp_path: Path, format: str, scheme: str) -> None:
+    files = tmp_path / "files"
+    expected = {
+        "0.bin": [(0, b"HEAD"), (1 << 20, b"TAIL")],
+        "1.bin": [(0, b"whole")],
+        f"{'long' * 40}.bin": [(9999, b"x")],
+    }
+    expected |= {"3.bin": [(place << 17, b"piece %d" % place) for place in range(30)]}  # more than fit into a header
+    files.mkdir()
+    for name, pieces in expected.items():
+        with open(files / name, "wb") as file:
+            for place, data in pieces:
+                file.seek(place)
+                file.write(data)
+            file.truncate(file.tell() + 70_000)
+    target = tmp_path / "source" / "train" / "0.tar"
+    target.parent.mkdir(parents=True)
+    subprocess.run(["tar", "-S", f"--format={format}", "-cf", target, "-C", files, *expected], check=True)
     with tarfile.open(target) as tar:
-        if not tar.getmembers()[0].issparse():
+        if not any(each.issparse() for each in tar):
             pytest.skip("the file system of the test, or this tar, keeps no holes")
-    with pytest.raises(ValueError, match=r"its member 0\.bin is sparse"):
-        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+    manifest, data, _ = contents(config_of(f"{scheme}{tmp_path / 'source'}", tmp_path / "cache"))
+    assert dict(zip(manifest.paths, data, strict=True)) == {
+        f"train/0.tar/{name}": (files / name).read_bytes() for name in expected
+    }
+
+
+def test_sparse_member_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+    shard(tmp_path / "0.tar", {"0.bin": b"x" * 999})
+    with Storage(config_of(tmp_path, tmp_path / "cache")) as storage:
+        (found,) = storage.read([("0.tar", -1 - 512, 0)])
+    assert isinstance(found, Unreadable)
+    assert "there is no member at byte 512" in found.reason
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "joined"])

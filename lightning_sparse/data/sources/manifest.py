@@ -98,7 +98,8 @@ class Manifest:
         list_digest: hash of the list that names the samples; "" without a list.
         shards: paths of the tar files, or of the row groups, that the samples are in; none if they are files.
         shard_of: int64 [N], shard of each sample. `paths` are then <shard>/<member>.
-        offsets: int64 [N], where each sample begins in its shard; of row groups, its row.
+        offsets: int64 [N], where each sample begins in its shard (if it is sparse, see `storage_reader.Member`); of row
+            groups, its row.
         probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
 
     Raises:

@@ -9,7 +9,8 @@ are pickled. The first message has the options for fsspec, because other users c
 imports only the standard library, and fsspec if the source is a URL. It sends hello after the import of fsspec.
 
 =========  ====================================  =======================================================
-request    number, kind, arguments               "read": a file, or first and last byte of a part of it
+request    number, kind, arguments               "read": a file, or first and last byte of a part of it.
+                                                 A first byte below 0 means a sparse member, see `Member`
                                                  "list": contents of a folder, see `WANTED`
                                                  "stamp": a number that changes with a folder
                                                  "members": of a tar file
@@ -392,6 +393,8 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         return "x" if never else "t", _described(error), 0, 0
     try:
         with storage.turn:
+            if kind == "read" and arguments[1:] and arguments[1] < 0:
+                return "k", *sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
             if kind == "read":
                 return "k", *storage.read(*arguments)
             return "k", _found(storage, kind, *arguments, progress=progress), 0, 0
@@ -467,7 +470,8 @@ def leave() -> NoReturn:
 
 
 Member = tuple[str, int, int, str]
-"""(Name, offset, size, contents of a ``.cls`` member) of a file in a tar file."""
+"""(Name, offset, size, contents of a ``.cls`` member) of a file in a tar file. offset: of the contents; of a sparse
+member, -1 minus that of its header, because its contents are in pieces."""
 
 
 def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], list[str]]:
@@ -515,13 +519,27 @@ def _member_name(name: str) -> str:
 
 
 def _member(tar: Any, member: Any, name: str) -> Member:
-    if member.issparse():
-        raise UnreadableFileError(
-            f"its member {name} is sparse, so the file has it in pieces: write the file without the tar option -S"
-        )
     stream = tar.extractfile(member) if is_label(name) and member.size <= MAX_LABEL_BYTES else None
     label = stream.read().decode("ascii", "replace").strip() if stream else ""
-    return name, member.offset_data, member.size, label
+    return name, -1 - member.offset if member.issparse() else member.offset_data, member.size, label
+
+
+def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
+    """Return (contents, size, 0) of a sparse member of a tar file, which the file has in pieces.
+
+    Args:
+        offset: position of the header.
+    """
+    import tarfile
+
+    file.seek(offset)
+    with file, contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:") as tar:
+        member = tar.next()
+        stream = None if member is None else tar.extractfile(member)
+        if stream is not None:
+            data = stream.read()
+            return data, len(data), 0
+    raise UnreadableFileError(f"it has changed: there is no member at byte {offset:,}")
 
 
 def _target(member: Any) -> str:
