@@ -1,7 +1,7 @@
 """Everything that the first minutes on a GPU should tell, in one command and less than nine minutes.
 
     make gpu-session PYTHON=python3 OUT=results      # or: python3 -m benchmarks.gpu.session results
-    python -m benchmarks.gpu.session /tmp/try --cpu  # the same on a processor, with small sizes; minutes
+    python -m benchmarks.gpu.session /tmp/try --cpu  # the same on a CPU, small sizes
 
 It needs torch, a compiler and nvcc; nothing is downloaded. Each part is a process with a time limit of its own, and one
 that fails does not stop the others. For each claim it prints held, not held or not run, with the number.
@@ -15,8 +15,8 @@ that fails does not stop the others. For each claim it prints held, not held or 
 | sync | steps in which a wait of the host for the device is an error |
 | trace | one backward pass of ResNet-50 and one step of the GPT with updates, as lanes over time |
 
-The part `frontier` does not run by default, because it takes about a quarter of an hour. It goes on where it was
-stopped:
+The part `frontier` does not run by default, because it takes about a quarter of an hour. If it is stopped, it
+continues with the next call:
 
     make gpu-session PYTHON=python3 OUT=results ARGS="--parts build frontier --minutes 16"
 
@@ -25,7 +25,7 @@ stopped:
 | frontier | losses of models of 2, 6 and 20 M parameters: dense, 1 % of the updates, one node alone |
 
 There is one GPU, so the other node is a copy of this one (cluster.py): NCCL and a network take no part. The claims
-are about a GPU; on a processor the verdicts say only that all parts run. Writes session.json and session.md (hardware,
+are about a GPU; on a CPU the verdicts say only that all parts run. Writes session.json and session.md (hardware,
 date, versions, commit, command), log.txt and two traces for chrome://tracing or Perfetto.
 """
 

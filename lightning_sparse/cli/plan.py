@@ -276,8 +276,8 @@ def _for_adam(found: Sequence[Row], *, overlap: bool) -> Row:
 
 GAPS = (
     (30, "runs with as many ended 1% to 4% above dense training"),
-    (10, "runs with as many ended about 7 % above dense training"),
-    (4, "runs with as few ended 9 to 12 % above dense training: a higher density ends lower"),
+    (10, "runs with as many ended about 7% above dense training"),
+    (4, "runs with as few ended 9% to 12% above dense training: a higher density ends lower"),
     (0, "that is too few: raise the density"),
 )
 """What a small Transformer lost on four nodes, by how often an entry was sent (docs/results.md, "Loss for bits")."""

@@ -44,7 +44,7 @@ from lightning_sparse.data.folders import (
 )
 from lightning_sparse.data.id_files import IdWriter, TokenFile, VocabularyError, id_writer, verified_checksums
 from lightning_sparse.data.sources.storage import CHECK_S, Entry, MissingFolderError, Storage, Unreadable
-from lightning_sparse.data.sources.storage_reader import LocalStorage
+from lightning_sparse.data.sources.storage_reader import LocalStorage, is_visible
 from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, documents, text_suffix
 from lightning_sparse.messages import log, log_ignored
 
@@ -106,7 +106,7 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
 
 def _check_splits(source: str, paths: Sequence[str]) -> None:
     """Raise ValueError if the names of the shards, or of their folders, say that some are held out."""
-    splits: dict[str, str] = {}  # split -> what to give to use it alone
+    splits: dict[str, str] = {}  # split -> path of its files alone
     for path in paths:
         parts = path.split("/")
         for place, part in enumerate(parts):
@@ -116,9 +116,8 @@ def _check_splits(source: str, paths: Sequence[str]) -> None:
                 break
     if len(splits) > 1:
         raise ValueError(
-            f"{source} has shards of several splits ({', '.join(splits)}), which must not be trained on together: give "
-            + " or ".join(f"{source}/{each}" for each in splits.values())
-            + "."
+            f"{source} has shards of several splits ({', '.join(splits)}), and training would include held-out data. "
+            f"Give the path of one split, which ends in {' or '.join(splits.values())}."
         )
 
 
@@ -209,7 +208,7 @@ class TokenSource:
     def of(cls, path: str, cache_dir: str, tokenizer: str, vocab_size: int | None, **options: Any) -> TokenSource:
         """Return the source of a folder, or of files in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
-        is_file = bool(id_suffix(name) or text_suffix(name))
+        is_file = "*" in name or bool(id_suffix(name) or text_suffix(name))
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
         source = cls(config, name if is_file else "", tokenizer, vocab_size)
         source.encoder  # noqa: B018  an unknown one is refused now
@@ -287,8 +286,8 @@ class TokenSource:
         except MissingFolderError as error:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
         if self.only:
-            wanted = "|".join(map(_as_regex, (self.only, _json_of(self.only))))
-            files = [each for each in files if re.fullmatch(wanted, each[0])]
+            patterns = self.only, _json_of(self.only)
+            files = [each for each in files if any(_matches(each[0], pattern) for pattern in patterns)]
             return shards_of(f"{source}/{self.only}", files)[0]
         shards, left_out = shards_of(source, files)
         log_ignored(source, left_out, "ids or text")
@@ -337,9 +336,9 @@ class TokenSource:
         return left_out
 
 
-def _as_regex(pattern: str) -> str:
-    """Return the regular expression of a file name in which ``*`` stands for any characters."""
-    return re.escape(pattern).replace(r"\*", "[^.].*" if pattern.startswith("*") else ".*")
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a visible file has a name like the pattern, in which ``*`` stands for any characters."""
+    return name == pattern or (is_visible(name) and bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name)))
 
 
 def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWriter, *, skip: bool) -> LeftOut:

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.topology import Topology
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
 from tests.strategy.trainers import ddp, fitted, lightning_of, ours, plain_module, ranks, trainer, weights
@@ -209,6 +212,38 @@ def test_weights_that_nodes_switch_for_validation_are_averaged(tmp_path: Path) -
 def test_change_that_differs_between_nodes_between_batches_is_an_error() -> None:
     for said, _, _ in run_ranks(changed_unlike, "on_train_batch_end", **TWO):
         assert "the global weights differ between nodes: on_train_batch_start or on_train_batch_end" in said
+
+
+def shown_between_steps() -> dict[str, list[Tensor]]:
+    """Return the final weights. The global weights are shown never, or after each step, with and without a comparison."""
+    found, rank = {}, dist.get_rank()
+    for kind in ("never", "compared", "as on a GPU"):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(41, 30), nn.Linear(30, 7))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        updates = LocalUpdates(model, optimizer, UpdatesConfig(), Topology(((0,), (1,)), rank))
+        if kind == "as on a GPU":
+            updates._may_be_changed = lambda: True  # type: ignore[method-assign]
+        for _ in range(9):
+            optimizer.zero_grad()
+            model(torch.randn(5, 41)).square().sum().backward()
+            optimizer.step()
+            updates.step()
+            own = [p.detach().clone() for p in model.parameters()]
+            if kind != "never":
+                updates.show_shared(wait=False)
+                assert not all(map(torch.equal, own, model.parameters()))
+                updates.show_own()
+                assert all(map(torch.equal, own, model.parameters()))
+        updates.finish()
+        found[kind] = [p.detach() for p in model.parameters()]
+    return found
+
+
+def test_shown_weights_that_no_hook_changed_are_put_back_exactly() -> None:
+    for found in run_ranks(shown_between_steps, nodes=2, devices=1, timeout=60):
+        assert all(map(torch.equal, found["compared"], found["never"]))
+        assert all(map(torch.equal, found["as on a GPU"], found["never"]))
 
 
 def with_a_callback_of_rank_0() -> Tensor:

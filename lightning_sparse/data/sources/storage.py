@@ -1,8 +1,9 @@
 """Reads files from network storage. Waits while storage does not respond, and raises an error after a timeout.
 
 A child process reads the files (see `storage_reader.py`). A request that fails because of the network (link down,
-server restarting) is retried until storage answers, or until `timeout` seconds pass without any answer. Errors of the
-file itself (missing, no permission) are returned at once.
+server restarting) is retried until storage answers, or until `timeout` seconds pass without any answer. So is a request
+that begins and then fails each time, but for at most `timeout` seconds. Errors of the file itself (missing, no
+permission) are returned at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WARN_S = 5.0  # silence before a warning
 START_S = 60.0  # for the start of a reader and what it imports, which is no silence of storage
 RETRY_S = 1.0
 CHECK_S = 10.0  # where a list in the cache can be used instead of an answer
-MAX_BREAKS = 5  # of one request that storage begins to answer: then no later try will succeed
+MIN_BREAKS = 5  # of a request in progress, before it counts as one that always fails
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
 Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
 
@@ -79,19 +80,23 @@ class Unreadable:
 class _Request:
     """An open request. `future` receives (status, result, size, mtime_ns).
 
-    in_progress: whether storage has begun to answer. breaks: how often it began and then failed.
+    in_progress: whether storage has begun to answer. breaks: how often it then failed. failing_since: the first time.
     """
 
     message: tuple[int, str, tuple[Any, ...]]
     future: Future[tuple[str, Any, int, int]]
     in_progress: bool = False
     breaks: int = 0
+    failing_since: float = 0.0
 
-    def fails_always(self) -> bool:
-        """Count a failure. Return whether there were `MAX_BREAKS` in progress, each of which reset the timeout."""
+    def fails_always(self, timeout: float) -> bool:
+        """Count a failure. Return whether the request has failed for `timeout` seconds, in spite of progress, which
+        resets the timeout of the storage."""
+        if self.in_progress and self.breaks == 0:
+            self.failing_since = time.monotonic()
         self.breaks += self.in_progress
         self.in_progress = False
-        return self.breaks == MAX_BREAKS
+        return self.breaks >= MIN_BREAKS and time.monotonic() - self.failing_since >= timeout
 
 
 class Storage:
@@ -260,11 +265,17 @@ class Storage:
                 request = self._requests.get(number)  # None if a former reader answered it
                 if status == "t":  # an error of the network
                     self._trouble = result
-                    if request is None or not request.fails_always():
+                    if request is None or not request.fails_always(self.timeout):
                         self._to_retry.append(number)
                         continue
                     _, kind, (path, *_) = request.message
-                    status, result = "x", f"{kind} {path} began and failed {MAX_BREAKS} times, at last with {result}"
+                    status, result = (
+                        "x",
+                        (
+                            f"a request ({kind} {path}) began and failed {request.breaks} times: {result}. "
+                            f"Check the network and the server, or wait longer than storage_timeout={self.timeout:g}."
+                        ),
+                    )
                 self._reset_timeout()
                 if request is not None and status == "p":
                     request.in_progress = True

@@ -470,8 +470,8 @@ def leave() -> NoReturn:
 
 
 Member = tuple[str, int, int, str]
-"""(Name, offset, size, contents of a ``.cls`` member) of a file in a tar file. offset: of the contents; of a sparse
-member, -1 minus that of its header, because its contents are in pieces."""
+"""(Name, offset, size, contents of a ``.cls`` member) of a file in a tar file. The offset is that of the
+contents. For a sparse member, it is -1 minus the offset of the header, because the contents are in pieces."""
 
 
 def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], list[str]]:
@@ -525,15 +525,16 @@ def _member(tar: Any, member: Any, name: str) -> Member:
 
 
 def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
-    """Return (contents, size, 0) of a sparse member of a tar file, which the file has in pieces.
+    """Return (contents, size, 0) of a sparse member of a tar file, whose contents are in pieces.
 
     Args:
         offset: position of the header.
     """
     import tarfile
 
-    file.seek(offset)
-    with file, contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:") as tar:
+    with file, contextlib.suppress(tarfile.TarError):
+        file.seek(offset)
+        tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # closes nothing but the file
         member = tar.next()
         stream = None if member is None else tar.extractfile(member)
         if stream is not None:
