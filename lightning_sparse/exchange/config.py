@@ -19,22 +19,22 @@ class ExchangeConfig:
 
     Args:
         density: K / S, the share of each shard that is sent between nodes, in (0, 1].
-        exchange: what is sent between nodes. ``"sparse"``: each node's K largest entries, to all others;
+        exchange: how nodes exchange entries. ``"sparse"``: each node's K largest entries, to all others;
             ``"regional"``: close to the K largest of all nodes together (for many nodes: its volume does not grow with
             their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
             ``"dense16"``: everything, as bfloat16 between nodes, whose rounding error stays in the residual;
             ``"auto"``: for each group of parameters whichever is predicted to be fastest, from a short measurement of
-            both networks in the first round: sparse, dense or (unless ``value_dtype`` is float32) dense16; of two that
-            are close, the one that leaves less out.
+            both networks in the first round: sparse, dense or (unless ``value_dtype`` is float32) dense16. If two
+            are close, it selects the path that leaves out fewer entries.
         value_dtype: how the values in a message are stored: ``"float32"``, ``"bfloat16"``, ``"float16"``, or
-            ``"2bit"``, a sign and one of two levels that each block of 65,536 elements has for itself. What rounding
-            takes off stays in the residual, so it is sent later rather than lost.
+            ``"2bit"``, a sign and one of two levels that each block of 65,536 elements has for itself. The
+            rounding error stays in the residual, so it is sent later.
         overlap: run the exchange in the background. Set False to debug hangs.
         inter_gbps: rate of a node's link in Gbit/s, for ``exchange="auto"``, which then decides by the time of the
             bytes on it and measures nothing, so that two runs always choose alike.
 
     Raises:
-        ValueError: naming the value, the rule and the way out.
+        ValueError: with the value, the rule and the fix.
     """
 
     density: float = 0.01

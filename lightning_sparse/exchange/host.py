@@ -1,4 +1,4 @@
-"""What the host learns of a device without waiting for it: values, and times.
+"""Values and times that the host reads from a device without waiting for it.
 
 Nothing here makes the host wait for a GPU before it asks: values are copied in the background, and times lie between
 events that are read once the device has passed them.

@@ -27,5 +27,5 @@ def sshfs_mount(real: Path, place: Path) -> Iterator[int]:
                 time.sleep(0.02)
             yield serves.pid
         finally:
-            serves.kill()  # what hangs fails
+            serves.kill()  # reads that hang fail
             mounts.terminate()  # unmounts

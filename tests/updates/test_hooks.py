@@ -215,7 +215,7 @@ def test_change_that_differs_between_nodes_between_batches_is_an_error() -> None
 
 
 def shown_between_steps() -> dict[str, list[Tensor]]:
-    """Return the final weights. The global weights are shown never, or after each step, with and without a comparison."""
+    """Return the final weights. The global weights are never shown, or shown after each step."""
     found, rank = {}, dist.get_rank()
     for kind in ("never", "compared", "as on a GPU"):
         torch.manual_seed(rank)

@@ -269,12 +269,10 @@ class Storage:
                         self._to_retry.append(number)
                         continue
                     _, kind, (path, *_) = request.message
-                    status, result = (
-                        "x",
-                        (
-                            f"a request ({kind} {path}) began and failed {request.breaks} times: {result}. "
-                            f"Check the network and the server, or wait longer than storage_timeout={self.timeout:g}."
-                        ),
+                    status = "x"
+                    result = (
+                        f"a request ({kind} {path}) began and failed {request.breaks} times: {result}. "
+                        f"Check the network and the server, or wait longer than storage_timeout={self.timeout:g}."
                     )
                 self._reset_timeout()
                 if request is not None and status == "p":
