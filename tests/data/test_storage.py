@@ -115,7 +115,7 @@ storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     with (
         storage.Storage(config_of(folder), timeout=2.0) as source,
         pytest.raises(
-            DataError, match=r"a request \(list train\) began and failed \d+ times, .*connection lost\. Check"
+            DataError, match=r"a request \(list train\) began and failed \d+ times: .*connection lost\. Check"
         ),
     ):
         list(source.listing(["train"]))
