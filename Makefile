@@ -30,7 +30,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(VENV)/.built ## compare dense and sparse training, and one node alone, on a small emulated cluster
+demo: $(VENV)/.built ## compare dense training, sparse training and a single-node baseline on an emulated cluster (2 minutes)
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
 
 test: $(VENV)/.built ## run the tests that are not slow; those that need root or a GPU are skipped otherwise

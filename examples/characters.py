@@ -1,27 +1,28 @@
-"""Train a small Transformer with AdamW on the source of Python's own library, character by character.
+"""Train a small Transformer with AdamW to predict the characters of Python's standard library.
 
 python examples/characters.py --strategy mstopk_local     # or ddp, mstopk_hier
 """
 
-import argparse
+from __future__ import annotations
+
+import math
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from digits_common import Recorder, cluster
-from pytorch_lightning.callbacks import TQDMProgressBar
+from demo_training import fit, parse_arguments, take_share
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
-CONTEXT, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
+CONTEXT, WIDTH, HEADS, LAYERS = 64, 128, 4, 2
 SYMBOLS = 128  # ASCII
 
 
 def library_text(characters: int) -> Tensor:
-    """The beginning of the library's source, as numbers below `SYMBOLS`."""
+    """Return the first characters of the library's source, as integers below `SYMBOLS`."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_bytes()
@@ -31,7 +32,7 @@ def library_text(characters: int) -> Tensor:
 
 
 class Windows(Dataset[Tensor]):
-    """[CONTEXT + 1] characters, one window behind the other."""
+    """Consecutive windows of [CONTEXT + 1] characters."""
 
     def __init__(self, text: Tensor) -> None:
         self.rows = text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
@@ -44,7 +45,7 @@ class Windows(Dataset[Tensor]):
 
 
 class CharacterModel(pl.LightningModule):
-    """Predicts each character from those before it."""
+    """Predict each character from the characters before it."""
 
     def __init__(self, learning_rate: float) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class CharacterModel(pl.LightningModule):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Nats per character."""
+        """Return nats per character."""
         x = self.symbol(rows[:, :-1]) + self.position.weight
         return F.cross_entropy(
             self.head(self.layers(x, self.mask, is_causal=True)).flatten(0, 1), rows[:, 1:].flatten()
@@ -67,8 +68,7 @@ class CharacterModel(pl.LightningModule):
         return self.loss(batch)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        bits = self.loss(batch) / torch.log(torch.tensor(2.0))
-        self.log("val_bits", bits, prog_bar=True, sync_dist=True)
+        self.log("val_loss", self.loss(batch) / math.log(2), sync_dist=True)  # bits per character
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), self.learning_rate)
@@ -77,34 +77,27 @@ class CharacterModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Characters(pl.LightningDataModule):
+    """Windows of the library's text. Every 20th is for validation, because the last files may be unlike the others."""
+
+    def __init__(self, characters: int, batch_size: int, share: float) -> None:
+        super().__init__()
+        windows = Windows(library_text(characters))
+        self.train = take_share(Subset(windows, [each for each in range(len(windows)) if each % 20]), share)
+        self.val = Subset(windows, range(0, len(windows), 20))
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.val, 64)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="mstopk_local")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--share", type=float, default=1.0, help="of the text that an epoch takes")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows a rank and step")
-    parser.add_argument("--characters", type=int, default=1_500_000)
-    parser.add_argument("--learning-rate", type=float, default=0.008)
-    parser.add_argument("--result", type=Path, default=Path("runs/result"), help="folder for what Recorder measured")
-    args = parser.parse_args()
+    args = parse_arguments(__doc__, steps=300, learning_rate=0.008, characters=1_500_000)
     pl.seed_everything(1, verbose=False)
-    windows = Windows(library_text(args.characters))
-    held_out = range(0, len(windows), 20)  # of all files: the last ones alone may be unlike the others
-    train, val = Subset(windows, [each for each in range(len(windows)) if each % 20]), Subset(windows, held_out)
-    trainer = pl.Trainer(
-        **cluster(),
-        strategy=args.strategy,
-        max_epochs=args.epochs,
-        limit_train_batches=args.share,
-        callbacks=[TQDMProgressBar(), Recorder(args.result, "val_bits")],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    loaders = DataLoader(train, args.batch_size, shuffle=True), DataLoader(val, args.batch_size)
-    trainer.fit(CharacterModel(args.learning_rate), *loaders)
-    if trainer.is_global_zero:
-        print(f"validation bits per character: {float(trainer.callback_metrics['val_bits']):.3f}")
+    fit(CharacterModel(args.learning_rate), Characters(args.characters, args.batch_size, args.share), args)
 
 
 if __name__ == "__main__":

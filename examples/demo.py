@@ -1,28 +1,28 @@
-"""What `make demo` runs: the same training in a few ways, on a small cluster inside this machine.
+"""Compare dense and sparse training on an emulated cluster; `make demo` runs this.
 
-The cluster is two nodes of two ranks each; the nodes are network namespaces, joined by links of 0.3 Gbit/s. All ways
-see the same data and start from the same weights; digits_ddp.py, digits_sparse.py and digits_updates.py differ in one
-argument of the Trainer. Then a Transformer learns the source of Python's library with AdamW. One node alone trains on
-its half of the data, for as many steps: the no-communication baseline that any exchange must beat. Bytes are
-counted by the kernel on the links, while steps ran. The link is slow because the model is small: 1.2 M parameters over
-0.3 Gbit/s wait about as long as 120 M parameters over 30 Gbit/s.
+The cluster has two nodes of two ranks each. The nodes are network namespaces, joined by links of 0.15 Gbit/s. All runs
+of a task start from the same weights, and take the same number of steps. The *single-node baseline* trains one node on
+its half of the data without any communication: an exchange is useful only if it ends below this loss. The kernel counts
+the bytes on the links.
 
-Without root there is no link to shape: the runs then rehearse on loopback. Accuracies mean the same, bytes are computed
-rather than counted, and times say nothing about a network.
+These rules set the options; docs/first-run.md has the measured table:
 
-Learning rates follow a rule: all rows of a task take the one at which its *dense* row ends best, among rates that
-double; of equal rates the smaller. Batches have the scripts' default size. docs/first-run.md has the sweep and its
-command.
+- All runs of a task use the learning rate at which dense training ends with the lowest loss, among rates that double.
+- The density is 10 / steps, so each entry of the model is sent ten times on average.
+- The link is slow because the models are small: 1.2 M parameters over 0.15 Gbit/s wait as long as 120 M over 15 Gbit/s.
+
+Without root, the ranks run on loopback, without a slow link. The losses stay the same, bytes are computed instead of
+counted, and the times say nothing about a network.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -30,206 +30,172 @@ from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailabl
 
 HERE = Path(__file__).parent
 NODES, DEVICES = 2, 2
-FIRST_STEPS = 10  # connections are made and DDP rebuilds its buckets: not what a step costs
-
-
-@dataclass(frozen=True)
-class Way:
-    """One line of a table: a script of this folder, on so many nodes."""
-
-    name: str
-    script: str
-    nodes: int = NODES
-    words: tuple[str, ...] = ()
+FIRST_STEPS = 10  # excluded from the median: connections are set up, and DDP rebuilds its buckets
+ENTRIES_SENT = 10  # per entry of the model, on average over the run
 
 
 @dataclass(frozen=True)
 class Task:
-    """One table. The first way is what the others are held against."""
+    """A model, its data, and the methods that train it."""
 
     name: str
-    metric: str
-    heading: str
-    words: tuple[str, ...]  # of every way
-    ways: tuple[Way, ...]
+    script: str
+    unit: str
+    scale: str  # of the loss axis
+    steps: int
+    options: tuple[str, ...]
+    strategies: tuple[str, ...]
 
-    def shown(self, value: float) -> str:
-        return f"{value:.1%}" if self.metric == "val_accuracy" else f"{value:.3f}"
-
-    def difference(self, value: float, other: float) -> str:
-        if self.metric == "val_accuracy":
-            return f"{100 * (value - other):+.1f} points of accuracy"
-        return f"{value - other:+.3f} bits (lower is better)"
+    @property
+    def density(self) -> float:
+        return ENTRIES_SENT / self.steps
 
 
-HALF = ("--share", f"{1 / NODES}")
 TASKS = (
     Task(
-        "pictures, SGD",
-        "val_accuracy",
-        "validation accuracy",
-        ("--epochs", "3", "--learning-rate", "0.0125"),
-        (
-            Way("dense (ddp)", "digits_ddp.py"),
-            Way("sparse gradients (mstopk_hier)", "digits_sparse.py"),
-            Way("sparse updates (mstopk_local)", "digits_updates.py"),
-            Way("one node alone (ddp)", "digits_ddp.py", nodes=1, words=HALF),
-        ),
+        "images, SGD",
+        "digits.py",
+        "nats",
+        "log",
+        64,
+        ("--learning-rate", "0.025"),
+        ("ddp", "mstopk_hier", "mstopk_local"),
     ),
     Task(
         "text, AdamW",
-        "val_bits",
-        "validation bits per character",
-        ("--characters", "700000", "--learning-rate", "0.032"),
-        (
-            Way("dense (ddp)", "characters.py", words=("--strategy", "ddp")),
-            Way("sparse updates (mstopk_local)", "characters.py", words=("--strategy", "mstopk_local")),
-            Way("one node alone (ddp)", "characters.py", nodes=1, words=("--strategy", "ddp", *HALF)),
-        ),
+        "characters.py",
+        "bits per character",
+        "linear",
+        208,
+        ("--learning-rate", "0.008", "--batch-size", "4"),
+        ("ddp", "mstopk_local"),
     ),
 )
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured of a way; where no link counted bytes, those of a step are computed and those in all None."""
+class Run:
+    """One training. Its results are in `folder`, one file per node."""
 
-    name: str
-    metric: float
-    seconds_per_step: float
-    bytes_per_step: float
-    bytes_in_all: int | None
-    steps: int
+    task: Task
+    strategy: str
+    nodes: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.strategy if self.nodes > 1 else "single-node baseline"
+
+    def command(self, label: str, data: Path) -> list[str]:
+        """Return the script and its arguments, for demo_ranks.py."""
+        task = self.task
+        words = ["--strategy", self.strategy, "--density", f"{task.density:g}", "--steps", f"{task.steps}"]
+        words += ["--share", f"{self.nodes / NODES}", "--label", label, "--data", str(data)]
+        return [task.script, *words, *task.options, "--result", str(self.folder)]
+
+    def read(self) -> Row:
+        node = json.loads((self.folder / "node0.json").read_text())
+        received = node["bytes_received"]
+        return Row(
+            run=self,
+            losses=[loss for _, loss in node["losses"]],
+            seconds=[list(accumulate(node["seconds"]))[step - 1] for step, _ in node["losses"]],
+            step_seconds=median(node["seconds"][FIRST_STEPS:]),
+            step_bytes=node["bytes_computed"] if received is None else received,
+        )
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training, which becomes a row."""
+class Row:
+    """The measurements of a run: validation losses, the seconds of training before each, and costs per step."""
 
-    task: Task
-    way: Way
-    folder: Path
-
-    def plan(self, number: str, links: str, words: list[str]) -> tuple[str, list[str]]:
-        """Its heading and its command, for demo_ranks.py."""
-        on = f"{self.way.nodes} nodes x {DEVICES} ranks, {links}" if self.way.nodes > 1 else f"1 node x {DEVICES} ranks"
-        heading = f"{number}, {self.task.name}, {self.way.name}: {on}"
-        return heading, [self.way.script, "--result", str(self.folder), *self.task.words, *self.way.words, *words]
-
-    def row(self) -> Row:
-        nodes = [json.loads((self.folder / f"node{node}.json").read_text()) for node in range(self.way.nodes)]
-        seconds = nodes[0]["seconds"]
-        counted = nodes[0]["bytes_sent"] is not None
-        return Row(
-            name=self.way.name,
-            metric=nodes[0][self.task.metric],
-            seconds_per_step=median(seconds[FIRST_STEPS:] or seconds),
-            bytes_per_step=(
-                sum(sum(node["bytes_sent"]) for node in nodes) / len(seconds)
-                if counted
-                else sum(node["bytes_computed"] for node in nodes)
-            ),
-            bytes_in_all=sum(node["bytes_sent_in_all"] for node in nodes) if counted else None,
-            steps=len(seconds),
-        )
+    run: Run
+    losses: list[float]
+    seconds: list[float]
+    step_seconds: float
+    step_bytes: float
 
 
-def train(runs: list[Run], first: int, args: argparse.Namespace, words: list[str], network: bool) -> None:
-    """One after the other in the same ranks; all of them on as many nodes."""
-    nodes, total = runs[0].way.nodes, sum(len(task.ways) for task in TASKS)
-    links = f"links of {args.gbps:g} Gbit/s" if network else "loopback"
-    plan = []
-    for number, run in enumerate(runs, first):
-        for_pictures = ["--data", str(args.out / "digits"), *words] if run.task.metric == "val_accuracy" else []
-        plan.append(run.plan(f"{number} of {total}", links, for_pictures))
-    path = args.out / f"plan{nodes}.json"
-    path.write_text(json.dumps(plan))
-    with Cluster(LabConfig(nodes=nodes, devices=DEVICES, gbps=args.gbps, network=network)) as cluster:
-        print(f"\nstarting {nodes} node(s) of {DEVICES} ranks, which takes some seconds", flush=True)
+def plan_runs(out: Path) -> list[Run]:
+    runs = [(task, strategy, NODES) for task in TASKS for strategy in task.strategies]
+    runs += [(task, "ddp", 1) for task in TASKS]
+    return [Run(*run, out / f"run{number}") for number, run in enumerate(runs)]
+
+
+def train(runs: list[Run], nodes: int, out: Path, gbps: float, network: bool) -> None:
+    """Run all trainings that need `nodes` nodes, one after another in the same processes."""
+    commands = [
+        run.command(f"{number}/{len(runs)} {run.task.name}, {run.name}", out / "digits")
+        for number, run in enumerate(runs, 1)
+        if run.nodes == nodes
+    ]
+    path = out / f"plan{nodes}.json"
+    path.write_text(json.dumps(commands))
+    with Cluster(LabConfig(nodes=nodes, devices=DEVICES, gbps=gbps, network=network)) as cluster:
         result = cluster.run([sys.executable, str(HERE / "demo_ranks.py"), str(path)])
     if result.exit_code != 0:
-        raise SystemExit(f"training on {nodes} node(s) failed with {result.exit_code}; its output is above")
+        raise SystemExit(f"training on {nodes} node(s) failed with exit code {result.exit_code}; its output is above")
 
 
-def table(task: Task, rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
+    """Return a Markdown table. The gap is the one between the single-node baseline and dense training."""
     lines = [
-        f"| {task.name} | {task.heading} | bytes between nodes, a step | in the whole run | time of a step, median |",
-        "|---|---|---|---|---|",
+        "| task | method | final validation loss | gap closed | time per step | received per node and step |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        per_step = f"{row.bytes_per_step / 1e6:.3f} MB"
-        per_step += " (computed, not counted)" if row.bytes_in_all is None else ""
-        in_all = "not counted" if row.bytes_in_all is None else f"{row.bytes_in_all / 1e6:.1f} MB"
-        time = f"{row.seconds_per_step * 1e3:.0f} ms"
-        lines.append(f"| {row.name} | {task.shown(row.metric)} | {per_step} | {in_all} | {time} |")
-    return "\n".join(lines)
-
-
-def verdict(task: Task, rows: list[Row], gbps: float) -> str:
-    """A line for each way but the first, which it is held against."""
-    dense, *others = rows
-    lines = [f"{task.name}: against {dense.name}, over {dense.steps} steps:"]
-    for row in others:
-        line = f"- {row.name}: {task.difference(row.metric, dense.metric)}"
-        if row.bytes_per_step > 1000:  # not just a few ARP frames
-            line += f", {dense.bytes_per_step / row.bytes_per_step:.1f} times fewer bytes a step"
-            if row.bytes_in_all is not None:
-                faster = dense.seconds_per_step / row.seconds_per_step
-                line += f", a step {faster:.1f} times as fast at {gbps:g} Gbit/s"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def in_short(found: list[tuple[Task, list[Row]]]) -> str:
-    """One sentence: what sending 1 % of the updates saved, and where it ended between dense and one node alone."""
-    parts = []
-    for task, rows in found:
-        dense, updates, alone = rows[0], rows[-2], rows[-1]
-        parts.append(
-            f"1/{dense.bytes_per_step / updates.bytes_per_step:.0f} of the bytes of dense training on {task.name} and "
-            f"ended at {task.shown(updates.metric)}, dense at {task.shown(dense.metric)}, one node alone at "
-            f"{task.shown(alone.metric)}"
+        task = row.run.task
+        of_task = [each for each in rows if each.run.task is task]
+        dense, baseline = of_task[0].losses[-1], of_task[-1].losses[-1]
+        closed = f"{(baseline - row.losses[-1]) / (baseline - dense):.0%}"
+        lines.append(
+            f"| {task.name} | {row.run.name} | {row.losses[-1]:.3f} {task.unit} | {closed} | "
+            f"{row.step_seconds * 1e3:.0f} ms | {row.step_bytes / 1e6:.3f} MB |"
         )
-    return f"In short: {found[0][1][-2].name} sent {'; '.join(parts)} (one seed of a short run)."
+    return "\n".join(lines)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw the validation loss over the seconds of training, one panel per task."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for panel, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
+        for row in rows:
+            if row.run.task is task:
+                style = "--" if row.run.nodes == 1 else "-"
+                panel.plot(row.seconds, row.losses, style, marker="o", markersize=3, label=row.run.name)
+        panel.set(
+            title=task.name, xlabel="seconds of training", ylabel=f"validation loss ({task.unit})", xlim=(0, None)
+        )
+        panel.set_yscale(task.scale)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on a cluster inside this machine, dense and sparse.")
+    parser = argparse.ArgumentParser(description="Compare dense and sparse training on an emulated cluster.")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for results")
-    parser.add_argument("--gbps", type=float, default=0.3, help="rate of the links in Gbit/s")
-    parser.add_argument("--no-net", action="store_true", help="rehearse on loopback even where a network can be made")
-    args, more = parser.parse_known_args()
+    parser.add_argument("--gbps", type=float, default=0.15, help="bandwidth of each node's link in Gbit/s")
+    parser.add_argument("--no-net", action="store_true", help="use loopback instead of an emulated network")
+    args = parser.parse_args()
     reason = "--no-net was given" if args.no_net else unavailable_reason()
-    if reason is not None:
-        print(f"A rehearsal on loopback, because {reason}\n")
+    where = f"links of {args.gbps:g} Gbit/s" if reason is None else f"loopback, because {reason}"
+    print(f"{NODES} nodes x {DEVICES} ranks on this machine; {where}", flush=True)
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    ways = [(task, way) for task in TASKS for way in task.ways]
-    runs = [Run(task, way, args.out / f"run{number}") for number, (task, way) in enumerate(ways)]
-    together, alone = ([run for run in runs if run.way.nodes == nodes] for nodes in (NODES, 1))
+    runs = plan_runs(args.out)
     with signals_as_exit():
-        train(together, 1, args, more, reason is None)
-        train(alone, 1 + len(together), args, more, reason is None)
-    found = [(task, [run.row() for run in runs if run.task is task]) for task in TASKS]
-    report(found, args.gbps, reason is None)
-    (args.out / "table.md").write_text("\n\n".join(table(*each) for each in found) + "\n")
-
-
-def report(found: list[tuple[Task, list[Row]]], gbps: float, network: bool) -> None:
-    for task, rows in found:
-        print(f"\n{verdict(task, rows, gbps)}")
-    if network:
-        print(
-            "Bytes of gradients include the density warm-up of the first epoch. All ranks share this machine's cores."
-        )
-    else:
-        print("Loopback has no rate: times say nothing about a network, and bytes are computed.")
-    for task, rows in found:
-        print(f"\n{table(task, rows)}")
-    command = os.path.relpath(Path(sys.executable).with_name("lightning-sparse"))
-    links = "--gbps 1" if network else "--no-net"
-    print(f"\n{in_short(found)}")
-    print(f"Next: your own script on such a cluster, `{command} lab --nodes 2 --devices 2 {links} -- python train.py`.")
+        for nodes in (NODES, 1):
+            train(runs, nodes, args.out, args.gbps, reason is None)
+    rows = sorted((run.read() for run in runs), key=lambda row: TASKS.index(row.run.task))
+    table = format_table(rows)
+    (args.out / "table.md").write_text(table + "\n")
+    draw(rows, args.out / "loss.png")
+    print(f"\n{table}\n\nLoss over time: {args.out / 'loss.png'}")
+    if reason is not None:
+        print("On loopback, times say nothing about a network, and bytes are computed.")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
-"""What each rank of `make demo` runs: scripts of this folder in turn, as importing Lightning takes as long.
+"""Run several scripts of this folder in the same process, because importing Lightning takes as long as a run.
 
-torchrun --nproc-per-node 2 examples/demo_ranks.py plan.json     # [[heading, [script, words...]], ...]
+torchrun --nproc-per-node 2 examples/demo_ranks.py plan.json     # [[script, argument...], ...]
 """
 
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
 
 
 def main() -> None:
-    for heading, (script, *words) in json.loads(Path(sys.argv[1]).read_text()):
-        if os.environ["RANK"] == "0":
-            print(f"== {heading} ==", flush=True)
+    for script, *words in json.loads(Path(sys.argv[1]).read_text()):
         sys.argv = [script, *words]
         runpy.run_path(str(Path(__file__).with_name(script)), run_name="__main__")
 

@@ -83,7 +83,7 @@ def emulated() -> Cluster:
 
 
 def digits(folder: Path) -> Path:
-    from digits_common import write_digits
+    from digits import write_digits
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_digits(folder)

@@ -5,7 +5,8 @@ with carriage returns. On a terminal it stays at the bottom, redrawn below each 
 every `BAR_S` seconds.
 
 Nested bars move down with a line end and back up with a cursor move. A bar that ends its line is therefore *held* until
-the rank's next output shows which of the two it was. Example, bytes from two nodes and the resulting file::
+the rank's next output shows whether the bar is nested. A second carriage return or line end means that it is not.
+Example, bytes from two nodes and the resulting file::
 
     node 0: b"\rEpoch 0:  50%"      node 1: b"loaded\n"      node 0: b"\rEpoch 0: 100%\ndone\n"
     [node 0] Epoch 0:  50%
@@ -77,6 +78,8 @@ class LabelledOutput:
                 source.row.write(token)
                 progress = token if source.row.bar and token.strip() else progress
             elif token == "\r":
+                if source.row.bar:
+                    self._release(source)
                 source.row.bar = source.row.returned = True
             elif token.endswith("\n"):
                 self._end_row(source)
@@ -101,10 +104,13 @@ class LabelledOutput:
             self._write("\n")
             self._bar = ""
 
-    def _end_row(self, source: _Source) -> None:
+    def _release(self, source: _Source) -> None:
         if source.held is not None:
             self._line(source, source.held.text, bar=True)
             source.held = None
+
+    def _end_row(self, source: _Source) -> None:
+        self._release(source)
         if source.row.bar:
             source.held = source.row
         else:

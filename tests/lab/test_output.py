@@ -89,3 +89,14 @@ def test_nested_bars_are_no_lines():
     assert stream.getvalue() == "[node 0] Epoch 0: 100%\n"
     labelled.feed(0, 0, b"done\n")
     assert stream.getvalue().splitlines()[1:] == ["[node 0] Epoch 0: 100%, acc=1", "[node 0] done"]
+
+
+def test_bar_that_follows_another_bar_releases_its_line():
+    stream = io.StringIO()
+    labelled = LabelledOutput(stream)
+    for data in (b"\rfirst: 100%", b"\n", b"\rsecond: 1%"):
+        labelled.feed(0, 0, data)
+    before = stream.getvalue()
+    labelled.feed(0, 0, b"\rsecond: 2%")
+    assert "100%" not in before.partition("\n")[2], "the second bar may be nested"
+    assert stream.getvalue().splitlines()[-1] == "[node 0] first: 100%"
