@@ -1,10 +1,12 @@
-"""For mkdocs: files that are part of the site and lie outside docs/, where benchmarks and examples need them.
+"""Hooks of mkdocs: files outside docs/, the address of the repository, and old addresses of pages.
 
-A page in docs/ links to them as a reader of the repository would, ``../benchmarks/results/README.md``; the site has no
-``docs/`` level, so there the two dots go.
+Files of benchmarks/ and examples/ are part of the site. A page in docs/ links to them as in the repository,
+``../benchmarks/results/README.md``; the site has no ``docs/`` level, so the hook removes the two dots.
 """
 
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Writes docs/options.md, the options as tables, from signatures and docstrings: python docs/options.py"""
+"""Write docs/options.md from signatures and docstrings: python docs/options.py"""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from lightning_sparse.updates.elastic import ElasticConfig
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
-A strategy by its name (`strategy="mstopk_local"`) has the defaults. To set options, give an object instead:
+This page lists the options of the strategies, DataModules and callbacks. A name such as `strategy="mstopk_local"`
+selects the defaults. To set options, pass an object:
 
 ```python
 from lightning_sparse import MSTopKLocalStrategy
@@ -30,44 +31,73 @@ from lightning_sparse import MSTopKLocalStrategy
 strategy = MSTopKLocalStrategy(density=0.03)  # for Trainer(strategy=strategy)
 ```
 
-With `lightning.pytorch`, import it first. Other options are passed on: to Lightning's own strategy, and to
-`DistributedDataParallel`. (`python docs/options.py` writes this page from the docstrings, which
-`help(MSTopKLocalStrategy)` shows, too.)
+With `lightning.pytorch`, import it first. Strategies pass other options to Lightning's own strategy and to
+`DistributedDataParallel`. For more about an option, call `help(MSTopKLocalStrategy)` or see the [API](api.md).
 """
-TABLES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
-    ("`MSTopKHierStrategy`, `mstopk_hier`", MSTopKHierMixin, (ExchangeConfig, GradientsConfig, HierConfig)),
-    ("`MSTopKLocalStrategy`, `mstopk_local`", MSTopKLocalMixin, (ExchangeConfig, UpdatesConfig)),
-    ("`MSTopKElasticStrategy`, `mstopk_elastic`", MSTopKElasticMixin, (ExchangeConfig, UpdatesConfig, ElasticConfig)),
-    (
-        "`MSTopKFSDPStrategy`, `mstopk_fsdp`",
-        MSTopKFSDPMixin,
-        (ExchangeConfig, GradientsConfig, UpdatesConfig, ShardsConfig),
-    ),
-    ("`CachedImageDataModule`", CachedImageDataModuleMixin, (CacheConfig, DataOptions, ImageOptions)),
-    ("`CachedDataModule`", CachedDataModuleMixin, (CacheConfig, DataOptions, SampleOptions)),
-    ("`TokenDataModule`", TokenDataModuleMixin, ()),
-    ("`PTOCallback`", PTOMixin, ()),
-)
+EXCHANGES = (ExchangeConfig, UpdatesConfig)
+SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
+    "Strategies": {
+        "hier": (ExchangeConfig, GradientsConfig, HierConfig, MSTopKHierMixin),
+        "local": (*EXCHANGES, MSTopKLocalMixin),
+        "elastic": (*EXCHANGES, ElasticConfig, MSTopKElasticMixin),
+        "fsdp": (ExchangeConfig, GradientsConfig, UpdatesConfig, ShardsConfig, MSTopKFSDPMixin),
+    },
+    "DataModules": {
+        "images": (CacheConfig, DataOptions, ImageOptions, CachedImageDataModuleMixin),
+        "samples": (CacheConfig, DataOptions, SampleOptions, CachedDataModuleMixin),
+        "tokens": (TokenDataModuleMixin,),
+    },
+    "PTOCallback": {"": (PTOMixin,)},
+}
+NOTES = {
+    "Strategies": "Names in parentheses are the strategies that have an option: *hier* is `MSTopKHierStrategy` "
+    "(`mstopk_hier`), *local* `MSTopKLocalStrategy`, *elastic* `MSTopKElasticStrategy`, and *fsdp* "
+    "`MSTopKFSDPStrategy`. Options without names exist in all strategies.",
+    "DataModules": "*images* is `CachedImageDataModule`, *samples* `CachedDataModule`, and *tokens* `TokenDataModule`.",
+}
 
 
 def described(cls: type) -> dict[str, str]:
-    """The Args of a docstring, by name."""
+    """Return the description of each argument in a docstring, by name."""
     text = re.split(r"\n    \*\*\w+: ", inspect.getdoc(cls) or "")[0]
     found = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
     entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", found[1] if found else "", re.MULTILINE)
-    return {name.strip(): " ".join(said.split()) for names, said in entries for name in names.split(",")}
+    return {name.strip(): _shorten(said) for names, said in entries for name in names.split(",")}
 
 
-def table(cls: type, configs: tuple[type, ...]) -> str:
-    """A row for each option, by the class's own words where it has some."""
+def _shorten(text: str) -> str:
+    """Return the first sentence, and the sentences that say when to change the option."""
+    first, *others = re.split(r"(?<=\.)\s+(?=[A-Z`\"])", " ".join(text.split()))
+    return " ".join([first, *(each for each in others if each.startswith(("Use ", "Set ", "Choose ", "Default: ")))])
+
+
+def options(classes: tuple[type, ...]) -> dict[tuple[str, str], str]:
+    """Return the default of each (option, sentence) of a class, whose sentences override those of its configs."""
     said: dict[str, str] = {}
-    for each in (*configs, cls):
+    for each in classes:
         said.update(
             {name: words for name, words in described(each).items() if not words.startswith(("as `", "see below"))}
         )
-    given = inspect.signature(cls).parameters.values()
-    rows = [f"| `{p.name}` | {_default(p)} | {_cell(said[p.name])} |" for p in given if p.kind is not p.VAR_KEYWORD]
-    return "\n".join(["| option | default | what it does |", "|---|---|---|", *rows])
+    given = inspect.signature(classes[-1]).parameters.values()
+    return {(p.name, said[p.name]): _default(p) for p in given if p.kind is not p.VAR_KEYWORD}
+
+
+def table(owners: dict[str, tuple[type, ...]]) -> str:
+    """Return a table with one row for each option and sentence."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for owner, classes in owners.items():
+        for option, default in options(classes).items():
+            rows.setdefault(option, {})[owner] = default
+    lines = ["| option | default | description |", "|---|---|---|"]
+    for (name, said), defaults in sorted(rows.items(), key=lambda row: -len(row[1])):
+        where = "" if len(defaults) == len(owners) else f" ({', '.join(defaults)})"
+        several = len(set(defaults.values())) > 1
+        default = ", ".join(
+            f"{value} ({', '.join(each for each in defaults if defaults[each] == value)})" if several else value
+            for value in dict.fromkeys(defaults.values())
+        )
+        lines.append(f"| `{name}`{where} | {default} | {_cell(said)} |")
+    return "\n".join(lines)
 
 
 def _default(parameter: inspect.Parameter) -> str:
@@ -79,8 +109,12 @@ def _cell(text: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
-    return HEAD + "".join(f"\n## {title}\n\n{table(cls, configs)}\n" for title, cls, configs in TABLES)
+    """Return the whole page."""
+    parts = [HEAD]
+    for title, owners in SECTIONS.items():
+        note = f"{NOTES[title]}\n\n" if title in NOTES else ""
+        parts.append(f"\n## {title}\n\n{note}{table(owners)}\n")
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -55,28 +55,28 @@ class CacheConfig:
     """Options of the data cache.
 
     Args:
-        source: folder: a path or an fsspec URL.
-        cache_dir: folder on a local disk of each node. Runs may share it.
-        memory_gb: memory limit per node and split; default: half of the free memory.
-        disk_gb: disk limit per split; default: all free space except a reserve.
-        lists: a CSV or Parquet file per split, such as ``{"train": "train.csv", "val": "val.csv"}``, with the columns
+        source: Folder of the data set: a path or an fsspec URL.
+        cache_dir: Folder on a local disk of each node. Runs may share it.
+        memory_gb: Memory limit per node and split, in GB. Default: half of the free memory.
+        disk_gb: Disk limit per split, in GB. Default: all free space except a reserve.
+        lists: CSV or Parquet file of each split, such as ``{"train": "train.csv", "val": "val.csv"}``. Its columns are
             path (relative to the source), label and, for several labels, more. The first label may be a name.
-        member: extension of the member of a WebDataset shard that is the sample, such as ``"npy"``; needed if there
-            are several besides ``.cls``, the label. Of Parquet files, the column of samples.
-        format: in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
-        short_side: shorter side of decoded images.
-        shuffle: ``"global"`` or ``"local"``; see `lightning_sparse.data.pipeline.sampler`.
-        on_corrupt: ``"raise"`` stops at a file that cannot be read or decoded and names it, ``"skip"`` replaces it by
-            another sample.
-        seed: seed of placement and order.
-        storage_timeout: seconds to wait for storage that does not respond before the run fails.
-        storage_readers: files that each process reads from network storage at a time.
-        peer_address: address or interface on which a node serves samples to others; default: the interface of the
+        member: Extension of the member of a WebDataset shard that is the sample, such as ``"npy"``. Required if there
+            are several besides ``.cls``, the label. For Parquet files, the column of samples.
+        format: Format in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
+        short_side: Shorter side of decoded images, in pixels.
+        shuffle: Order of the samples, ``"global"`` or ``"local"``. See `lightning_sparse.data.pipeline.sampler`.
+        on_corrupt: How to handle an unreadable file: ``"raise"`` an error that names it, or ``"skip"`` and use another
+            sample.
+        seed: Seed of placement and order.
+        storage_timeout: Seconds to wait for storage that does not respond before the run fails.
+        storage_readers: Number of files that each process reads from network storage at a time.
+        peer_address: Address or interface on which a node serves samples to others. Default: the interface of the
             process group.
-        peer_ports: first and last port to serve samples on, for a firewall; default: any free port. A node uses one
-            port for train/ and one for val/.
-        storage_options: arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``; not
-            part of the representation, because it may contain keys.
+        peer_ports: First and last port to serve samples on, for a firewall. A node uses one port for train/ and one for
+            val/. Default: any free port.
+        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
+            They are not part of the representation, because they may contain keys.
 
     Raises:
         ValueError: if an option is out of range.
@@ -273,16 +273,15 @@ class ImageOptions:
     """How images become batches.
 
     Args:
-        image_size: height and width of the images in a batch, or {first epoch: size} to start with small images.
-        backend: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one, which is kept by a resumed run.
-        crop_scale: range of the area of a random crop, as a fraction of the image's area.
-        flip: probability of a horizontal flip.
-        eval_resize: shorter side of an image in validation and test before its centre is cropped to image_size;
-            default: 8/7 of image_size, such as 256 for 224, and below 64 image_size itself, so that small pictures are
-            seen whole.
-        mean, std: mean and standard deviation for normalisation, for pixels in [0, 1].
-        threads: threads of a rank that make batches; default: its share of the CPU cores.
-        seed: seed of placement, order and augmentation.
+        image_size: Height and width of the images in a batch, or {first epoch: size} to start with small images.
+        backend: Decoder: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one. A resumed run keeps the choice.
+        crop_scale: Range of the area of a random crop, as a fraction of the image's area.
+        flip: Probability of a horizontal flip.
+        eval_resize: Shorter side of an image in validation and test before the center crop, in pixels. Default: 8/7 of
+            image_size, such as 256 for 224; below 64, image_size itself, so that small images are not cropped.
+        mean, std: Mean and standard deviation for normalization, for pixels in [0, 1].
+        threads: Number of threads per rank that make batches. Default: its share of the CPU cores.
+        seed: Seed of placement, order and augmentation.
 
     Raises:
         ValueError: if an option is out of range.
@@ -337,12 +336,13 @@ class SampleOptions:
     """How samples of any kind become batches.
 
     Args:
-        decode: function from the bytes of a file to a sample.
-        transform: function of a decoded sample, for training, such as transforms of torchvision.
-        eval_transform: the same for validation and test.
-        collate: function from a list of samples to a batch; default: `torch.utils.data.default_collate`.
-        workers: processes of a rank that make batches; 0: none but the training; default: its share of the CPU cores.
-        seed: seed of placement, order and transforms.
+        decode: Function from the bytes of a file to a sample.
+        transform: Function of a decoded training sample, such as a transform of torchvision.
+        eval_transform: Function of a decoded sample in validation and test.
+        collate: Function from a list of samples to a batch. Default: `torch.utils.data.default_collate`.
+        workers: Number of worker processes per rank that make batches; 0 uses the training process. Default: its share
+            of the CPU cores.
+        seed: Seed of placement, order and transforms.
 
     Raises:
         ValueError: if one of them cannot be called, or workers is negative.

@@ -288,9 +288,9 @@ class CachedImageDataModuleMixin(CachedMixin):
     Args:
         source, cache_dir, batch_size: as `CachedDataModule`.
         image_size: as `ImageOptions`.
-        sample_format: ``"decoded"`` keeps pixels in memory, ``"jpeg"`` files, ``"auto"`` pixels if they fit.
-        short_side: shorter side of decoded images; default: 8/7 of the largest image_size, or eval_resize if that is
-            more.
+        sample_format: Format in memory: ``"decoded"`` pixels, ``"jpeg"`` files, or ``"auto"`` for pixels if they fit.
+        short_side: Shorter side of decoded images, in pixels. Default: 8/7 of the largest image_size, or eval_resize if
+            that is more.
         **options: options of `ImageOptions`, of `DataOptions`, and of `CacheConfig`:
             ``help(CachedImageDataModule.__init__)``.
 

@@ -96,14 +96,15 @@ class DataOptions:
     """Options of the DataModule, validated on creation.
 
     Args:
-        cache, samples: where samples come from, and how they become batches.
-        batch_size: samples per device and step.
-        val_fraction: validate on this fraction of train/, the same in every run, instead of on val/.
-        with_indices: end each batch with the indices of its samples: rows of the list, or places in the sorted folder;
-            with a limit, places among the samples that it leaves. A sample that replaces a corrupt one has the index of
-            that one.
-        limit: train on this number of samples, or this fraction of them, spread evenly over the classes and the same in
-            every run: for a trial. Others are not read.
+        cache: Where samples come from.
+        samples: How samples become batches.
+        batch_size: Number of samples per device and step.
+        val_fraction: Fraction of train/ to validate on, instead of val/, equal in every run.
+        with_indices: Add the indices of its samples to each batch. An index is a row of the list, or a place in the
+            sorted folder; with a limit, a place among the selected samples. A sample that replaces a corrupt one has
+            the index of the corrupt one.
+        limit: Number or fraction of the training samples to use, for a trial. They are spread evenly over the classes,
+            and equal in every run. Others are not read.
     """
 
     cache: CacheConfig

@@ -95,30 +95,31 @@ class TokenDataModuleMixin(DataModuleMixin):
     ends of documents. A target in another document is -100, which torch's cross entropy ignores.
 
     Args:
-        train: path or fsspec URL of a file, of a folder, or of some files in a folder, as ``data/train-*.parquet``. Or
-            a mixture of several with weights, as ``{"s3://bucket/web": 0.7, "/data/books": 0.3}``: an epoch takes
-            windows of each source in this proportion, and ends when all windows of one source are used. The other
-            sources continue in the next epoch.
-        val: path or URL of a file or folder to validate on.
-        test: path or URL of a file or folder to test on. Default: `val`.
-        context: number of input tokens per sample.
-        documents: ``"joined"``: windows continue across the ends of documents and files. ``"separate"``: the same
-            windows, with positions. ``"packed"``: windows contain whole documents; documents longer than a window are
-            cut.
-        limit: train on this number or fraction of the windows, for a trial. All runs train on identical windows. With
-            a mixture, the number is approximate, because each source keeps its weight and at least one window.
-        batch_size: samples per device and step.
-        val_fraction: validate on random documents of `train`, with this fraction of the tokens of each source, instead
-            of on `val`. The documents are equal for all seeds.
-        seed: seed of the order of windows.
-        cache_dir: folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
-        tokenizer: tokenizer of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or
-            ``"tokenizers:<path of tokenizer.json>"``.
-        vocab_size: number of ids. Required for ``.npy``. Default: from the tokenizer, or from the JSON of a ``.bin``.
-        on_corrupt: how to handle an unreadable document. ``"raise"``: stop, and name the file and the place.
-            ``"skip"``: skip the document and count it.
-        storage_timeout: seconds to wait for storage that does not respond before the run fails.
-        storage_options: arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.
+        train: Path or fsspec URL of a file, a folder, or a pattern such as ``data/train-*.parquet``; or a mixture with
+            weights. An epoch of the mixture ``{"s3://bucket/web": 0.7, "/data/books": 0.3}`` uses windows of each
+            source in this proportion, and ends when all windows of one source are used. The other sources continue in
+            the next epoch.
+        val: Path or URL of a file or folder to validate on.
+        test: Path or URL of a file or folder to test on. Default: `val`.
+        context: Number of input tokens per sample.
+        documents: How windows treat the ends of documents: ``"joined"``, ``"separate"`` or ``"packed"``. ``"joined"``:
+            windows continue across the ends of documents and files. ``"separate"``: the windows of "joined", with
+            positions. ``"packed"``: windows contain whole documents; longer documents are cut.
+        limit: Number or fraction of the windows to train on, for a trial. All runs train on identical windows. With a
+            mixture, the number is approximate, because each source keeps its weight and at least one window.
+        batch_size: Number of samples per device and step.
+        val_fraction: Fraction of the tokens of each source of `train` to validate on, instead of `val`. It consists of
+            random documents, equal for all seeds.
+        seed: Seed of the order of windows.
+        cache_dir: Folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
+        tokenizer: Tokenizer of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of
+            tokenizer.json>"``.
+        vocab_size: Number of distinct ids. Required for ``.npy``. Default: from the tokenizer, or from the JSON file of
+            a ``.bin``.
+        on_corrupt: How to handle an unreadable document: ``"raise"`` an error that names it, or ``"skip"`` and count
+            it.
+        storage_timeout: Seconds to wait for storage that does not respond before the run fails.
+        storage_options: Arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.
 
     Raises:
         ValueError: if an argument is out of range, a file of `train` cannot be used, or a folder contains several

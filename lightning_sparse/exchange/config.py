@@ -18,20 +18,21 @@ class ExchangeConfig:
     """Options of the exchange between nodes.
 
     Args:
-        density: K / S, the share of each shard that is sent between nodes, in (0, 1].
-        exchange: how nodes exchange entries. ``"sparse"``: each node's K largest entries, to all others;
-            ``"regional"``: close to the K largest of all nodes together (for many nodes: its volume does not grow with
-            their number, but it applies K entries where ``"sparse"`` applies up to M K); ``"dense"``: everything;
-            ``"dense16"``: everything, as bfloat16 between nodes, whose rounding error stays in the residual;
-            ``"auto"``: for each group of parameters whichever is predicted to be fastest, from a short measurement of
-            both networks in the first round: sparse, dense or (unless ``value_dtype`` is float32) dense16. If two
-            are close, it selects the path that leaves out fewer entries.
-        value_dtype: how the values in a message are stored: ``"float32"``, ``"bfloat16"``, ``"float16"``, or
-            ``"2bit"``, a sign and one of two levels that each block of 65,536 elements has for itself. The
-            rounding error stays in the residual, so it is sent later.
-        overlap: run the exchange in the background. Set False to debug hangs.
-        inter_gbps: rate of a node's link in Gbit/s, for ``exchange="auto"``, which then decides by the time of the
-            bytes on it and measures nothing, so that two runs always choose alike.
+        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]. With K / S in the paper's
+            notation. Use 0.03 to 0.1 for short runs, in which each entry would otherwise be sent only a few times.
+        exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` or ``"auto"``.
+            ``"sparse"`` sends the K largest entries of each node to all others. ``"regional"`` finds approximately the
+            K largest entries of all nodes together, so its traffic does not grow with the number of nodes. ``"dense"``
+            sends everything, ``"dense16"`` everything as bfloat16, with the rounding error in the residual. ``"auto"``
+            measures both networks in the first step and selects the fastest of sparse, dense and (unless
+            ``value_dtype`` is float32) dense16 for each group of parameters; if two are close, the one that leaves out
+            fewer entries.
+        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``.
+            ``"2bit"`` stores a sign and one of two levels per value; each block of 65,536 elements has its own levels.
+            The rounding error stays in the residual and is sent later.
+        overlap: Run the exchange in the background. Set False to debug hangs.
+        inter_gbps: Bandwidth of a node's link in Gbit/s, for ``exchange="auto"``. With it, "auto" compares the number
+            of bytes instead of measuring, so all runs make the same choice.
 
     Raises:
         ValueError: with the value, the rule and the fix.

@@ -20,11 +20,11 @@ class GradientsConfig(ExchangeConfig):
     """Options of every exchange of gradients, in addition to `ExchangeConfig`.
 
     Args:
-        warmup_epochs: epochs over which the density falls exponentially to ``density`` (DGC, Lin et al. 2018,
-            section 3.3); 0 for none. None leaves it to ``warmup_steps``.
-        warmup_steps: rounds over which the density falls in this way. With both options, the warm-up ends when the
-            first of them is over. With neither, Trainer takes the smaller of 4 epochs and 5% of the expected steps.
-            Without a Trainer there is no warm-up.
+        warmup_epochs: Number of epochs in which the density falls exponentially to ``density``; 0 disables the warm-up.
+            See DGC (Lin et al. 2018, section 3.3). Default: ``warmup_steps`` decides.
+        warmup_steps: Number of steps in which the density falls exponentially to ``density``. With both options, the
+            warm-up ends when the first of them is over. With neither, a Trainer uses the smaller of 4 epochs and 5% of
+            the expected steps; without a Trainer there is no warm-up.
 
     Raises:
         ValueError: with the value, the rule and the fix.
@@ -52,11 +52,11 @@ class HierConfig(GradientsConfig):
     """Options of the hierarchical top-k reduction, in addition to `GradientsConfig`.
 
     Args:
-        momentum_correction: for torch.optim.SGD with momentum: keep the momentum with the residuals, and stop it where
-            an entry was sent (lightning_sparse.gradients.momentum).
-        exclude: parameters that are always reduced densely, for their entries are few and matter much. ``"vectors"``:
-            those of at most one dimension, which are biases and norms; or patterns of names, such as
-            ``("*.bias", "head.*")``, in which ``*`` stands for anything.
+        momentum_correction: Keep the momentum of torch.optim.SGD together with the residual (DGC). The momentum of an
+            entry is cleared when the entry is sent (lightning_sparse.gradients.momentum).
+        exclude: Parameters that are always reduced densely: ``"none"``, ``"vectors"``, or name patterns such as
+            ``("*.bias", "head.*")``. ``"vectors"`` are parameters of at most one dimension, such as biases and norms:
+            they are small and matter much.
 
     Raises:
         ValueError: with the value, the rule and the fix.

@@ -38,10 +38,11 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
     """Options of the FSDP2 strategies, in addition to `UpdatesConfig` and `GradientsConfig`.
 
     Args:
-        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; ``"auto"`` is not available, because it
-            measures DDP's buckets.
-        value_dtype: as in `ExchangeConfig`. None selects ``"2bit"`` for updates and ``"bfloat16"`` for gradients.
-        send: whether nodes exchange ``"updates"`` or ``"gradients"``.
+        exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"auto"`` is
+            not available, because it measures DDP's buckets.
+        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``.
+            Default: ``"2bit"`` for updates and ``"bfloat16"`` for gradients.
+        send: What nodes exchange: ``"updates"`` or ``"gradients"``.
     """
 
     value_dtype: ValueDtype | None = None  # type: ignore[assignment]

@@ -454,11 +454,11 @@ class MSTopKHierMixin(ReplicasAdapter):
     """DDP that reduces gradients inside each node first; nodes exchange only the largest entries.
 
     Args:
-        node_name: name of the node of this process, set on every rank. Default: the environment variable
+        node_name: Name of this process's node, set on every rank. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes its part of the weights
-            and its own state. False: a checkpoint is one file that any strategy reads, and one more file per rank.
-        gradient_as_bucket_view: True: gradients are views of DDP's buckets, so they are not copied.
+        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
+            file. A file can be read by any strategy; each rank writes its residual to one more file next to it.
+        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
         **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), and DDPStrategy's and
             DistributedDataParallel's own. On GPUs ``bucket_cap_mb`` grows with the devices of a node.
 
@@ -635,11 +635,11 @@ class MSTopKLocalMixin(ReplicasAdapter):
     """DDP inside each node. Each node has its own optimizer, and nodes exchange the largest updates.
 
     Args:
-        node_name: name of the node of this process, set on every rank. Default: the environment variable
+        node_name: Name of this process's node, set on every rank. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes its part of the weights
-            and its own state of optimizers and updates. False: a checkpoint is one file, and one more file per rank.
-        gradient_as_bucket_view: True: gradients are views of DDP's buckets, so they are not copied.
+        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
+            file. In both cases, each rank saves its optimizer state and pending updates.
+        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
         **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...), and DDPStrategy's and
             DistributedDataParallel's own.
 
@@ -749,8 +749,8 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another node.
 
     Args:
-        node_name: the name of this node in the log; default: its host.
-        gradient_as_bucket_view: True: gradients are views of DDP's buckets, so they are not copied.
+        node_name: Name of this node in the log. Default: the host.
+        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
         **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
             DDPStrategy's and DistributedDataParallel's own.
 
@@ -894,14 +894,16 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
     then gathered in bf16 and gradients are summed in fp32.
 
     Args:
-        send: ``"updates"``: send the updates that each node's own optimizers make to the shards. ``"gradients"``: send
-            gradients in FSDP2's hook, so that all nodes have the same weights. With AdamW send updates, or send all
-            gradients (``exchange="dense16"`` or ``"dense"``).
-        node_name: name of the node of this process, set on every rank. Default: the environment variable
+        send: What nodes exchange: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its
+            shards, and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all
+            nodes have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or
+            ``"dense"``).
+        node_name: Name of this process's node, set on every rank. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        save_distributed_checkpoint: True: a checkpoint is a folder, to which each device writes its shards. False: a
-            checkpoint is one file with the whole model, which any strategy reads.
-        process_group_backend, timeout: of the process groups.
+        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
+            file. A file has the whole model and can be read by any strategy.
+        process_group_backend: Backend of the process groups. Default: NCCL on GPUs, else Gloo.
+        timeout: Timeout of the process groups, a timedelta.
         **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...).
 
     Raises:

@@ -18,24 +18,24 @@ class UpdatesConfig(ExchangeConfig):
     """Options of ``LocalUpdates``; those of the exchange are in `ExchangeConfig`.
 
     Args:
-        exchange: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``; there is no ``"auto"``, since the exchange
-            has a whole step to hide behind.
-        step_ahead: share of its own pending updates that a node's model keeps, from 0.001 to 1. 1: each node trains its
-            own model, corrected by what the others sent. ``"auto"`` measures how far nodes agree on what is pending,
-            now and then, of a sample: 1 suits updates that are the same on all nodes, 1 / M independent ones of M
-            nodes, and a training goes from the one towards the other. On two nodes that exchange after every step it
-            is 1, with ``exchange="regional"`` min(1, 2 / M), and 1 where everything is sent.
-        delay: steps until a message counts, from 0 to ``sync_every``. 1: sending it hides behind the whole next step;
-            0: the step waits for it. More, where sending takes longer than a step.
-        value_dtype: as in `ExchangeConfig`, but two bits unless another is given: on text with AdamW they end where
-            bfloat16 does, with half the bytes.
-        sync_every: steps between two exchanges.
-        outer_lr: factor of what arrives, the mean over nodes of what they sent, where it is added to the shared
-            weights: the outer learning rate of DiLoCo (Douillard et al. 2023), above 0 and at most 2. What is sent
-            whole at the end, or by a node that is alone, counts once. With ``sync_every`` of 10 or 30, 1.5 and three
-            quarters of the learning rate ended lower.
-        shard_optimizer: each device of a node steps its slice of the parameters alone and keeps only the state of that,
-            where the optimizer allows it. It costs no traffic, since slices are gathered anyway.
+        exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"auto"`` is
+            not available, because the exchange overlaps with a whole step.
+        step_ahead: Fraction of its own pending updates that a node keeps in its weights, from 0.001 to 1, or
+            ``"auto"``. With 1, each node trains its own model, corrected by the received updates. ``"auto"`` measures
+            on a sample how similar the pending updates of the nodes are. It uses values between 1 (equal updates) and 1
+            / M (independent updates on M nodes), min(1, 2 / M) with ``exchange="regional"``, and 1 if everything is
+            sent or if two nodes exchange after every step.
+        delay: Number of steps between sending a message and applying it, from 0 to ``sync_every``. With 1, sending
+            overlaps with the next step. With 0, each step waits. Use more if sending takes longer than a step.
+        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``. On
+            text with AdamW, ``"2bit"`` gave the loss of bfloat16 with half the bytes.
+        sync_every: Number of steps between two exchanges. Use 10 or more on the slowest links.
+        outer_lr: Multiplier for received updates, in (0, 2]. It is the outer learning rate of DiLoCo (Douillard et al.
+            2023). Updates that are sent densely at the end of fit, and updates of a node that is alone, count once. Use
+            1.5 with ``sync_every`` >= 10, and 3/4 of the learning rate.
+        shard_optimizer: Let each device of a node step only its slice of the parameters, if the optimizer allows it. A
+            device then keeps only the optimizer state of its slice. This adds no traffic, because the node gathers the
+            slices anyway.
 
     Raises:
         ValueError: naming the value, the rule and the way out.

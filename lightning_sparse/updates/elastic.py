@@ -55,14 +55,14 @@ class ElasticConfig(UpdatesConfig):
     """Options of ``ElasticUpdates``: those of `UpdatesConfig` for ``exchange="sparse"``, and
 
     Args:
-        lighthouse: address of torchft's lighthouse, ``"http://host:29510"``; default: the environment variable
+        lighthouse: Address of torchft's lighthouse, such as ``"http://host:29510"``. Default: the environment variable
             TORCHFT_LIGHTHOUSE.
-        min_nodes: with fewer, a node waits for others; the same on all nodes.
-        timeout: seconds after which a round has failed: a node that takes part did not answer. A lighthouse waits for
-            slow nodes for its own ``--join_timeout_ms``, which is to be less.
-        flush_every: rounds after which the nodes send all that is pending, 4 bytes a parameter, and wait for it, so
-            that a node that dies later takes less with it; it is to take less than the timeout. Default: only a node
-            that leaves does.
+        min_nodes: Smallest number of nodes that train, equal on all nodes. With fewer, a node waits for others.
+        timeout: Seconds after which a round fails because a node did not answer. The lighthouse's own
+            ``--join_timeout_ms`` must be shorter.
+        flush_every: Number of rounds after which the nodes send all pending updates and wait for the result. A node
+            that dies later then loses less. It costs 4 bytes per parameter and must take less than the timeout.
+            Default: only a node that leaves sends everything.
     """
 
     lighthouse: str | None = None
