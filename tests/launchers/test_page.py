@@ -25,7 +25,7 @@ FOUND = "2 node(s) x 2 device(s)"
 AFTER = """
 from pytorch_lightning.demos.boring_classes import BoringModel
 trainer.fit(BoringModel())
-topology = trainer.strategy.hier_state.topology
+topology = trainer.strategy.updates.topology
 print(f"rank {topology.rank} of {topology.shape}, nodes {topology.nodes}")
 """
 
