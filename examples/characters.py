@@ -1,4 +1,4 @@
-"""Train a small Transformer with AdamW on the source of Python's own library, character by character.
+"""Train a small Transformer with AdamW on the source code of Python's own library, character by character.
 
 python examples/characters.py --strategy mstopk_local     # or ddp, mstopk_hier
 """

@@ -1,4 +1,4 @@
-"""What each rank of `make demo` runs: scripts of this folder in turn, as importing Lightning takes as long.
+"""Run several example scripts in one process per rank, for `make demo`, so that Lightning is imported only once.
 
 torchrun --nproc-per-node 2 examples/demo_ranks.py plan.json     # [[heading, [script, words...]], ...]
 """

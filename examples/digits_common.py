@@ -1,14 +1,14 @@
-"""What digits_ddp.py and digits_sparse.py share: the pictures, the model, the shape of the cluster, and a stop watch.
+"""Data, model, cluster settings, and timing that the digits_*.py scripts share.
 
-Both scripts run alone, under torchrun, under SLURM, and in a lab of namespaces::
+Each script runs alone, under torchrun, under SLURM, and in the lab::
 
     python examples/digits_ddp.py
     torchrun --nproc-per-node 2 examples/digits_ddp.py
     srun --nodes 2 --ntasks-per-node 2 python examples/digits_ddp.py
     lightning-sparse lab --nodes 2 --devices 2 --gbps 0.1 -- python examples/digits_ddp.py
 
-The pictures are scikit-learn's handwritten digits (1,797 of 8 x 8 pixels, in the package, nothing is downloaded),
-written out once as the image folder that any larger data set would be: ``{train,val}/<digit>/<number>.png``.
+The data are the handwritten digits of scikit-learn (1,797 images of 8 x 8 pixels; nothing is downloaded). The scripts
+write them as an image folder, like a larger data set: ``{train,val}/<digit>/<number>.png``.
 """
 
 from __future__ import annotations

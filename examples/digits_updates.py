@@ -1,4 +1,4 @@
-"""Train a small ResNet on handwritten digits, sending 1 % of updates; meant for `diff` with digits_ddp.py."""
+"""Train a small ResNet on handwritten digits and exchange 1% of the updates; `diff` it with digits_ddp.py."""
 
 import pytorch_lightning as pl
 from digits_common import Digits, Recorder, SmallResNet, arguments, cluster
