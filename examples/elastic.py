@@ -1,10 +1,10 @@
-"""Nodes that come and go train one small model.
+"""Train a small model on nodes that join and leave during the run.
 
 pip install '.[pytorch-lightning,torchft]'
 torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000                 # on one machine
 TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/elastic.py --name a    # on each node, at any time
 
-python examples/elastic.py --demo    # all of it on this machine: three nodes, one of which is killed and comes back
+python examples/elastic.py --demo    # three nodes on this machine, one of which is killed and joins again
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face transformers, with updates exchanged between nodes: a callback of three methods.
+"""Exchange updates between nodes in the Trainer of Hugging Face transformers, with a callback of three methods.
 
 lightning-sparse lab --no-net --nodes 2 --devices 2 -- examples/hf_trainer.py      # needs transformers and accelerate
 """

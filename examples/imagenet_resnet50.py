@@ -1,17 +1,18 @@
-"""ResNet-50 on ImageNet, or on any image folder, with the gradients of all nodes reduced hierarchically.
+"""Train a ResNet-50 on ImageNet, or on any image folder.
 
     python imagenet_resnet50.py fit --config imagenet/one_node.yaml \\
         --data.source /mnt/nfs/imagenet --data.cache_dir /local/cache
 
-on one node; ``imagenet/README.md`` has the commands for torchrun, SLURM and a cluster emulated on one machine.
-Everything about communication and the shared step is in the YAML files; nothing in this file knows of it.
+trains on one node. ``imagenet/README.md`` has the commands for torchrun, SLURM, and an emulated cluster. The YAML files
+set the strategy and the sharded optimizer step; this file contains only the model and the schedule.
 
-The source holds ``train/<class>/*`` and ``val/<class>/*`` on network storage; without ``val/``, say what share of
-``train/`` to validate on: ``--data.val_fraction=0.05``. Each file is read from there once: it is kept on the node's
-disk, in ``cache_dir``, for later runs, and in the memory of all nodes for later epochs.
+The source contains ``train/<class>/*`` and ``val/<class>/*`` on network storage. Without ``val/``, set the fraction of
+``train/`` to validate on: ``--data.val_fraction=0.05``. Each file is read from the source once. Later epochs read it
+from the memory of the nodes, and later runs from ``cache_dir`` on the node's disk.
 
-The recipe is that of Goyal et al. 2017 (learning rate in proportion to the global batch, warm-up) with a cosine, label
-smoothing and zero-initialised residual branches; for global batches of thousands, LARS (You et al. 2017).
+The recipe follows Goyal et al. 2017: a learning rate proportional to the global batch, with a warm-up. It adds a cosine
+schedule, label smoothing, and zero-initialized residual branches. For global batches of thousands of images, it can use
+LARS (You et al. 2017).
 """
 
 from __future__ import annotations

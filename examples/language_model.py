@@ -1,10 +1,10 @@
-"""A GPT on tokens of any text, on one device, under DDP, or with updates exchanged between nodes: the strategy is YAML.
+"""Train a GPT on the tokens of any text. The YAML file sets the strategy.
 
     lightning-sparse tokens tokens.bin "$(python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')"/*.py
     python language_model.py fit --config language/ddp.yaml --data.train tokens.bin
 
-``language/README.md`` has the commands for torchrun and SLURM, and larger sizes. ``diff language/ddp.yaml
-language/local.yaml`` is the whole difference between DDP and updates; nothing in this file knows of it.
+``language/README.md`` has the commands for torchrun, SLURM, and larger models. To see the difference between DDP and
+exchanging updates, run ``diff language/ddp.yaml language/local.yaml``.
 """
 
 from __future__ import annotations

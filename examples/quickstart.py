@@ -1,4 +1,4 @@
-"""Train a small model with AdamW on two nodes, which may be one machine:
+"""Train a small model with AdamW on two emulated nodes.
 
 lightning-sparse lab --no-net --nodes 2 --devices 1 -- quickstart.py
 """

@@ -1,4 +1,4 @@
-"""Train a small convolutional network with SGD on two nodes, which may be one machine (needs scikit-learn):
+"""Train a small convolutional network with SGD on two emulated nodes (needs scikit-learn).
 
 lightning-sparse lab --no-net --nodes 2 --devices 1 -- quickstart_sgd.py
 """

@@ -1,11 +1,11 @@
-"""Train on pictures with Ray Train: the strategy, and the data cache in each worker.
+"""Train on images with Ray Train, with the strategy and the data cache in each worker.
 
-    python examples/ray_train.py --emulate                      # two nodes of Ray on this machine, two processes each
+    python examples/ray_train.py --emulate                      # two Ray nodes on this machine, two processes each
     python examples/ray_train.py --source /mnt/nfs/imagenet --nodes 4 --devices 8 --gpu    # on a running cluster
 
-On a cluster of machines `--source` is network storage, and `--cache-dir` a local disk of each; `--storage` is where Ray
-keeps checkpoints, and all machines reach it. Without `--source` the pictures are scikit-learn's handwritten digits,
-which are written out first.
+On a real cluster, `--source` is network storage, `--cache-dir` is a local disk of each machine, and `--storage` is a
+folder for the checkpoints that all machines can reach. Without `--source`, the script writes the handwritten digits of
+scikit-learn as image files and trains on them.
 """
 
 from __future__ import annotations
