@@ -12,7 +12,7 @@ OLDEST = torch==2.11.0 torchvision==0.26.0 pytorch-lightning==2.6.0 lightning==2
 
 RUN      = $(VENV)/bin/python
 PIP      = $(RUN) -m pip --disable-pip-version-check install --no-warn-script-location
-# The libraries in docs/works_with.md.
+# The libraries in benchmarks/results/works-with.md.
 WORKS_WITH = transformers peft timm torchmetrics segmentation-models-pytorch schedulefree lion-pytorch prodigyopt \
 	pytorch-optimizer ema-pytorch
 KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)

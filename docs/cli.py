@@ -28,13 +28,13 @@ def parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, a
             yield from parsers(subparser, f"{name} {word}")
 
 
-def table(parser: argparse.ArgumentParser) -> str:
-    """Return a table with one row for each argument."""
-    lines = ["| argument | description |", "|---|---|"]
+def arguments(parser: argparse.ArgumentParser) -> str:
+    """Return a list with one line for each argument."""
+    lines = []
     for action in parser._actions:
         if not isinstance(action, argparse._HelpAction):
             said = (action.help or "") % {"default": action.default}
-            lines.append(f"| {_name(action)} | {said.replace('|', chr(92) + '|')} |")
+            lines.append(f"- {_name(action)}: {said}" if said else f"- {_name(action)}")
     return "\n".join(lines)
 
 
@@ -55,7 +55,7 @@ def page() -> str:
         parts.append(f"\n## {command}\n\n{summary[0].upper()}{summary[1:]}.\n")
         for name, each in parsers(parser, command):
             heading = f"\n### {name}\n" if name != command else ""
-            parts.append(f"{heading}\n{table(each)}\n")
+            parts.append(f"{heading}\n{arguments(each)}\n")
     return "".join(parts)
 
 

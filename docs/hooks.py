@@ -26,6 +26,7 @@ OUTSIDE = (
     "examples/ray_train.py",
     "examples/elastic.py",
     "release/c++",
+    "tests/test_extending_examples.py",
 )
 
 
@@ -49,8 +50,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Correct the links from docs/ to files outside docs/."""
-    return markdown if "/" in page.file.src_uri else re.sub(r"(?<=\]\()\.\./", "", markdown)
+    """Remove the level of docs/ from links between docs/ and files outside."""
+    outside = "/" in page.file.src_uri
+    return re.sub(r"(?<=\]\()((?:\.\./)+)docs/" if outside else r"(?<=\]\()\.\./", r"\1" if outside else "", markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
@@ -82,5 +84,4 @@ def on_post_build(config: Any) -> None:
 def _address(place: str) -> str:
     """Return the address of ``page.md#anchor`` from the root of the site."""
     page, mark, anchor = place.partition("#")
-    page = page.removesuffix("README.md") if page.endswith("README.md") else f"{page.removesuffix('.md')}/"
-    return f"{page.removeprefix('index/')}{mark}{anchor}"
+    return f"{page.removesuffix('.md')}/{mark}{anchor}"

@@ -22,8 +22,8 @@ from lightning_sparse.updates.elastic import ElasticConfig
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
-This page lists the options of the strategies, DataModules and callbacks. A name such as `strategy="mstopk_local"`
-selects the defaults. To set options, pass an object:
+This page lists all options. A name such as `strategy="mstopk_local"` selects the defaults. To set options, pass an
+object:
 
 ```python
 from lightning_sparse import MSTopKLocalStrategy
@@ -31,8 +31,8 @@ from lightning_sparse import MSTopKLocalStrategy
 strategy = MSTopKLocalStrategy(density=0.03)  # for Trainer(strategy=strategy)
 ```
 
-With `lightning.pytorch`, import it first. Strategies pass other options to Lightning's own strategy and to
-`DistributedDataParallel`. For more about an option, call `help(MSTopKLocalStrategy)` or see the [API](api.md).
+With `lightning.pytorch`, import it first. Strategies pass other options to Lightning's strategy and to
+`DistributedDataParallel`. `help(MSTopKLocalStrategy)` explains each option in detail.
 """
 EXCHANGES = (ExchangeConfig, UpdatesConfig)
 SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -50,9 +50,7 @@ SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "PTOCallback": {"": (PTOMixin,)},
 }
 NOTES = {
-    "Strategies": "Names in parentheses are the strategies that have an option: *hier* is `MSTopKHierStrategy` "
-    "(`mstopk_hier`), *local* `MSTopKLocalStrategy`, *elastic* `MSTopKElasticStrategy`, and *fsdp* "
-    "`MSTopKFSDPStrategy`. Options without names exist in all strategies.",
+    "Strategies": "If only some strategies have an option, parentheses name them: *hier* is `MSTopKHierStrategy`, and so on.",
     "DataModules": "*images* is `CachedImageDataModule`, *samples* `CachedDataModule`, and *tokens* `TokenDataModule`.",
 }
 
@@ -68,7 +66,7 @@ def described(cls: type) -> dict[str, str]:
 def _shorten(text: str) -> str:
     """Return the first sentence, and the sentences that say when to change the option."""
     first, *others = re.split(r"(?<=\.)\s+(?=[A-Z`\"])", " ".join(text.split()))
-    return " ".join([first, *(each for each in others if each.startswith(("Use ", "Set ", "Choose ", "Default: ")))])
+    return " ".join([first, *(each for each in others if each.startswith(("Use ", "Set ", "Choose ")))])
 
 
 def options(classes: tuple[type, ...]) -> dict[tuple[str, str], str]:

@@ -1,6 +1,7 @@
 """The documents: every relative link leads somewhere, what they and docstrings show as Python runs, the site builds."""
 
 import doctest
+import json
 import os
 import re
 import runpy
@@ -66,9 +67,29 @@ def test_examples_in_documents(name: str) -> None:
     assert result.failed == 0
 
 
-def test_the_tables_of_options_are_those_of_the_docstrings() -> None:
-    written = runpy.run_path(str(ROOT / "docs" / "options.py"))["page"]()
-    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == written, "run python docs/options.py"
+@pytest.mark.parametrize("name", ["cli", "options"])
+def test_generated_page_is_current(name: str) -> None:
+    written = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))["page"]()
+    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == written, f"run python docs/{name}.py"
+
+
+def test_pages_stay_short() -> None:
+    assert sum(len(page.read_text(encoding="utf-8")) for page in (ROOT / "docs").glob("*.md")) <= 95_000
+
+
+def test_old_addresses_lead_to_existing_headings() -> None:
+    moved = json.loads((ROOT / "docs" / "moved.json").read_text(encoding="utf-8"))
+    for old, new in moved.items():
+        page, _, anchor = new.partition("#")
+        place = ROOT / page if "/" in page else ROOT / "docs" / page
+        assert place.exists(), f"{old} -> {new}"
+        assert not anchor or anchor in anchors(place.read_text(encoding="utf-8")), f"{old} -> {new}"
+        old_page, _, old_anchor = old.partition("#")
+        if old_anchor:
+            headings = anchors((ROOT / "docs" / old_page).read_text(encoding="utf-8"))
+            assert old_anchor not in headings, f"{old} exists, so it must not redirect"
+        else:
+            assert not (ROOT / "docs" / old_page).exists(), f"{old} exists"
 
 
 def test_the_readme_is_a_first_page() -> None:
@@ -132,6 +153,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "site" / "how-it-works" / "index.html").exists()
     assert "MSTopKHierStrategy" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+    assert "url=../hier/" in (tmp_path / "site" / "density" / "index.html").read_text(encoding="utf-8")
+    assert '"install": "install/"' in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ class CacheConfig:
         shuffle: Order of the samples, ``"global"`` or ``"local"``. See `lightning_sparse.data.pipeline.sampler`.
         on_corrupt: How to handle an unreadable file: ``"raise"`` an error that names it, or ``"skip"`` and use another
             sample.
-        seed: Seed of placement and order.
+        seed: Seed of the order of samples. It also places samples on nodes.
         storage_timeout: Seconds to wait for storage that does not respond before the run fails.
         storage_readers: Number of files that each process reads from network storage at a time.
         peer_address: Address or interface on which a node serves samples to others. Default: the interface of the
@@ -281,7 +281,7 @@ class ImageOptions:
             image_size, such as 256 for 224; below 64, image_size itself, so that small images are not cropped.
         mean, std: Mean and standard deviation for normalization, for pixels in [0, 1].
         threads: Number of threads per rank that make batches. Default: its share of the CPU cores.
-        seed: Seed of placement, order and augmentation.
+        seed: Seed of the order of samples. It also places samples on nodes and draws the augmentation.
 
     Raises:
         ValueError: if an option is out of range.
@@ -342,7 +342,7 @@ class SampleOptions:
         collate: Function from a list of samples to a batch. Default: `torch.utils.data.default_collate`.
         workers: Number of worker processes per rank that make batches; 0 uses the training process. Default: its share
             of the CPU cores.
-        seed: Seed of placement, order and transforms.
+        seed: Seed of the order of samples. It also places samples on nodes and draws the transforms.
 
     Raises:
         ValueError: if one of them cannot be called, or workers is negative.

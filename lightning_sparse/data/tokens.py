@@ -105,13 +105,14 @@ class TokenDataModuleMixin(DataModuleMixin):
         documents: How windows treat the ends of documents: ``"joined"``, ``"separate"`` or ``"packed"``. ``"joined"``:
             windows continue across the ends of documents and files. ``"separate"``: the windows of "joined", with
             positions. ``"packed"``: windows contain whole documents; longer documents are cut.
-        limit: Number or fraction of the windows to train on, for a trial. All runs train on identical windows. With a
-            mixture, the number is approximate, because each source keeps its weight and at least one window.
+        limit: Number or fraction of the training samples to use, for a trial. All runs train on identical windows.
+            With a mixture, the number is approximate, because each source keeps its weight and at least one window.
         batch_size: Number of samples per device and step.
         val_fraction: Fraction of the tokens of each source of `train` to validate on, instead of `val`. It consists of
             random documents, equal for all seeds.
-        seed: Seed of the order of windows.
-        cache_dir: Folder on a local disk of each node, for the ids of text and of network storage. Runs may share it.
+        seed: Seed of the order of samples.
+        cache_dir: Folder on a local disk of each node. It keeps the ids of text and of network storage. Runs may
+            share it.
         tokenizer: Tokenizer of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of
             tokenizer.json>"``.
         vocab_size: Number of distinct ids. Required for ``.npy``. Default: from the tokenizer, or from the JSON file of
@@ -119,7 +120,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         on_corrupt: How to handle an unreadable document: ``"raise"`` an error that names it, or ``"skip"`` and count
             it.
         storage_timeout: Seconds to wait for storage that does not respond before the run fails.
-        storage_options: Arguments for fsspec to open a URL, such as ``{"endpoint_url": "http://minio:9000"}``.
+        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
 
     Raises:
         ValueError: if an argument is out of range, a file of `train` cannot be used, or a folder contains several

@@ -454,7 +454,7 @@ class MSTopKHierMixin(ReplicasAdapter):
     """DDP that reduces gradients inside each node first; nodes exchange only the largest entries.
 
     Args:
-        node_name: Name of this process's node, set on every rank. Default: the environment variable
+        node_name: Name of this process's node. All ranks need one. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. A file can be read by any strategy; each rank writes its residual to one more file next to it.
@@ -635,7 +635,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
     """DDP inside each node. Each node has its own optimizer, and nodes exchange the largest updates.
 
     Args:
-        node_name: Name of this process's node, set on every rank. Default: the environment variable
+        node_name: Name of this process's node. All ranks need one. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. In both cases, each rank saves its optimizer state and pending updates.
@@ -749,7 +749,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another node.
 
     Args:
-        node_name: Name of this node in the log. Default: the host.
+        node_name: Name of this process's node. Default: the host.
         gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
         **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
             DDPStrategy's and DistributedDataParallel's own.
@@ -898,7 +898,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             shards, and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all
             nodes have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or
             ``"dense"``).
-        node_name: Name of this process's node, set on every rank. Default: the environment variable
+        node_name: Name of this process's node. All ranks need one. Default: the environment variable
             LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. A file has the whole model and can be read by any strategy.

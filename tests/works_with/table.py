@@ -1,4 +1,4 @@
-"""Prints the tables of `docs/works_with.md`: libraries and optimizers, trained by DDP and by both strategies.
+"""Print the tables of `benchmarks/results/works-with.md`: libraries and optimizers with DDP and both strategies.
 
 Usage: python -m tests.works_with.table [DEVICES]
 """
