@@ -77,6 +77,7 @@ def on_post_build(config: Any) -> None:
             folder.mkdir(exist_ok=True)
             address = f"../{_address(new)}"
             (folder / "index.html").write_text(
+                f'<script>location.replace("{address}" + location.hash)</script>\n'
                 f'<meta http-equiv="refresh" content="0; url={address}"><a href="{address}">This page has moved.</a>\n'
             )
 

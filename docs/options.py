@@ -50,7 +50,7 @@ SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "PTOCallback": {"": (PTOMixin,)},
 }
 NOTES = {
-    "Strategies": "If only some strategies have an option, parentheses name them: *hier* is `MSTopKHierStrategy`, and so on.",
+    "Strategies": "If only some strategies have an option, parentheses name them: *hier* is `MSTopKHierStrategy`, etc.",
     "DataModules": "*images* is `CachedImageDataModule`, *samples* `CachedDataModule`, and *tokens* `TokenDataModule`.",
 }
 
