@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from heapq import nsmallest
@@ -13,6 +13,8 @@ log = logging.getLogger("lightning_sparse")
 SHOWN = 3  # names in a log line
 PATIENCE = timedelta(seconds=10)
 """After so long a rank says what it waits for."""
+CONNECTS = 5.0
+"""Seconds in which the ranks of a job usually connect."""
 
 
 def show_log_lines() -> None:
@@ -40,7 +42,31 @@ def said_if_long(what: str) -> Iterator[None]:
     """Log what this rank is doing once it has taken `PATIENCE`: it may wait for another one."""
     seconds = PATIENCE.total_seconds()
     line = "%s has taken %.0f s so far: this rank works on it, or waits for others"
-    timer = threading.Timer(seconds, log.warning, (line, what, seconds))
+    with _later(seconds, log.warning, line, what, seconds):
+        yield
+
+
+@contextmanager
+def said_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
+    """Log where this node waits for others, if the ranks of a job do not connect within `CONNECTS` seconds.
+
+    Args:
+        nodes: number of nodes of the job.
+        environment: Lightning's cluster environment, which knows the address of rank 0.
+    """
+    if nodes == 1 or environment is None or environment.local_rank() != 0:
+        yield
+        return
+    some = "1" if nodes == 2 else f"up to {nodes - 1}"
+    where = f"{environment.main_address}:{environment.main_port}"
+    with _later(CONNECTS, log.info, "waiting for %s of %d nodes at %s", some, nodes, where):
+        yield
+
+
+@contextmanager
+def _later(seconds: float, function: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Call a function unless the block ends before."""
+    timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
     try:

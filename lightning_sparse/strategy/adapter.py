@@ -30,7 +30,7 @@ from lightning_sparse.engine import Engine, State
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
-from lightning_sparse.messages import LogOnce, described, said_if_long, show_log_lines
+from lightning_sparse.messages import LogOnce, described, said_if_long, said_if_nodes_missing, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
 from lightning_sparse.strategy.folders import verify, verify_file, whole_or_none
 from lightning_sparse.strategy.late import LateGradients
@@ -66,6 +66,8 @@ class Adapter:
 
     # The part of Lightning's strategies that is relied upon.
     root_device: torch.device
+    cluster_environment: Any
+    num_nodes: int
     node_rank: int
     local_rank: int
     global_rank: int
@@ -104,6 +106,12 @@ class Adapter:
             )
             self._saves.run_id = str(self.broadcast(new_run_id()))  # type: ignore[attr-defined]
         return self._topology
+
+    def setup_environment(self) -> None:
+        """Connect the ranks, and log if other nodes are missing."""
+        show_log_lines()
+        with said_if_nodes_missing(self.num_nodes, self.cluster_environment):
+            super().setup_environment()  # type: ignore[misc]
 
     def _shared_options(self) -> dict[str, Any]:
         """Options of the host that must be the same on all ranks."""
@@ -353,7 +361,6 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
 class ElasticAdapter(Adapter):
     """What the strategies of nodes that come and go do alike."""
 
-    num_nodes: int
     _loaded: Version | None = None  # of the weights that were loaded
 
     def setup_environment(self) -> None:
@@ -363,7 +370,7 @@ class ElasticAdapter(Adapter):
                 f"num_nodes={self.num_nodes}: each node that comes and goes is a run of its own. Start each with "
                 f"num_nodes=1 and the address of one lighthouse."
             )
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
 
     @property
     def elastic(self) -> ElasticUpdates | None:

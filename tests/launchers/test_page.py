@@ -6,7 +6,6 @@ What a launcher sets is set by hand: these tests hold that the commands fit the 
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "launchers.md").read_text(encoding="utf-8")
 NODES, DEVICES = 2, 2
@@ -28,12 +29,6 @@ trainer.fit(BoringModel())
 topology = trainer.strategy.updates.topology
 print(f"rank {topology.rank} of {topology.shape}, nodes {topology.nodes}")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def block(heading: str, language: str) -> str:

@@ -17,6 +17,7 @@ pytest.importorskip("torchft", reason="needs torchft")
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
 from lightning_sparse.strategy.adapter import ELASTIC_KEY
 from tests.helpers.nodes import Nodes, nodes_of
+from tests.helpers.ports import free_port
 from tests.updates.elastic_trainer import main
 from tests.updates.test_elastic import end, of, tokens_of
 
@@ -29,10 +30,7 @@ def drawn_in(epoch: int, reports: list[dict[str, Any]]) -> list[int]:
 def start_two_devices(nodes: Nodes, folder: Path, **more: Any) -> None:
     """Start the nodes a and b of two devices each, whose processes are a0, a1, b0 and b1."""
     for name in "ab":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
         for device in range(2):
             place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
             options = {"devices": 2, "env": place, "node": name, "folder": str(folder / name)}
