@@ -5,7 +5,7 @@ of a task start from the same weights, and take the same number of steps. The *s
 its half of the data without any communication: an exchange is useful only if it ends below this loss. The kernel counts
 the bytes on the links.
 
-These rules set the options; docs/first-run.md has the measured table:
+These rules set the options. docs/first-run.md has the measured table, benchmarks/README.md the learning rates:
 
 - All runs of a task use the learning rate at which dense training ends with the lowest loss, among rates that double.
 - The density is 10 / steps, so each entry of the model is sent ten times on average.

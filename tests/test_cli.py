@@ -51,7 +51,7 @@ def test_an_error_is_one_message_and_exit_code_2(
 
 def test_plan_invalid_parameters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--parameters", "nan", "--nodes", "2", *CLUSTER]) == 2
-    assert "--parameters nan must be the number of gradients" in capsys.readouterr().err
+    assert "--parameters nan must be the number of parameters" in capsys.readouterr().err
 
 
 def test_lab_gbps_without_links_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

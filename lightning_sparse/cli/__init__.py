@@ -1,8 +1,8 @@
 """The `lightning-sparse` command.
 
-Each subcommand is a module: its ``declare`` adds the options to a parser, and sets ``run``, the function that executes
-them. Only the module of the subcommand that is named is imported, so that the command starts fast. Words after ``--``
-are passed to the subcommand as they are.
+Each subcommand is a module. Its ``declare`` adds the options to a parser and sets ``run``, the function that executes
+the subcommand. Only the module of the requested subcommand is imported, so that the command starts fast. Words after
+``--`` are passed to the subcommand unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "doctor": "check this machine, or this cluster, for problems",
-    "plan": "predict step time and scaling on a cluster, and recommend an exchange",
-    "lab": "run a command on an emulated cluster with slow links, on this machine",
-    "cache": "fill, list and remove local disk caches",
-    "tokens": "write the token ids of text files, for TokenDataModule",
+    "doctor": "check this machine, or the ranks of a cluster, for problems",
+    "plan": "estimate communication and step times on a cluster, and recommend a strategy",
+    "lab": "run a command on an emulated cluster with slow links",
+    "cache": "fill, list, and remove local disk caches",
+    "tokens": "convert text files to token ids for TokenDataModule",
 }
 
 
@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser("lightning-sparse", description="Data-parallel training on slow networks.")
+    parser = argparse.ArgumentParser(
+        "lightning-sparse", description="Tools of lightning_sparse: multi-node training on slow networks."
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of lightning-sparse and torch")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     chosen = next((word for word in words if word in COMMANDS), None)

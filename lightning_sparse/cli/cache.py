@@ -16,29 +16,33 @@ def declare(parser: argparse.ArgumentParser) -> None:
     fill = actions.add_parser("warm", help="copy a data set to local disk before a run; continues if interrupted")
     fill.add_argument("source", help="folder on network storage: a path or an fsspec URL")
     fill.add_argument("cache_dir", help="folder on a local disk of this node")
-    fill.add_argument("--splits", nargs="+", metavar="NAME", help="default: train, and val and test if they exist")
+    fill.add_argument(
+        "--splits", nargs="+", metavar="NAME", help="splits to copy (default: train, and val and test if they exist)"
+    )
     fill.add_argument("--nodes", type=int, default=1, metavar="M", help="copy only this node's share of M nodes")
     fill.add_argument("--node", type=int, default=0, metavar="I", help="index of this node (SLURM: $SLURM_NODEID)")
-    fill.add_argument("--seed", type=int, default=0, help="seed of the run, which places samples on nodes")
+    fill.add_argument("--seed", type=int, default=0, help="seed of the run, which decides the samples of each node")
     fill.add_argument("--disk-gb", type=float, metavar="GB", help="size limit per split")
     fill.add_argument("--threads", type=int, default=4, metavar="N", help="reader threads (default %(default)s)")
-    skip = "skip: record corrupt files, which runs with on_corrupt='skip' then do not read again"
+    skip = "'skip' records corrupt files, so that later runs with on_corrupt='skip' do not read them"
     fill.add_argument("--on-corrupt", choices=("raise", "skip"), default="raise", help=skip)
-    options = "arguments for fsspec to open the source, as the option of CachedImageDataModule"
+    options = "arguments for fsspec to open the source, as in CachedImageDataModule"
     fill.add_argument("--storage-options", type=json.loads, metavar="JSON", help=options)
     fill.set_defaults(run=_warm)
-    fill.add_argument("--bytes", action="store_true", help="files of any kind, for CachedDataModule; default: images")
-    named = "CSV or Parquet file of the samples of a split, as lists of the data modules"
+    fill.add_argument(
+        "--bytes", action="store_true", help="cache files of any kind, for CachedDataModule (default: images)"
+    )
+    named = "CSV or Parquet file that names the samples of a split, as in the option lists"
     fill.add_argument("--list", dest="lists", action="append", type=_pair, metavar="SPLIT=FILE", help=named)
-    fill.add_argument("--member", metavar="EXT", help="extension of the member of a shard that is the sample")
+    fill.add_argument("--member", metavar="EXT", help="extension of the shard member that contains the sample")
     fill.add_argument("--prune", action="store_true", help="first remove cached files that have left the source")
-    verify = "read the source again, and name and replace cached files that differ from it"
+    verify = "read the source again; name and replace cached files that differ from it"
     fill.add_argument("--verify", action="store_true", help=verify)
     info = actions.add_parser("info", help="list the caches in a folder")
-    info.add_argument("cache_dir")
+    info.add_argument("cache_dir", help="folder that contains the caches")
     info.set_defaults(run=_info)
     remove = actions.add_parser("clear", help="remove the caches in a folder")
-    remove.add_argument("cache_dir")
+    remove.add_argument("cache_dir", help="folder that contains the caches")
     remove.add_argument("--source", help="remove only the cache of this data set")
     remove.set_defaults(run=_clear)
 

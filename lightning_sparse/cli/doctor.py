@@ -1,8 +1,8 @@
 """`lightning-sparse doctor`: check this machine or this cluster.
 
-Checked are versions, Lightning, optional packages, kernels, GPUs, memory and environment variables; the data cache of
-this node; and, on the ranks of a launcher, topology, network rates and differences between ranks. A finding is ``ok``;
-``note``, which costs speed or a feature; or ``bad``, which breaks a run or skews measurements.
+It checks versions, Lightning, optional packages, kernels, GPUs, memory, environment variables, and the data cache of
+this node. On the ranks of a launcher, it also checks topology, network rates, and differences between ranks. A finding
+is ``ok``, ``note`` (costs speed or a feature), or ``bad`` (breaks a run or skews measurements).
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ EXTRAS = {
 BUILT_FOR = {
     # "operator nms does not exist": a CPU-only torch with a CUDA torchvision
     "torchvision": "install torch and torchvision from the same index",
-    "simplejpeg": "install one that was built for this NumPy, or none",
+    "simplejpeg": "install a version that was built for this NumPy, or uninstall it",
 }
 SLOW_SETTINGS = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel launch blocks, so nothing overlaps; unset it unless debugging",
-    "NCCL_P2P_DISABLE": "GPUs of a node communicate through the host, which slows steps 1 and 4; unset it if possible",
-    "TORCH_DISTRIBUTED_DEBUG": "checks every collective, so links measure slow; unset it for training",
+    "CUDA_LAUNCH_BLOCKING": "every kernel launch blocks, so nothing overlaps; unset it unless you debug",
+    "NCCL_P2P_DISABLE": "GPUs of a node communicate through the host, which is slow; unset it if possible",
+    "TORCH_DISTRIBUTED_DEBUG": "checks every collective, so links seem slow; unset it for training",
 }
 VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
 BUCKET_NUMEL = (25 << 20) // 4
 """fp32 gradients in a DDP bucket of default size."""
 MIN_FREE = 10e9
 """Free bytes below which an image data set is unlikely to fit."""
+_LABELS = {"flat": "flat (DDP)", "dense": "dense (2-D)", "dense16": "dense16 (2-D, 16 bits)"}
 HOW = "not measured: run `torchrun ... --no-python lightning-sparse doctor` (or srun) on all nodes"
 
 
@@ -82,7 +83,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All checks of a single process. Imports the installed flavours of Lightning."""
+    """Run all checks of a single process. Imports the installed packages of Lightning."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python, _lightning, _extras, _kernels, _gpus, _memory, _settings, _lighthouse,
     ]  # fmt: skip
@@ -127,12 +128,14 @@ def _lightning() -> Iterator[Finding]:
     if not found:
         yield Finding("bad", "lightning", "not installed: pip install pytorch-lightning (or lightning)")
     if not any(point.name == "lightning_sparse" for point in entry_points(group="torch.backends")):
-        message = "not installed as a package: scripts must `import lightning_sparse` before they name the strategy"
+        message = (
+            "not installed as a package: scripts must `import lightning_sparse` before they use a strategy by name"
+        )
         yield Finding("note", "lightning_sparse", message)
 
 
 def advisory_of(installed: str) -> tuple[Status, str] | None:
-    """Return what is known of the safety of a version of Lightning; None for nothing.
+    """Return the known security problem of a version of Lightning, or None.
 
     >>> advisory_of("2.6.5"), advisory_of("2.6.6")
     (('note', 'loading a checkpoint may run its code (GHSA-qqmf-gpg7-g8gw): install 2.6.6 or later'), None)
@@ -210,14 +213,16 @@ def _settings() -> Iterator[Finding]:
 
 
 def _lighthouse() -> Iterator[Finding]:
-    """Nodes that come and go, where one says that it is one."""
+    """Check the lighthouse of `mstopk_elastic`, if the environment names one."""
     address = os.environ.get(VARIABLE)
     if not address:
         return
     try:
         members = last_quorum(address)
     except (OSError, ValueError, HTTPException) as error:
-        yield Finding("bad", "lighthouse", f"none answers at {address} ({error}): start one there with `{COMMAND}`")
+        yield Finding(
+            "bad", "lighthouse", f"no lighthouse answers at {address} ({error}): start one there with `{COMMAND}`"
+        )
         return
     nodes = ", ".join(f"{name} ({rounds:,} rounds)" for name, rounds in members)
     yield Finding("ok", "lighthouse", f"{address}; nodes of its last quorum: {nodes or 'none yet'}")
@@ -246,7 +251,7 @@ def examine_cache(cache_dir: str) -> Iterator[Finding]:
     else:
         free = shutil.disk_usage(existing).free
         missing = "" if folder.exists() else "; the folder will be created"
-        little = "" if free > MIN_FREE else "; little space for an image data set, see disk_gb"
+        little = "" if free > MIN_FREE else "; this is little for an image data set, see the option disk_gb"
         said = f"{free / 1e9:,.0f} GB free in {folder} ({kind or 'file system unknown'}){missing}{little}"
         yield Finding("note" if little else "ok", "disk cache", said)
     if folder.is_dir():
@@ -274,7 +279,7 @@ def _topology(topology: Topology, device: torch.device) -> Iterator[Finding]:
     message = f"{topology.describe()}, {dist.get_backend()}"
     yield Finding("ok" if topology.kind == "hierarchical" else "note", "topology", message)
     if device.type == "cpu" and torch.cuda.is_available():
-        yield Finding("bad", "ranks", "more ranks than GPUs on a node, so all use the CPU: start one rank per GPU")
+        yield Finding("bad", "ranks", "a node has more ranks than GPUs, so ranks use the CPU: start one rank per GPU")
 
 
 def _ranks(topology: Topology, device: torch.device, local: Sequence[Finding]) -> Iterator[Finding]:
@@ -303,7 +308,7 @@ def _ranks(topology: Topology, device: torch.device, local: Sequence[Finding]) -
 
 def _links(topology: Topology, device: torch.device) -> Iterator[Finding]:
     if topology.kind != "hierarchical":
-        yield Finding("note", "links", "not measured: needs several nodes of equal size")
+        yield Finding("note", "links", "not measured: needs several nodes with the same number of devices")
         return
     rates = probe(HierCommunicator(topology), device, VALUES, BUCKET_NUMEL // topology.num_devices)
     inter, intra = _gbps(rates.inter.seconds_per_byte), _gbps(rates.intra.seconds_per_byte)
@@ -312,24 +317,26 @@ def _links(topology: Topology, device: torch.device) -> Iterator[Finding]:
     if topology.num_devices > 1:
         slow = intra < 2 * inter * topology.num_devices
         message = f"{intra:.3g} Gbit/s per device, latency {1e3 * rates.intra.latency:.2g} ms"
-        message += "; little faster than between nodes, so a hierarchy gains little" if slow else ""
+        message += "; little faster than the link between nodes, so a hierarchy gains little" if slow else ""
         yield Finding("note" if slow else "ok", "inside a node", message)
     yield advice(topology, rates)
 
 
 def advice(topology: Topology, rates: Rates) -> Finding:
-    """Predicted times of a DDP-sized bucket for each path, and the choice of exchange='auto' at 1 %."""
+    """Predict the time of a DDP-sized bucket for each path, and the choice of exchange='auto' at 1%."""
     config = ExchangeConfig()
     choice = PathChoice(config, topology, BUCKET_NUMEL, lambda line: None)
     choice.rates = rates
     work = choice.work(BUCKET_NUMEL, torch.float32)
     paths = [kind.of(work, config.density, VALUES) for kind in PATHS if kind.automatic]
-    times = ", ".join(f"{path.name} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None)
+    times = ", ".join(
+        f"{_LABELS.get(path.name, path.name)} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None
+    )
     chosen = choice.path(work, config.density)
     said = chosen.name
     if MARGIN * Flat(work).seconds(rates) <= chosen.seconds(rates):
         said += ": plain DDP is as fast"
-    return Finding("ok", "25 MiB bucket at 1 %", f"{times} ms, predicted; with SGD exchange='auto' chooses {said}")
+    return Finding("ok", "25 MiB bucket at 1%", f"predicted: {times} ms; with SGD, exchange='auto' chooses {said}")
 
 
 def _gbps(seconds_per_byte: float) -> float:
@@ -342,8 +349,8 @@ def _gbps(seconds_per_byte: float) -> float:
 def declare(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.description = (
-        "Check versions, kernels, GPUs and memory. Under torchrun or srun, also report the topology and measure both "
-        "networks. The exit code is 1 if a check fails."
+        "Check versions, kernels, GPUs, and memory. Under torchrun or srun, also report the topology and measure the "
+        "networks inside and between nodes. The exit code is 1 if a check fails."
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="also check this disk cache")
     parser.add_argument("--json", action="store_true", help="print JSON")

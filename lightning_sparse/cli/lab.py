@@ -17,12 +17,22 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.usage = "lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]"
     parser.epilog = "Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"
     parser.add_argument("--nodes", type=int, default=2, metavar="M", help="nodes to emulate (default %(default)s)")
-    parser.add_argument("--devices", type=int, default=2, metavar="L", help="per node (default %(default)s)")
-    parser.add_argument("--gbps", type=float, metavar="R", help="Gbit/s of a link each way (default 1)")
-    parser.add_argument("--rtt-ms", type=float, default=0.0, metavar="T", help="ms to a node and back (default 0)")
-    parser.add_argument("--no-net", action="store_true", help="use loopback: needs no root, limits no rates")
-    parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that nodes access only over the network")
-    parser.add_argument("--storage-gbps", type=float, metavar="R", help="Gbit/s of the storage node's link")
+    parser.add_argument("--devices", type=int, default=2, metavar="L", help="ranks per node (default %(default)s)")
+    parser.add_argument(
+        "--gbps", type=float, metavar="R", help="bandwidth of a node's link, in Gbit/s per direction (default 1)"
+    )
+    parser.add_argument(
+        "--rtt-ms", type=float, default=0.0, metavar="T", help="round-trip time between nodes, in ms (default 0)"
+    )
+    parser.add_argument(
+        "--no-net", action="store_true", help="use loopback: needs no root, but does not limit the rate"
+    )
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="folder that nodes can access only over the network"
+    )
+    parser.add_argument(
+        "--storage-gbps", type=float, metavar="R", help="bandwidth of the storage node's link, in Gbit/s"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write exit codes and link traffic as JSON")
     parser.set_defaults(run=_run)
 
@@ -30,7 +40,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.no_net and arguments.gbps is not None:
         raise ValueError(
-            f"--gbps {arguments.gbps:g} sets the rate of lab links, but --no-net uses loopback without a rate limit: "
+            f"--gbps {arguments.gbps:g} has no effect with --no-net, which uses loopback without a rate limit: "
             f"omit --no-net or --gbps."
         )
     config = LabConfig(

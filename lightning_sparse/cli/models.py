@@ -1,4 +1,4 @@
-"""Models by name, without weights: parameter shapes and input shape."""
+"""Find models by name, without weights: parameter shapes and input shape."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def find(name: str) -> Model:
     if not known:
         raise ValueError(
             f"model={name!r} needs torchvision or timm, and neither is installed: "
-            f"pip install torchvision, give --parameters instead, or one of {', '.join(SIZES)}."
+            f"pip install torchvision, give --parameters instead, or name one of {', '.join(SIZES)}."
         )
     close = difflib.get_close_matches(name, dict.fromkeys(known), n=4)
     hint = f"Did you mean {' or '.join(close)}?" if close else "See torchvision.models.list_models()."

@@ -1,12 +1,12 @@
-"""`lightning-sparse plan`: predict the step time of each path on a given cluster, and recommend one. Pure arithmetic.
+"""`lightning-sparse plan`: predict the step time of each method on a given cluster, and recommend one of them.
 
-The synchronisation time comes from `exchange.paths`, for buckets of DDP's default size. With C the time of forward and
-backward on one device and R that of synchronisation, a step takes C + R if communication starts after backward (no
-overlap), and max(C, R) if it overlaps compute completely (perfect overlap).
+The prediction is pure arithmetic. The communication time comes from `exchange.paths`, for buckets of DDP's default
+size. C is the time of forward and backward on one device, and R the time of communication. A step takes C + R if
+communication starts after backward (no overlap), and max(C, R) if it overlaps completely (perfect overlap).
 
-Scaling efficiency is C / step: the throughput of P devices relative to P times that of one. It excludes the optimizer
-step and data loading. A ring of P ranks has 2 (P - 1) latencies. NCCL's trees have fewer, so with hundreds of ranks DDP
-is faster than predicted.
+Scaling efficiency is C / step: the throughput of P devices relative to P times the throughput of one device. It
+excludes the optimizer step and data loading. A ring of P ranks has 2 (P - 1) latencies. NCCL's trees have fewer, so
+with hundreds of ranks DDP is faster than predicted.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ from lightning_sparse.updates import UpdatesConfig
 
 _OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
 UPDATES = {"updates": "sparse", "updates regional": "regional"}
-"""Ways that exchange updates, after the optimizer, and the path of each."""
+"""Methods that exchange updates, after the optimizer, and the path of each."""
 WAYS = ("ddp", "ddp16", *_OURS, *UPDATES)
 """The simplest first."""
 _NAMES = {
     "ddp": "DDP",
-    "ddp16": "DDP, 16-bit hook",
+    "ddp16": "DDP with 16-bit hook",
     "dense": "2-D dense",
-    "dense16": "2-D dense, 16-bit",
+    "dense16": "2-D dense 16-bit",
     "sparse": "mstopk_hier",
-    "regional": "mstopk_hier, regional",
+    "regional": "mstopk_hier regional",
     "updates": "mstopk_local",
-    "updates regional": "mstopk_local, regional",
+    "updates regional": "mstopk_local regional",
 }
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, DDP's defaults
 VALUES, UPDATE_VALUES = HierConfig().dtype, UpdatesConfig().dtype  # of a message
+KEY = """2-D: reduces within each node first, then between nodes
+% of dense16: traffic compared with 2-D dense 16-bit
+applied %: upper bound of the entries that one step changes"""
 MOST_PARAMETERS = 1e15
 ADDED = 1 << 22  # elements of the vectors that --measure adds
 
@@ -160,11 +163,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        return _NAMES[self.path] + (f" {100 * self.density:.3g} %" if self.selects else "")
+        return _NAMES[self.path] + (f" {100 * self.density:.3g}%" if self.selects else "")
 
 
 def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> Row:
-    """Predict one way. On one node, every way is an all-reduce.
+    """Predict one method. On one node, every method is an all-reduce.
 
     Raises:
         ValueError: if there is no node, or the density is not in (0, 1].
@@ -172,7 +175,7 @@ def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> R
     if nodes < 1:
         raise ValueError(f"nodes={nodes} must be at least 1.")
     if not 0 < density <= 1:
-        raise ValueError(f"density={density} must be in (0, 1], the share of entries to send.")
+        raise ValueError(f"density={density} must be in (0, 1]: the fraction of entries to send.")
     if way in UPDATES and nodes > 1:
         return _of_updates(scenario, nodes, way, density)
     work = Work(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
@@ -188,8 +191,10 @@ def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> R
 
 
 def _of_updates(scenario: Scenario, nodes: int, way: str, density: float) -> Row:
-    """Updates of all parameters in one exchange, which hides behind the whole next step. Inside the node gradients are
-    averaged, and updated slices are gathered once more."""
+    """Predict the exchange of updates: all parameters in one exchange, which overlaps with the whole next step.
+
+    Inside the node, gradients are averaged and updated slices are gathered.
+    """
     rates, devices = scenario.rates, scenario.devices
     work = Work(nodes, devices, scenario.numel)
     path = _OURS[UPDATES[way]].of(work, density, UPDATE_VALUES) or Dense(work)
@@ -215,7 +220,7 @@ def path_of(way: str, work: Work, density: float) -> paths.Path:
 
 
 def rows(scenario: Scenario, counts: Iterable[int], densities: Sequence[float]) -> list[Row]:
-    """Predict every way for every node count, and those that select for every density."""
+    """Predict every method for every node count; methods that select also for every density."""
     ways = [(way, density) for way in WAYS for density in (densities if _selects(way) else [1.0])]
     return [predict(scenario, nodes, way, density) for nodes in counts for way, density in ways]
 
@@ -230,11 +235,11 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
-    """The simplest path that no other beats by more than the strategy's margin.
+    """Return the simplest method that no other method beats by more than the strategy's margin.
 
-    In order of simplicity: DDP, its 16-bit hook, 2-D dense, the same with 16-bit values, sparse. Excludes regional,
-    which applies fewer entries than sparse at the same density, so that their times are not comparable, and updates,
-    which are another algorithm.
+    In order of simplicity: DDP, its 16-bit hook, 2-D dense, 2-D dense with 16-bit values, sparse. Excludes regional,
+    which applies fewer entries than sparse at the same density, so that their times are not comparable. Also excludes
+    updates, which are another algorithm.
     """
     order = [row for way in WAYS for row in found if row.path == way and _is_comparable(way)]
     best = min(_seconds(row, overlap) for row in order)
@@ -242,9 +247,9 @@ def simplest(found: Sequence[Row], *, overlap: bool) -> Row:
 
 
 def recommend(found: Sequence[Row], compute_s: float | None) -> str:
-    """Recommend a way for AdamW and one for SGD, from the rows of one node count and one density."""
+    """Recommend a method for AdamW and one for SGD, from the rows of one node count and one density."""
     if found[0].nodes == 1:
-        return "Use plain DDP: a single node has no inter-node traffic."
+        return "Use plain DDP: a single node has no traffic between nodes."
     return (
         f"{_said('With AdamW, use', found, compute_s, _for_adam)}\n{_said('With SGD, use', found, compute_s, simplest)}"
     )
@@ -253,38 +258,43 @@ def recommend(found: Sequence[Row], compute_s: float | None) -> str:
 def _said(use: str, found: Sequence[Row], compute_s: float | None, choose: Callable[..., Row]) -> str:
     nodes = found[0].nodes
     plain, least = choose(found, overlap=False), choose(found, overlap=True)
-    gain = _gain(found, plain, overlap=False)
+    without = _compared(found, plain, overlap=False)
     if compute_s is None:
-        return f"{use} {_advice(plain)}: its synchronisation {gain} (what that saves depends on the compute of a step)."
+        return (
+            f"{use} {_advice(plain)}. Predicted communication per step: {without}. For whole steps, add --compute-ms."
+        )
     if plain.path == least.path:
-        hidden = _gain(found, plain, overlap=True)
-        bounds = gain if gain == hidden else f"{gain} without overlap and {hidden} with perfect overlap"
-        return f"{use} {_advice(plain)} on {nodes} nodes: its step {bounds}."
+        hidden = _compared(found, plain, overlap=True)
+        bounds = without if without == hidden else f"{without} without overlap, {hidden} with perfect overlap"
+        return f"{use} {_advice(plain)} on {nodes} nodes. Predicted step: {bounds}."
     return (
-        f"{use} {_advice(least)} on {nodes} nodes if synchronisation overlaps with backward. If not, use "
-        f"{_advice(plain)}: its step without overlap {gain}. Measure both."
+        f"{use} {_advice(least)} on {nodes} nodes if communication overlaps with backward. If not, use "
+        f"{_advice(plain)}: predicted step {without}. Measure both."
     )
 
 
 def _for_adam(found: Sequence[Row], *, overlap: bool) -> Row:
-    """Updates where they are faster than all that sends everything, for Adam and other optimizers that divide by the
-    size of recent gradients: sparse gradients end worse there than one node alone."""
+    """Return updates if they are faster than all dense methods, otherwise the simplest dense method.
+
+    For Adam and other optimizers that divide by the size of recent gradients. With sparse gradients, they give a worse
+    loss than the single-node baseline.
+    """
     updates = next(row for row in found if row.path == "updates")
     whole = simplest([row for row in found if not row.selects], overlap=overlap)
     return whole if MARGIN * _seconds(whole, overlap) <= _seconds(updates, overlap) else updates
 
 
 GAPS = (
-    (30, "runs with as many ended 1% to 4% above dense training"),
-    (10, "runs with as many ended about 7% above dense training"),
-    (4, "runs with as few ended 9% to 12% above dense training: a higher density ends lower"),
-    (0, "that is too few: raise the density"),
+    (30, "Runs that sent each entry as often ended 1% to 4% above dense training"),
+    (10, "Runs that sent each entry as often ended about 7% above dense training"),
+    (4, "Runs that sent each entry as often ended 9% to 12% above dense training, and less with a higher density"),
+    (0, "This is too few, so raise the density: runs with 4 to 10 ended 9% to 12% above dense training"),
 )
-"""What a small Transformer lost on four nodes, by how often an entry was sent (docs/results.md, "Loss for bits")."""
+"""Loss of a small Transformer on four nodes, by how often an entry was sent (docs/results.md, "Loss for bits")."""
 
 
 def expect(found: Sequence[Row], steps: int) -> str:
-    """How often each entry of the updates is sent in so many steps, and what that cost where it was measured.
+    """Return how often each entry of the updates is sent in so many steps, and the measured effect on the loss.
 
     Raises:
         ValueError: for a run without steps.
@@ -293,10 +303,10 @@ def expect(found: Sequence[Row], steps: int) -> str:
         raise ValueError(f"steps={steps} must be at least 1, the optimizer steps of the whole run.")
     updates = next(row for row in found if row.path == "updates")
     times = steps * updates.density
-    told = next(told for least, told in GAPS if times >= least)
+    seen = next(text for least, text in GAPS if times >= least)
     return (
-        f"In {steps:,} steps {updates.name} sends each entry {times:.3g} times on average: {told} (a small Transformer "
-        f"with AdamW, 4 nodes; one run on 16 nodes ended twice as far above)."
+        f"In {steps:,} steps, {updates.name} sends each entry {times:.3g} times on average. {seen} (a small "
+        f"Transformer with AdamW on 4 nodes; one run on 16 nodes ended twice as far above)."
     )
 
 
@@ -318,22 +328,22 @@ def _advice(row: Row) -> str:
     }.get(row.path, f"strategy='mstopk_hier' with density={row.density:g}")
 
 
-def _gain(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
-    """Compare the row with DDP and with the best that sends everything, or DDP with the best other path."""
+def _compared(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
+    """Return the time of a row, and the times of DDP and the fastest dense method, or of DDP's best alternative."""
+    others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
+    fastest = min(others, key=lambda each: _seconds(each, overlap))
     if row.path != "ddp":
         ddp = next(each for each in found if each.path == "ddp")
-        dense = min((each for each in found if not each.selects), key=lambda each: _seconds(each, overlap))
-        said = f"is {_times(ddp, row, overlap)} as fast as DDP's"
-        return said if dense in (ddp, row) else f"{said}, {_times(dense, row, overlap)} as fast as that of {dense.name}"
-    others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
-    best = min(others, key=lambda each: _seconds(each, overlap))
-    factor = _seconds(row, overlap) / _seconds(best, overlap)
-    return "is as fast as any" if factor < 1.005 else f"is within {100 * factor - 100:.0f} % of the best ({best.name})"
+        fastest = min((each for each in found if not each.selects), key=lambda each: _seconds(each, overlap))
+        shown = [ddp, *([] if fastest in (ddp, row) else [fastest])]
+    else:
+        shown = [fastest]
+    return f"{_ms(row, overlap)} ({'; '.join(f'{each.name}: {_ms(each, overlap)}' for each in shown)})"
 
 
-def _times(slow: Row, fast: Row, overlap: bool) -> str:
-    factor = _seconds(slow, overlap) / _seconds(fast, overlap)
-    return f"{factor:.2g} times" if factor < 10 else f"{factor:,.0f} times"
+def _ms(row: Row, overlap: bool) -> str:
+    number = 1e3 * _seconds(row, overlap)
+    return f"{number:.3g} ms" if number < 1e3 else f"{number:,.0f} ms"
 
 
 def _seconds(row: Row, overlap: bool) -> float:
@@ -419,7 +429,7 @@ def host_costs(device: torch.device) -> HostCosts:
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Plot the rows of one density, or synchronisation alone if compute time is unknown.
+    """Plot the rows of one density, or the communication time alone if compute time is unknown.
 
     Raises ValueError if matplotlib is not installed, or does not support the file's suffix.
     """
@@ -440,7 +450,7 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
             axes[0].plot([], [], style, color="black", label=label)
     else:
         _lines(axes[0], rows, "-", lambda row: 1e3 * row.sync_s)
-        axes[0].set(ylabel="synchronisation, ms per step", yscale="log", title="without compute, lower is better")
+        axes[0].set(ylabel="communication, ms per step", yscale="log", title="without compute, lower is better")
     counts = sorted({row.nodes for row in rows})
     for each in axes:
         each.set_xscale("log", base=2)
@@ -466,30 +476,39 @@ def _lines(axes: Any, rows: Sequence[Row], style: str, value: Callable[[Row], fl
 def declare(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.description = (
-        "Predict the step time, scaling efficiency and inter-node traffic of DDP, of 2-D dense, sparse and regional "
-        "reduction, and of exchanging updates. Runs nothing unless --measure is given."
+        "Estimate the communication time, step time, and traffic of DDP and of the strategies of this package on a "
+        "cluster. Runs nothing unless you give --measure."
     )
     parser.epilog = (
         "Example: lightning-sparse plan --model resnet50 --nodes 16 --devices 8 --inter-gbps 25 --intra-gbps 1200 "
         "--compute-ms 107"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", metavar="NAME", help=f"{', '.join(models.SIZES)}, or any of torchvision or timm")
-    what.add_argument("--parameters", type=float, metavar="N", help="number of gradients, for example 25.6e6")
-    parser.add_argument("--nodes", type=int, required=True, metavar="M")
+    what.add_argument("--model", metavar="NAME", help=f"{', '.join(models.SIZES)}, or any model of torchvision or timm")
+    what.add_argument("--parameters", type=float, metavar="N", help="number of parameters, for example 25.6e6")
+    parser.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     parser.add_argument("--devices", type=int, required=True, metavar="L", help="devices per node")
-    parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help="Gbit/s of a node's link each way")
-    parser.add_argument(
-        "--intra-gbps", type=float, metavar="R", help="Gbit/s of a device in its node; needed for several devices"
-    )
-    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help="default %(default)s")
-    parser.add_argument("--steps", type=int, metavar="N", help="of the whole run: shows how often each entry is sent")
-    parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help="default: 4 (also under AMP)")
+    inter = "bandwidth of one node's link, in Gbit/s per direction"
+    parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help=inter)
+    intra = "bandwidth of one device inside its node, in Gbit/s (required if --devices > 1)"
+    parser.add_argument("--intra-gbps", type=float, metavar="R", help=intra)
+    compared = "densities to compare (default 0.01 0.001)"
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help=compared)
+    steps = "optimizer steps of the whole run: shows how often each entry is sent, and the effect on the loss"
+    parser.add_argument("--steps", type=int, metavar="N", help=steps)
+    size = "bytes per gradient (default 4, also with automatic mixed precision)"
+    parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help=size)
     parser.add_argument("--compute-ms", type=float, metavar="T", help="forward and backward time of one device's batch")
-    parser.add_argument("--measure", action="store_true", help="measure compute and selection on this machine's device")
-    parser.add_argument("--batch", type=int, default=32, metavar="B", help="for --measure (default %(default)s)")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure computation and selection on this machine's device"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=32, metavar="B", help="batch size per device for --measure (default %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print only JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot step time over nodes; .svg, .png or .pdf")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the step time over the number of nodes (.svg, .png, or .pdf)"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -500,8 +519,9 @@ def _run(arguments: argparse.Namespace) -> int:
     shown = [row for row in found if not row.selects or row.density == arguments.density[0]]
     compared = [row for row in shown if row.nodes == arguments.nodes]
     advice = recommend(compared, scenario.compute_s)
-    if arguments.nodes > 1 and arguments.steps is not None:
-        advice += "\n" + expect(compared, arguments.steps)
+    if arguments.nodes > 1:
+        hint = "For the effect on the loss, add --steps."
+        advice += "\n" + (hint if arguments.steps is None else expect(compared, arguments.steps))
     if arguments.plot is not None:
         what = arguments.model or f"{scenario.numel:,} gradients"
         compute = "" if scenario.compute_s is None else f", {1e3 * scenario.compute_s:.4g} ms of compute"
@@ -513,10 +533,10 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**result, "rows": [asdict(row) for row in found]}, indent=2))
         return 0
     print("\n".join(notes))
-    print(f"\n{arguments.nodes} nodes, per step:\n{_by_path(here, arguments.steps)}")
+    print(f"\n{arguments.nodes} nodes, per step:\n{_by_path(here, arguments.steps)}\n{KEY}")
     timed = scenario.compute_s is not None
-    what = "step in ms without and with perfect overlap" if timed else "synchronisation in ms"
-    print(f"\nby nodes, {what}:\n{_by_nodes(shown)}")
+    what = "step in ms without and with perfect overlap" if timed else "communication in ms"
+    print(f"\nBy number of nodes, {what}:\n{_by_nodes(shown)}")
     print(f"\n{advice}")
     return 0
 
@@ -525,18 +545,18 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """The scenario and its assumptions."""
     if arguments.intra_gbps is None and arguments.devices > 1:
         raise ValueError(
-            f"--intra-gbps is missing: the {arguments.devices} devices of a node exchange gradients. Give the rate of "
-            f"a device in its node, for example 1200 with NVLink or 100 with PCIe."
+            f"--intra-gbps is missing: the {arguments.devices} devices of a node exchange gradients. Give the "
+            f"bandwidth of one device inside its node, for example 1200 with NVLink or 100 with PCIe."
         )
     if arguments.parameters is not None and not 1 <= arguments.parameters <= MOST_PARAMETERS:
         raise ValueError(
-            f"--parameters {arguments.parameters:g} must be the number of gradients, from 1 to {MOST_PARAMETERS:g}: "
+            f"--parameters {arguments.parameters:g} must be the number of parameters, from 1 to {MOST_PARAMETERS:g}: "
             f"for example 25.6e6."
         )
     model = None
     if arguments.model is not None and (arguments.measure or arguments.model not in models.SIZES):
         model = models.find(arguments.model)
-    host, compute_s, note = V100, None, "compute time unknown: synchronisation only"
+    host, compute_s, note = V100, None, "compute time unknown: communication only"
     if arguments.compute_ms is not None:
         compute_s, note = 1e-3 * arguments.compute_ms, f"forward and backward {arguments.compute_ms:g} ms (given)"
     if arguments.measure:
@@ -564,9 +584,9 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
 
 def _by_path(rows: list[Row], steps: int | None) -> str:
-    head = ["", "sync ms", "MB into a node", "% of dense16", "applied %"]
+    head = ["", "comm ms", "MB received per node", "% of dense16", "applied %"]
     if steps is not None:
-        head.append("sent, times")
+        head.append("times sent")
     dense = next(row.node_bytes for row in rows if row.path == "dense16") or 1.0
     if rows[0].step_s is not None:
         head += ["step ms", "overlapped ms", "efficiency %", "overlapped %"]

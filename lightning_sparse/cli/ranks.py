@@ -1,4 +1,4 @@
-"""The ranks of a launcher: whether there is one, and its process group."""
+"""Detect whether a launcher started this process, and join its process group."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_sparse.topology import Topology, discover
 
 
 def launched() -> bool:
-    """Whether torchrun, another launcher that sets RANK, or `srun` with several tasks started this process."""
+    """Return whether torchrun, another launcher that sets RANK, or `srun` with several tasks started this process."""
     return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
 def join() -> tuple[Topology, torch.device]:
-    """Initialise the process group: NCCL if this rank has a GPU, otherwise Gloo. A collective.
+    """Initialize the process group: NCCL if this rank has a GPU, otherwise Gloo. A collective.
 
     Raises:
         ValueError: if the launcher did not set the address of the process group.
@@ -27,8 +27,8 @@ def join() -> tuple[Topology, torch.device]:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} is not set, so the ranks cannot connect: start with torchrun, or export before "
-            f"srun (MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500)."
+            f"{', '.join(missing)} is not set, so the ranks cannot connect: start with torchrun, or before "
+            f"srun, export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500."
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if local < torch.cuda.device_count() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What commands and benchmarks print alike: tables, the processor's name, and what to install."""
+"""Output that commands and benchmarks share: tables, the CPU's name, and missing packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def processor() -> str:
-    """Model name of the processor."""
+    """Return the model name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -12,26 +12,31 @@ from lightning_sparse.data.tokens import files_of, prepare
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("out", type=Path, help="file to write, such as train.bin; its description goes to train.json")
-    parser.add_argument("texts", type=Path, nargs="+", metavar="TEXT", help="text file; the ids follow in this order")
-    called = "called with the text of a file, returns its ids; default: the bytes of the file"
+    parser.description = "Convert text files to token ids for TokenDataModule."
+    parser.add_argument("out", type=Path, help="file to write, such as train.bin; train.json describes it")
+    parser.add_argument(
+        "texts", type=Path, nargs="+", metavar="TEXT", help="text files; their ids are written in this order"
+    )
+    called = "function that maps the text of a file to its ids (default: the bytes of the file)"
     parser.add_argument("--tokenizer", type=_named, metavar="MODULE:FUNCTION", help=called)
     parser.add_argument(
         "--vocab-size", type=int, default=256, metavar="N", help="vocabulary size (default %(default)s)"
     )
-    parser.add_argument("--end", type=int, metavar="ID", help="id to put after each text, so that documents are known")
+    parser.add_argument(
+        "--end", type=int, metavar="ID", help="id to write after each text, to mark the end of a document"
+    )
     parser.set_defaults(run=_prepare)
 
 
 def _named(text: str) -> Callable[[str], Sequence[int]]:
-    """Import what ``module:function`` names; the function may be an attribute of an object."""
+    """Import a function by its name ``module:function``; the function may be an attribute of an object."""
     module, _, path = text.partition(":")
     try:
         found = import_module(module)
         for name in path.split("."):
             found = getattr(found, name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION that can be imported ({error})") from None
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be imported as MODULE:FUNCTION ({error})") from None
     return found  # type: ignore[return-value]  # an attribute of a module
 
 

@@ -52,7 +52,7 @@ class RunResult:
         return sum(node.sent for node in self.traffic) - storage_received
 
     def summary(self) -> str:
-        ended = f"{len(self.node_exit_codes)} nodes ended with {self.exit_code} after {self.seconds:.1f} s"
+        ended = f"{len(self.node_exit_codes)} nodes exited with code {self.exit_code} after {self.seconds:.1f} s"
         if self.traffic is None:
             return f"{ended}; on loopback, without rate limits and byte counts"
         text = f"{ended}; bytes sent between nodes: {self.bytes_between_nodes:,}"

@@ -197,7 +197,7 @@ def test_on_two_nodes_it_measures_the_network_and_rank_0_alone_speaks() -> None:
     assert "2 node(s) x 1 device(s): hierarchical reduction, gloo" in lines["topology"]
     assert "Gbit/s per node" in lines["between nodes"]
     assert "inside a node" not in lines, "one device has nobody to talk to"
-    assert "exchange='auto' chooses" in lines["25 MiB bucket at 1 %"]
+    assert "exchange='auto' chooses" in lines["25 MiB bucket at 1%"]
     assert len(lines) < 30, "one screen"
 
 

@@ -52,7 +52,7 @@ def test_the_command_line_writes_the_same(tmp_path: Path, capsys: pytest.Capture
         main(["tokens", *given])
     with pytest.raises(SystemExit):
         main(["tokens", *given[:3], "no.such:function"])
-    assert "is not MODULE:FUNCTION that can be imported" in capsys.readouterr().err
+    assert "cannot be imported as MODULE:FUNCTION" in capsys.readouterr().err
     assert not list(tmp_path.glob("b*")), "nothing half written is left"
 
 
