@@ -19,7 +19,7 @@ class ExchangeConfig:
 
     Args:
         density: Fraction of the entries of each shard that nodes exchange, in (0, 1]. With K / S in the paper's
-            notation. Use 0.03 to 0.1 for short runs, in which each entry would otherwise be sent only a few times.
+            notation. Use 0.03 to 0.1 for short runs.
         exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` or ``"auto"``.
             ``"sparse"`` sends the K largest entries of each node to all others. ``"regional"`` finds approximately the
             K largest entries of all nodes together, so its traffic does not grow with the number of nodes. ``"dense"``

@@ -22,10 +22,10 @@ class PTOMixin:
         scope: Ranks that share a step: those of a ``"node"``, of the whole ``"world"``, or ``"auto"``. "auto" times a
             few full steps and a few shared steps, inside the node or, with one rank per node, among all ranks, and
             keeps the faster. Choose "node" or "world" if the state does not fit otherwise.
-        also: Names of more optimizer classes to share, such as ``["Lion"]``. torch's SGD, Adam, AdamW, Adagrad,
-            RMSprop, NAdam and Muon and timm's LARS and LAMB are tested. Name an optimizer only if its step computes
-            each parameter from that parameter's gradient and state alone. Every rank runs the full step of other
-            optimizers.
+        also: Names of more optimizer classes to share, such as ``["Lion"]``. The tested optimizers are torch's SGD,
+            Adam, AdamW, Adagrad, RMSprop, NAdam and Muon and timm's LARS and LAMB. Name an optimizer only if its step
+            computes each parameter from that parameter's gradient and state alone. Every rank runs the full step of
+            other optimizers.
 
     Raises:
         ValueError: if the scope is unknown; at the start of fit, if the strategy or an optimizer is not supported.
