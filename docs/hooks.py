@@ -37,7 +37,8 @@ MOVED = json.loads((ROOT / "docs" / "moved.json").read_text(encoding="utf-8"))
 def on_config(config: Any) -> Any:
     """Take the address of the repository from pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    config.repo_url = re.findall(r'^Repository = "(.*)"', project, re.MULTILINE)[0]
+    (config.repo_url,) = re.findall(r'^Repository = "(.*)"', project, re.MULTILINE)
+    config.repo_name = "/".join(config.repo_url.split("/")[-2:])
     return config
 
 

@@ -1,6 +1,6 @@
 """Train a small model on nodes that join and leave during the run.
 
-pip install '.[pytorch-lightning,torchft]'
+pip install 'torchft>=0.2'
 torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000                 # on one machine
 TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/elastic.py --name a    # on each node, at any time
 
