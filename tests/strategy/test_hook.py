@@ -5,6 +5,7 @@ Every test runs the worker below it (named after the test) in P processes and co
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,34 @@ from tests.strategy.models import (
 SHAPES = [(2, 2), (3, 1), (1, 3)]
 
 
-# -- the loop of the documents -----------------------------------------------------------------------------------------
+# -- the documented loop -----------------------------------------------------------------------------------------------
 
 
-def test_the_loop_of_the_documents_protects_residuals_and_knows_adam() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    results = run_ranks(loop_of_the_documents, code)
+def test_documented_loop_protects_residuals_and_detects_adam() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^## PyTorch, gradients\n\n```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    results = run_ranks(documented_loop, code)
     for weights, before, after, _, hooks_left in results:
-        assert torch.equal(weights, results[0][0]), "all ranks end alike"
+        assert torch.equal(weights, results[0][0]), "all ranks end with equal weights"
         assert before.count_nonzero() > 0
         assert torch.equal(before, after), "a gradient that was not stepped changed the residual"
-        assert not hooks_left, "end() takes the hooks off"
-    assert results[0][3], "AdamW is warned of"
+        assert not hooks_left, "end() removes the hooks"
+    assert results[0][3], "a warning names AdamW"
 
 
-def loop_of_the_documents(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
+class Losses(nn.Module):
+    """Return the loss of a step, after `look`."""
+
+    def __init__(self, look: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.model, self.look = mlp(), look
+
+    def forward(self, step: int) -> Tensor:
+        self.look(self)
+        return loss_of(self.model, step, dist.get_rank())
+
+
+def documented_loop(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
     names: dict[str, Any] = {}
     exec(code, names)
     states: list[Any] = []
@@ -61,27 +74,22 @@ def loop_of_the_documents(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool
     names["HierConfig"] = lambda **_: config
     make = names["HierState"]
     names["HierState"] = lambda *args: states.append(make(*args)) or states[-1]
-
-    def loss(ddp: nn.Module, step: int) -> Tensor:
-        norms.append(node_residual(ddp.module, states[-1]))  # before_backward() has settled the last step
-        return loss_of(ddp, step, dist.get_rank())
-
-    model, calls, sgd = mlp(), iter(range(9)), torch.optim.SGD
-    sgd(model.parameters())  # the first one makes torch wrap step(), which calls the hooks
+    calls, sgd = iter(range(9)), torch.optim.SGD
+    model = Losses(lambda model: norms.append(node_residual(model, states[-1])))  # the last step is settled
+    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)  # the first one makes torch wrap step(), for its hooks
     step = sgd.step
 
     def skips_one(self: torch.optim.Optimizer) -> None:
         if next(calls) != 6:
             step(self)
 
-    skips_one.hooked = True  # torch is not to wrap it: what is skipped calls no hook
+    skips_one.hooked = True  # torch must not wrap it: a skipped step calls no hook
     sgd.step = skips_one
-    names["train"](model, loss, range(9))
+    names["train"](model, optimizer, range(9))
     sgd.step = step
-    lines, other = Lines(), mlp()
-    torch.optim.SGD = lambda parameters, lr, momentum: torch.optim.AdamW(parameters, lr)
-    names["train"](other, loss, range(2))
-    warned = any("AdamW divides" in line for line in lines.lines)
+    lines, other = Lines(), Losses(lambda _: None)
+    names["train"](other, torch.optim.AdamW(other.parameters(), lr=1e-3), range(2))
+    warned = any("AdamW" in line for line in lines.lines)
     return flat_parameters(model), norms[6], norms[7], warned, bool(states[0]._steps._hooks)
 
 
