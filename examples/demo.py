@@ -1,9 +1,9 @@
 """Compare dense and sparse training on an emulated cluster; `make demo` runs this.
 
-The cluster has two nodes of two ranks each. The nodes are network namespaces, joined by links of 0.15 Gbit/s. All runs
-of a task start from the same weights, and take the same number of steps. The *single-node baseline* trains one node on
-its half of the data without any communication: an exchange is useful only if it ends below this loss. The kernel counts
-the bytes on the links.
+The cluster has two nodes of two ranks each, on the CPU. The nodes are network namespaces, joined by links of
+0.15 Gbit/s. All runs of a task start from the same weights, and take the same number of steps. The *single-node
+baseline* trains one node on its half of the data without any communication: an exchange is useful only if it ends below
+this loss. The kernel counts the bytes on the links.
 
 These rules set the options. docs/first-run.md has the measured table, benchmarks/README.md the learning rates:
 
@@ -95,11 +95,11 @@ class Run:
 
     def read(self) -> Row:
         node = json.loads((self.folder / "node0.json").read_text())
-        received = node["bytes_received"]
+        received, elapsed = node["bytes_received"], list(accumulate(node["seconds"]))
         return Row(
             run=self,
             losses=[loss for _, loss in node["losses"]],
-            seconds=[list(accumulate(node["seconds"]))[step - 1] for step, _ in node["losses"]],
+            seconds=[elapsed[step - 1] for step, _ in node["losses"]],
             step_seconds=median(node["seconds"][FIRST_STEPS:]),
             step_bytes=node["bytes_computed"] if received is None else received,
         )
@@ -132,7 +132,8 @@ def train(runs: list[Run], nodes: int, out: Path, gbps: float, network: bool) ->
     path = out / f"plan{nodes}.json"
     path.write_text(json.dumps(commands))
     with Cluster(LabConfig(nodes=nodes, devices=DEVICES, gbps=gbps, network=network)) as cluster:
-        result = cluster.run([sys.executable, str(HERE / "demo_ranks.py"), str(path)])
+        cpu = {"CUDA_VISIBLE_DEVICES": ""}  # four ranks cannot share one GPU
+        result = cluster.run([sys.executable, str(HERE / "demo_ranks.py"), str(path)], env=cpu)
     if result.exit_code != 0:
         raise SystemExit(f"training on {nodes} node(s) failed with exit code {result.exit_code}; its output is above")
 

@@ -37,7 +37,7 @@ def parse_arguments(description: str | None, **defaults: Any) -> argparse.Namesp
 
 
 def make_strategy(name: str, density: float) -> Any:
-    """Return the `strategy` argument of a Trainer."""
+    """Return the `strategy` argument of a Trainer. The runs are too short for a density warm-up."""
     if name == "mstopk_hier":
         return MSTopKHierStrategy(density=density, exchange="sparse", warmup_epochs=0)
     return MSTopKLocalStrategy(density=density) if name == "mstopk_local" else name
@@ -53,7 +53,7 @@ def find_cluster() -> dict[str, Any]:
 
 
 def take_share(data: Dataset[Any], share: float) -> Subset[Any]:
-    """Return evenly spaced samples, the same in every epoch."""
+    """Return evenly spaced samples, which are equal in every epoch."""
     size = len(data)  # type: ignore[arg-type]
     return Subset(data, [int(place / share) for place in range(int(size * share))])
 

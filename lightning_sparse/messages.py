@@ -13,8 +13,8 @@ log = logging.getLogger("lightning_sparse")
 SHOWN = 3  # names in a log line
 PATIENCE = timedelta(seconds=10)
 """After so long a rank says what it waits for."""
-CONNECTS = 5.0
-"""Seconds in which the ranks of a job usually connect."""
+CONNECT_SECONDS = 5.0
+"""Time in which the ranks of a job usually connect."""
 
 
 def show_log_lines() -> None:
@@ -48,7 +48,7 @@ def said_if_long(what: str) -> Iterator[None]:
 
 @contextmanager
 def said_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
-    """Log where this node waits for others, if the ranks of a job do not connect within `CONNECTS` seconds.
+    """Log where this node waits for others, if the ranks of a job do not connect within `CONNECT_SECONDS`.
 
     Args:
         nodes: number of nodes of the job.
@@ -59,13 +59,13 @@ def said_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
         return
     some = "1" if nodes == 2 else f"up to {nodes - 1}"
     where = f"{environment.main_address}:{environment.main_port}"
-    with _later(CONNECTS, log.info, "waiting for %s of %d nodes at %s", some, nodes, where):
+    with _later(CONNECT_SECONDS, log.info, "waiting for %s of %d nodes at %s", some, nodes, where):
         yield
 
 
 @contextmanager
 def _later(seconds: float, function: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Call a function unless the block ends before."""
+    """Call a function after some seconds, unless the block ends before."""
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()

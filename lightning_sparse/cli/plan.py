@@ -288,7 +288,7 @@ GAPS = (
     (30, "Runs that sent each entry as often ended 1% to 4% above dense training"),
     (10, "Runs that sent each entry as often ended about 7% above dense training"),
     (4, "Runs that sent each entry as often ended 9% to 12% above dense training, and less with a higher density"),
-    (0, "This is too few, so raise the density: runs with 4 to 10 ended 9% to 12% above dense training"),
+    (0, "This is too few, so raise the density: runs with 4 to 10 times ended 9% to 12% above dense training"),
 )
 """Loss of a small Transformer on four nodes, by how often an entry was sent (docs/results.md, "Loss for bits")."""
 
@@ -330,15 +330,17 @@ def _advice(row: Row) -> str:
 
 def _compared(found: Sequence[Row], row: Row, *, overlap: bool) -> str:
     """Return the time of a row, and the times of DDP and the fastest dense method, or of DDP's best alternative."""
-    others = [each for each in found if each.path != "ddp" and _is_comparable(each.path)]
-    fastest = min(others, key=lambda each: _seconds(each, overlap))
-    if row.path != "ddp":
-        ddp = next(each for each in found if each.path == "ddp")
-        fastest = min((each for each in found if not each.selects), key=lambda each: _seconds(each, overlap))
-        shown = [ddp, *([] if fastest in (ddp, row) else [fastest])]
+    if row.path == "ddp":
+        shown = [_fastest([each for each in found if each.path != "ddp" and _is_comparable(each.path)], overlap)]
     else:
-        shown = [fastest]
+        ddp = next(each for each in found if each.path == "ddp")
+        dense = _fastest([each for each in found if not each.selects], overlap)
+        shown = [ddp] if dense in (ddp, row) else [ddp, dense]
     return f"{_ms(row, overlap)} ({'; '.join(f'{each.name}: {_ms(each, overlap)}' for each in shown)})"
+
+
+def _fastest(found: Sequence[Row], overlap: bool) -> Row:
+    return min(found, key=lambda row: _seconds(row, overlap))
 
 
 def _ms(row: Row, overlap: bool) -> str:

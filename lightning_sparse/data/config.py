@@ -61,8 +61,8 @@ class CacheConfig:
         disk_gb: Disk limit per split, in GB. Default: all free space except a reserve.
         lists: CSV or Parquet file of each split, such as ``{"train": "train.csv", "val": "val.csv"}``. Its columns are
             path (relative to the source), label and, for several labels, more. The first label may be a name.
-        member: Extension of the member of a WebDataset shard that is the sample, such as ``"npy"``. Required if there
-            are several besides ``.cls``, the label. For Parquet files, the column of samples.
+        member: Extension of the member of a WebDataset shard that is the sample, such as ``"npy"``. Required if a
+            sample has several members other than its label (``.cls``). For Parquet files, the column of samples.
         format: Format in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
         short_side: Shorter side of decoded images, in pixels.
         shuffle: Order of the samples, ``"global"`` or ``"local"``. See `lightning_sparse.data.pipeline.sampler`.

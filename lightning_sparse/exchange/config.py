@@ -18,15 +18,15 @@ class ExchangeConfig:
     """Options of the exchange between nodes.
 
     Args:
-        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]. With K / S in the paper's
-            notation. Use 0.03 to 0.1 for short runs.
+        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]. The paper calls it K / S. Use
+            0.03 to 0.1 for short runs.
         exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` or ``"auto"``.
             ``"sparse"`` sends the K largest entries of each node to all others. ``"regional"`` finds approximately the
             K largest entries of all nodes together, so its traffic does not grow with the number of nodes. ``"dense"``
             sends everything, ``"dense16"`` everything as bfloat16, with the rounding error in the residual. ``"auto"``
-            measures both networks in the first step and selects the fastest of sparse, dense and (unless
-            ``value_dtype`` is float32) dense16 for each group of parameters; if two are close, the one that leaves out
-            fewer entries.
+            measures both networks in the first step. It then selects the fastest of sparse, dense and dense16 for each
+            group of parameters, without dense16 if ``value_dtype`` is float32. If two paths are almost equally fast,
+            it selects the path that leaves out fewer entries.
         value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``.
             ``"2bit"`` stores a sign and one of two levels per value; each block of 65,536 elements has its own levels.
             The rounding error stays in the residual and is sent later.

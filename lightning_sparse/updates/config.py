@@ -22,9 +22,9 @@ class UpdatesConfig(ExchangeConfig):
             not available, because the exchange overlaps with a whole step.
         step_ahead: Fraction of its own pending updates that a node keeps in its weights, from 0.001 to 1, or
             ``"auto"``. With 1, each node trains its own model, corrected by the received updates. ``"auto"`` measures
-            on a sample how similar the pending updates of the nodes are. It uses values between 1 (equal updates) and 1
-            / M (independent updates on M nodes), min(1, 2 / M) with ``exchange="regional"``, and 1 if everything is
-            sent or if two nodes exchange after every step.
+            on a sample how similar the pending updates of the nodes are. Equal updates give 1, and independent updates
+            on M nodes give 1 / M. It is always min(1, 2 / M) with ``exchange="regional"``. It is always 1 if
+            everything is sent, or if two nodes exchange after every step.
         delay: Number of steps between sending a message and applying it, from 0 to ``sync_every``. With 1, sending
             overlaps with the next step. With 0, each step waits. Use more if sending takes longer than a step.
         value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``. On
@@ -38,7 +38,7 @@ class UpdatesConfig(ExchangeConfig):
             slices anyway.
 
     Raises:
-        ValueError: naming the value, the rule and the way out.
+        ValueError: with the value, the rule and the fix.
     """
 
     exchange: Exchange = "sparse"
