@@ -10,6 +10,7 @@ from lightning_sparse.data.config import CacheConfig, ImageOptions, SampleOption
 from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageDataModuleMixin
 from lightning_sparse.data.session import DataOptions
 from lightning_sparse.data.tokens import TokenDataModuleMixin
+from lightning_sparse.elastic.updates import ElasticConfig
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.gradients.config import GradientsConfig
@@ -17,7 +18,6 @@ from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.options import ShardsConfig
 from lightning_sparse.strategy.trainer import MSTopKElasticMixin, MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
 from lightning_sparse.updates import UpdatesConfig
-from lightning_sparse.updates.elastic import ElasticConfig
 
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options

@@ -21,6 +21,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lightning_sparse._autoload import autoload
+from lightning_sparse._version import __version__
 
 if TYPE_CHECKING:
     from lightning_sparse.flavours.pytorch_lightning import (
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
         PTOCallback,
         TokenDataModule,
     )
-
-__version__ = "0.2.0"
 
 __all__ = [
     "CachedDataModule", "CachedImageDataModule", "CommStatsCallback", "MSTopKElasticStrategy", "MSTopKFSDPStrategy",

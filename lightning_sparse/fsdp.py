@@ -24,12 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import Engine, Piece, State, layout_of, total
+from lightning_sparse.checkpoint.state import Piece, State, layout_of, total
+from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
 from lightning_sparse.gradients.config import GradientsConfig, Warmup
-from lightning_sparse.gradients.optimizers import objection, warning_of
 from lightning_sparse.messages import LogOnce
+from lightning_sparse.optimizers import objection, warning_of
 from lightning_sparse.sharding import check_sharded, local_of, part_of
 from lightning_sparse.topology import Topology, device_type, undisturbed
 

@@ -38,8 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.agree import compare
 from lightning_sparse.internals import nccl_options
-from lightning_sparse.messages import log
-from lightning_sparse.waits import waiting
+from lightning_sparse.messages import log, waiting
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks.convergence import text
 from benchmarks.convergence.runs import Run
-from lightning_sparse.exchange.rounds import Round, Rounds
+from lightning_sparse.elastic.rounds import Round, Rounds
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticDifference, ElasticUpdates
 from lightning_sparse.topology import discover
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticDifference, ElasticUpdates
 
 NODES = 3
 KEPT_EVERY = 40  # steps

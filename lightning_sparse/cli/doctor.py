@@ -30,11 +30,10 @@ from lightning_sparse.cli.ranks import join, launched, leave
 from lightning_sparse.data.cache.commands import caches
 from lightning_sparse.data.cache.segment import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
+from lightning_sparse.elastic.lighthouse import COMMAND, VARIABLE, last_quorum
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
-from lightning_sparse.exchange.choice import MARGIN, PathChoice
-from lightning_sparse.exchange.lighthouse import COMMAND, VARIABLE, last_quorum
+from lightning_sparse.exchange.cost import MARGIN, PathChoice, probe
 from lightning_sparse.exchange.paths import PATHS, Flat
-from lightning_sparse.exchange.probe import probe
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import kernel_report
 from lightning_sparse.lab import unavailable_reason

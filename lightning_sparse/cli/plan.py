@@ -27,9 +27,8 @@ import torch
 from lightning_sparse.cli import models
 from lightning_sparse.cli.report import format_table, need, processor
 from lightning_sparse.exchange import paths
-from lightning_sparse.exchange.choice import MARGIN
+from lightning_sparse.exchange.cost import MARGIN, kernel_costs
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Work
-from lightning_sparse.exchange.probe import kernel_costs
 from lightning_sparse.exchange.rates import Link, Rates, rate
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.updates import UpdatesConfig

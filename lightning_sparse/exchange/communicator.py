@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.exchange.host import Stopwatch
+from lightning_sparse.exchange.lanes import Stopwatch
+from lightning_sparse.messages import waiting
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
-from lightning_sparse.waits import waiting
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.choice import PathChoice
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
+from lightning_sparse.exchange.cost import PathChoice
 from lightning_sparse.exchange.lanes import Runner, runner_of
 from lightning_sparse.exchange.paths import Dense16, Flat, Path, Shard
 from lightning_sparse.kernels import kernel_report

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported, unannounced
 
-from lightning_sparse.engine import Engine, State
+from lightning_sparse.checkpoint.state import State
+from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, Path, Work
 from lightning_sparse.exchange.paths import Dense, Flat
+from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.gradients import checkpoint
 from lightning_sparse.gradients.config import HierConfig, Warmup
 from lightning_sparse.gradients.groups import (
@@ -37,10 +39,10 @@ from lightning_sparse.gradients.groups import (
     refuse_sparse_gradients,
 )
 from lightning_sparse.gradients.momentum import MomentumCorrection
-from lightning_sparse.gradients.optimizers import objection, warning_of
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
 from lightning_sparse.messages import LogOnce
+from lightning_sparse.optimizers import objection, warning_of
 from lightning_sparse.topology import Topology, undisturbed
 
 
@@ -187,7 +189,7 @@ class HierState(Engine):
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note from now on which parameters are stepped, by these optimizers or others, so that residuals are committed
         only after a step. Without any every round counts as used. With ``exchange="auto"`` no entries are left out for
-        optimizers that do not tolerate it (lightning_sparse.gradients.optimizers).
+        optimizers that do not tolerate it (lightning_sparse.optimizers).
 
         Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
 
@@ -324,24 +326,49 @@ class HierState(Engine):
         return True
 
     def manifest(self) -> dict[str, Any]:
-        return checkpoint.manifest_of(self)
+        rates = self.exchange.choice.rates
+        known = [sorted(store.known, key=lambda group: group.names) for store in self.settled_stores()]
+        return {
+            "round": self.round,
+            "rates": None if rates is None else rates.to_list(),
+            "warmup": [self.warmup.epochs, self.warmup.rounds],
+            "momentum": {} if self.momentum is None else self.momentum.tails(),
+            "parameters": dict(self.parameters.numels),
+            "settled": checkpoint.plain(self.layout.settled),
+            "previous": checkpoint.plain(self.layout.previous),
+            "stores": list(map(checkpoint.plain, known)),
+        }
 
     def state(self) -> State:
         """Return this device's residuals as settle() would leave them now, without settling."""
-        return checkpoint.state_of(self)
+        return checkpoint.state_of(self.settled_stores(), self.parameters)
 
     def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
         """Return whether it was saved for these parameters in this memory order, and nothing that is not kept here."""
         same = manifest["parameters"] == self.parameters.numels and len(manifest["stores"]) <= len(self.stores)
-        return same and state.layouts == checkpoint.layouts_of(self)
+        return same and state.layouts == checkpoint.layouts_of(self.parameters)
 
     def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
         """Go on where this device was saved; what the state holds is forgotten."""
-        checkpoint.load(self, manifest, state)
+        self._load_manifest(manifest)
+        choice = self.exchange.choice
+        if choice.rates is None and manifest["rates"] is not None:
+            choice.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
+        checkpoint.load(self.stores, manifest["stores"], state, self.parameters)
 
     def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         """Go on with an equal share of what all nodes had not sent."""
-        checkpoint.load_from(self, manifest, nodes)
+        self._load_manifest(manifest)
+        checkpoint.load_shares(self.stores, manifest, nodes, self.parameters, self.topology.num_nodes)
+
+    def _load_manifest(self, manifest: Mapping[str, Any]) -> None:
+        self.restart()
+        self.round = self.exchange.stats.rounds = manifest["round"]
+        # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
+        self.layout.settle(self.layout.cut(checkpoint.groups_of(manifest["settled"])))
+        self.layout.previous = self.layout.cut(checkpoint.groups_of(manifest["previous"]))
+        if self.config.warmup_epochs is None and self.config.warmup_steps is None:
+            self.warmup = Warmup(*manifest["warmup"])  # by the estimate of the run that began it
 
     def restart(self) -> None:
         """Drop all residuals, and the round that may be open."""

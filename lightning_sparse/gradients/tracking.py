@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.exchange.communicator import MAX, HierCommunicator
-from lightning_sparse.exchange.host import HostCopy
+from lightning_sparse.exchange.lanes import HostCopy
 from lightning_sparse.gradients.groups import ParamGroup, flat_numel, parameter_names
 from lightning_sparse.sharding import parameters_of
 

@@ -21,9 +21,8 @@ from lightning_sparse.agree import differing
 from lightning_sparse.exchange.communicator import Group, HierCommunicator
 from lightning_sparse.internals import runs_first
 from lightning_sparse.messages import log
-from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
-from lightning_sparse.pto.state import State, collect, cut_state, join_states, placed_like
+from lightning_sparse.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
+from lightning_sparse.pto.gather import FlatGather, State, collect, cut_state, join_states, placed_like
 from lightning_sparse.sharding import Part, Parts, divide_new, in_order_of, loads_of, memory_of, parameters_of
 from lightning_sparse.topology import Topology, own_group
 

@@ -26,13 +26,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.agree import all_agree
-from lightning_sparse.engine import Engine, State
+from lightning_sparse.checkpoint.folder import verify, verify_file, whole_or_none
+from lightning_sparse.checkpoint.restore import restore
+from lightning_sparse.checkpoint.side_files import Saved, Saves, new_run_id
+from lightning_sparse.checkpoint.state import State
+from lightning_sparse.elastic.updates import ElasticUpdates, Version
+from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.fsdp import ShardedGradients
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
 from lightning_sparse.messages import LogOnce, described, said_if_long, said_if_nodes_missing, show_log_lines
 from lightning_sparse.sharding import local_of, parameters_of
-from lightning_sparse.strategy.folders import verify, verify_file, whole_or_none
 from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
     OWN_OF_FSDP,
@@ -43,10 +47,8 @@ from lightning_sparse.strategy.options import (
     check_options,
     loss_scale_of,
 )
-from lightning_sparse.strategy.saves import Saved, Saves, new_run_id, restore
 from lightning_sparse.topology import Topology, discover
-from lightning_sparse.updates import LocalUpdates, moments
-from lightning_sparse.updates.elastic import ElasticUpdates, Version
+from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 ELASTIC_KEY = "lightning_sparse_elastic"
 """In a checkpoint of nodes that come and go: the version of its weights."""
@@ -426,9 +428,9 @@ class ShardsAdapter(Adapter):
         if self._place.node_index == 0:
             return {}
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
-        return {"optimizers": [moments.state_of(each).to_dict() for each in engines]}
+        return {"optimizers": [optimizer_state.state_of(each.optimizers, each.names).to_dict() for each in engines]}
 
     def _take_entries(self, entries: dict[str, Any]) -> None:
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
         for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
-            moments.load(engine.names, engine.stepped(), [State.from_dict(saved)])
+            optimizer_state.load(engine.names, engine.stepped(), [State.from_dict(saved)])

@@ -37,13 +37,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]  # re-exported, unannounced
 
-from lightning_sparse.engine import Engine, State
+from lightning_sparse.checkpoint.folder import META, verify
+from lightning_sparse.checkpoint.restore import restore
+from lightning_sparse.checkpoint.side_files import KEY, Saved
+from lightning_sparse.checkpoint.state import State
+from lightning_sparse.engine import Engine
 from lightning_sparse.internals import tree_leaves, tree_map_only
 from lightning_sparse.strategy.adapter import with_tensors
-from lightning_sparse.strategy.folders import META, verify
-from lightning_sparse.strategy.saves import KEY, Saved, restore
 from lightning_sparse.topology import Topology, device_type
-from lightning_sparse.updates import LocalUpdates, moments
+from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 WEIGHTS, STATES = "state_dict", "optimizer_states"
 """Of a Trainer's checkpoint."""
@@ -79,8 +81,8 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
     restore(engine, saved, device)
     if isinstance(engine, LocalUpdates) and engine.active:
         states = saved.optimizers(engine.topology)
-        moments.check([one.optimizer for one in engine.optimizers], states)
-        moments.load(engine.names, engine.stepped(), states)
+        optimizer_state.check([one.optimizer for one in engine.optimizers], states)
+        optimizer_state.load(engine.names, engine.stepped(), states)
 
 
 @dataclass

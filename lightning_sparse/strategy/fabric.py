@@ -25,7 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.exchange.snapshots import is_safe
+from lightning_sparse.checkpoint.side_files import KEY
+from lightning_sparse.elastic.sampling import dealt_by
+from lightning_sparse.elastic.snapshots import is_safe
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, Version
 from lightning_sparse.fsdp import ShardedGradients, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.messages import log, said_if_long
@@ -52,11 +55,8 @@ from lightning_sparse.strategy.options import (
     take,
     with_options_of,
 )
-from lightning_sparse.strategy.saves import KEY
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.dealing import dealt_by
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
-from lightning_sparse.updates.moments import plain
+from lightning_sparse.updates.optimizer_state import plain
 
 if TYPE_CHECKING:
 

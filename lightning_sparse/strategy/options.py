@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.elastic.updates import ElasticConfig
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.exchange.config import ValueDtype
 from lightning_sparse.gradients.config import GradientsConfig, HierConfig
 from lightning_sparse.internals import scale_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
-from lightning_sparse.updates.elastic import ElasticConfig
 
 OWN = tuple(field.name for field in fields(HierConfig))
 """The options that are not DDP's."""

@@ -22,7 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.agree import extremes
-from lightning_sparse.engine import Engine, State
+from lightning_sparse.checkpoint.folder import META, together
+from lightning_sparse.checkpoint.interrupted import why_not_saved
+from lightning_sparse.checkpoint.restore import check_loaded_by_all
+from lightning_sparse.checkpoint.side_files import KEY, remove_side_files
+from lightning_sparse.checkpoint.state import State
+from lightning_sparse.elastic.sampling import dealt_by
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, Version
+from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.fsdp import ShardedGradients, by_hand, explained_if_mixed, mesh_of, options_for, shard
 from lightning_sparse.gradients import HierConfig, HierState
@@ -39,8 +46,6 @@ from lightning_sparse.strategy.adapter import (
     ShardsAdapter,
     detached,
 )
-from lightning_sparse.strategy.folders import META, together
-from lightning_sparse.strategy.interrupted import why_not_saved
 from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
     OWN,
@@ -55,11 +60,8 @@ from lightning_sparse.strategy.options import (
     take,
     with_options_of,
 )
-from lightning_sparse.strategy.saves import KEY, check_loaded_by_all, remove_side_files
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig, moments
-from lightning_sparse.updates.dealing import dealt_by
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
-from lightning_sparse.updates.moments import plain
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig, optimizer_state
+from lightning_sparse.updates.optimizer_state import plain
 
 if TYPE_CHECKING:
 
@@ -442,8 +444,8 @@ class ReplicasAdapter(TrainerAdapter):
                 "this checkpoint has optimizer states in pieces of 'mstopk_local', which a step that ranks share "
                 "cannot take up: remove PTOCallback, or save one file there (save_distributed_checkpoint=False)."
             )
-        moments.check(self.optimizers, self._pieces)
-        moments.load(names, mine or whole, self._pieces)
+        optimizer_state.check(self.optimizers, self._pieces)
+        optimizer_state.load(names, mine or whole, self._pieces)
         self._pieces = ()
 
 

@@ -23,7 +23,17 @@ updates. The form of step 6 for SGD is step-ahead error feedback (Xu, Huo, Huang
 """
 
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.dealing import ElasticSampler
 from lightning_sparse.updates.local import LocalUpdates
 
-__all__ = ["ElasticSampler", "LocalUpdates", "UpdatesConfig"]
+__all__ = ["LocalUpdates", "UpdatesConfig"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "ElasticSampler":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import warnings
+    from importlib import import_module
+
+    # until version 0.3
+    warnings.warn("import ElasticSampler from lightning_sparse.elastic", DeprecationWarning, stacklevel=2)
+    return getattr(import_module("lightning_sparse.elastic"), name)

@@ -18,7 +18,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.host import HostCopy
+from lightning_sparse.exchange.lanes import HostCopy
 
 PLACES = 2048  # of a sample: 8 KB once in EVERY exchanges
 EVERY = 64

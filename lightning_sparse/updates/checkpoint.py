@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.engine import Layout, Piece, State, layout_of, read, total
+from lightning_sparse.checkpoint.state import Layout, Piece, State, layout_of, read, total
 from lightning_sparse.sharding import Part, memory_of_part, part_of
+from lightning_sparse.updates.buffers import Buffers
+from lightning_sparse.updates.optimizer import LocalOptimizer
 from lightning_sparse.updates.state import patches_in, unsent_of
 
-if TYPE_CHECKING:
-    from lightning_sparse.updates.local import LocalUpdates
+Names = Mapping[int, str]
+"""Names of parameters by ``id()``."""
 
 
-def state_of(updates: LocalUpdates) -> State:
+def state_of(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers) -> State:
     """Return what this device alone knows between two steps; waits for messages under way."""
-    names, state = updates.names, State(layouts=_layouts(updates))
-    optimizers = []
-    for one in updates.optimizers:
+    state, saved = State(layouts=_layouts(optimizers, names)), list[dict[str, Any]]()
+    for one in optimizers:
         places, more = one.state.slices.named(names), {}
         for quantity, tensor in one.state_dict().items():
             if places and tensor.dtype == torch.float32 and tensor.shape == (one.state.slices.numel,):
@@ -35,50 +36,49 @@ def state_of(updates: LocalUpdates) -> State:
                 state.pieces.setdefault(quantity, []).extend(found)
             else:
                 more[quantity] = tensor
-        optimizers.append({"steps": one.steps, "places": len(places), **more})
-    buffers = {name: each.detach().cpu() for name, each in updates.buffers.own().items()}
-    state.own = {"optimizers": optimizers, "buffers": buffers}
+        saved.append({"steps": one.steps, "places": len(places), **more})
+    state.own = {"optimizers": saved, "buffers": {name: each.detach().cpu() for name, each in buffers.own().items()}}
     return state
 
 
-def fits(updates: LocalUpdates, state: State) -> bool:
+def fits(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers, state: State) -> bool:
     """Return whether this device held the same pieces of the parameters when it was saved."""
-    places = [place for one in updates.optimizers for place in one.state.slices.named(updates.names)]
+    places = [place for one in optimizers for place in one.state.slices.named(names)]
     return (
         [piece.place for piece in state.pieces.get("shared", ())] == places
-        and len(state.own["optimizers"]) == len(updates.optimizers)
-        and _layouts(updates) == state.layouts
-        and updates.buffers.fit(state.own["buffers"])
+        and len(state.own["optimizers"]) == len(optimizers)
+        and _layouts(optimizers, names) == state.layouts
+        and buffers.fit(state.own["buffers"])
     )
 
 
 @torch.no_grad()
-def load(updates: LocalUpdates, manifest: Mapping[str, Any], state: State) -> None:
+def load(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers, state: State) -> None:
     """Go on exactly where this device was saved; its state ``fits``. Every rank calls it."""
-    updates.steps = manifest["steps"]
     pieces = {quantity: {each.place: each.tensor for each in found} for quantity, found in state.pieces.items()}
-    for one, saved in zip(updates.optimizers, state.own["optimizers"], strict=True):
+    for one, saved in zip(optimizers, state.own["optimizers"], strict=True):
         one.steps = saved["steps"]
-        places = one.state.slices.named(updates.names)
+        places = one.state.slices.named(names)
         there = {quantity: found for quantity, found in pieces.items() if places and places[0] in found}
         flat = {quantity: torch.cat([found[place] for place in places]) for quantity, found in there.items()}
         one.load_state_dict({**saved, **flat})
-    updates.buffers.load(state.own["buffers"])
+    buffers.load(state.own["buffers"])
 
 
 @torch.no_grad()
-def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+def load_from(
+    optimizers: Sequence[LocalOptimizer], names: Names, module: nn.Module, nodes: Sequence[Sequence[State]]
+) -> None:
     """Start from the global weights and the mean of what was pending."""
-    parameters = dict(updates.module.named_parameters())
-    updates.steps = manifest["steps"]
+    parameters = dict(module.named_parameters())
     saved = [each["steps"] for each in nodes[0][0].own["optimizers"]]
-    for index, one in enumerate(updates.optimizers):
-        one.steps = saved[index] if len(saved) == len(updates.optimizers) else max(saved, default=0)
+    for index, one in enumerate(optimizers):
+        one.steps = saved[index] if len(saved) == len(optimizers) else max(saved, default=0)
         state = one.state
         state.receive()
         pending_S = torch.zeros_like(state.shared_S)
         views = state.slices.of(state.shared_S), state.slices.of(pending_S)
-        for place, shared_view, pending_view in zip(state.slices.named(updates.names), *views, strict=True):
+        for place, shared_view, pending_view in zip(state.slices.named(names), *views, strict=True):
             found = _taken_up(nodes, *place, layout_of(parameters[place[0]]))
             if found is not None:
                 shared_view.copy_(found[0])
@@ -89,9 +89,9 @@ def load_from(updates: LocalUpdates, manifest: Mapping[str, Any], nodes: Sequenc
 
 
 @torch.no_grad()
-def load_alone(updates: LocalUpdates, nodes: Sequence[Sequence[State]]) -> None:
+def load_alone(module: nn.Module, nodes: Sequence[Sequence[State]]) -> None:
     """On one node nothing is exchanged: its weights are the global ones, with the mean of what was pending in them."""
-    for name, parameter in updates.module.named_parameters():
+    for name, parameter in module.named_parameters():
         part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
         found = _taken_up(nodes, name, part.begin, part.end, layout_of(parameter))
         if found is not None:
@@ -123,6 +123,6 @@ def _unsent(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
             at += there.end - there.begin
 
 
-def _layouts(updates: LocalUpdates) -> dict[str, Layout]:
-    parameters = chain.from_iterable(one.parameters for one in updates.optimizers)
-    return {updates.names[id(each)]: layout_of(each) for each in parameters}
+def _layouts(optimizers: Sequence[LocalOptimizer], names: Names) -> dict[str, Layout]:
+    parameters = chain.from_iterable(one.parameters for one in optimizers)
+    return {names[id(each)]: layout_of(each) for each in parameters}

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.agree import all_agree, differing, extremes, same_options
-from lightning_sparse.engine import Engine, State
+from lightning_sparse.checkpoint.state import State
+from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import check_sharded, parameters_of, trained_by
 from lightning_sparse.topology import Topology, undisturbed
-from lightning_sparse.updates import checkpoint, moments
+from lightning_sparse.updates import checkpoint, optimizer_state
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.optimizer import LocalOptimizer, check_optimizer
@@ -315,7 +316,7 @@ class LocalUpdates(Engine):
         return bool(self._of(optimizer))
 
     def state(self) -> State:
-        return checkpoint.state_of(self)
+        return checkpoint.state_of(self.optimizers, self.names, self.buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """Say so where it holds nothing of the optimizers."""
@@ -326,26 +327,28 @@ class LocalUpdates(Engine):
 
     def device_state(self) -> dict[str, Any]:
         """Its optimizers' state, too, which differs between nodes."""
-        return {**super().device_state(), "optimizers": moments.state_of(self).split()}
+        return {**super().device_state(), "optimizers": optimizer_state.state_of(self.optimizers, self.names).split()}
 
-    def stepped(self) -> moments.Stepped:
+    def stepped(self) -> optimizer_state.Stepped:
         """Return by optimizer the part of each parameter that this device steps."""
         return [(one.optimizer, one.stepped()) for one in self.optimizers]
 
     def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
-        return self.active and checkpoint.fits(self, state)
+        return self.active and checkpoint.fits(self.optimizers, self.names, self.buffers, state)
 
     def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
         self._all_sent = False
         if state is not None:
-            checkpoint.load(self, manifest, state)
+            self.steps = manifest["steps"]
+            checkpoint.load(self.optimizers, self.names, self.buffers, state)
 
     def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         self._all_sent = False
         if self.active:
-            checkpoint.load_from(self, manifest, nodes)
+            self.steps = manifest["steps"]
+            checkpoint.load_from(self.optimizers, self.names, self.module, nodes)
         else:
-            checkpoint.load_alone(self, nodes)
+            checkpoint.load_alone(self.module, nodes)
 
     def global_parts(self) -> list[Tensor]:
         """Return the global weights of this device's slices."""

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import Exchange, HierCommunicator
+from lightning_sparse.optimizers import is_tested
 from lightning_sparse.pto import ShardedStep
 from lightning_sparse.pto.gather import FlatGather
-from lightning_sparse.pto.optimizers import is_tested
 from lightning_sparse.sharding import (
     Part,
     Parts,

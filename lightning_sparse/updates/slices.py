@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -37,7 +37,7 @@ class Slices:
         self._views: list[Tensor] = []
         self._seen: list[object] = []  # where the parameters of the views were
 
-    def named(self, names: dict[int, str]) -> list[tuple[str, int, int]]:
+    def named(self, names: Mapping[int, str]) -> list[tuple[str, int, int]]:
         """The pieces as (name, begin, end), given the parameters' names by ``id()``."""
         return [(names[id(parameter)], part.begin, part.end) for parameter, part in self.pieces]
 

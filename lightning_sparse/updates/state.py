@@ -34,8 +34,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_sparse.exchange import Exchange, Shard, Transfer
-from lightning_sparse.exchange.host import HostCopy
-from lightning_sparse.exchange.lanes import TensorFuture
+from lightning_sparse.exchange.lanes import HostCopy, TensorFuture
 from lightning_sparse.exchange.paths import Dense, Sparse
 from lightning_sparse.kernels.wire import mark, marks_of
 from lightning_sparse.updates.agreement import Agreement

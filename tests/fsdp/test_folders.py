@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.strategy import folders
+from lightning_sparse.checkpoint import folder as folders
 from tests.fsdp.runs import whole
 from tests.fsdp.test_trainer import fitted, fsdp, module
 from tests.helpers.distributed import run_ranks

@@ -24,7 +24,7 @@ def copy_of_checkout(source: Path) -> Path:
     for name in ("pyproject.toml", "setup.py", "lightning_sparse_autoload.py", "LICENSE"):
         shutil.copy(ROOT / name, source)
     (source / "README.md").touch()
-    package = source / "lightning_sparse" / "__init__.py"
+    package = source / "lightning_sparse" / "_version.py"
     package.write_text(re.sub(r'^__version__ = ".*"$', '__version__ = "0+copy"', package.read_text(), flags=re.M))
     return source
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torchft.process_group", "torchft.coordination", "lightning_sparse.updates.elastic", "tests.helpers.nodes"]
+PRELOAD = ["torchft.process_group", "torchft.coordination", "lightning_sparse.elastic.updates", "tests.helpers.nodes"]
 Main = Callable[[str, str, dict[str, Any]], None]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.strategy import saves
+from lightning_sparse.checkpoint import side_files as saves
 from tests.helpers.distributed import run_ranks
 from tests.launchers.fits import JOBS, TIMEOUT_S, Job, fit
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
+from lightning_sparse.optimizers import refuse, step_cost
 from lightning_sparse.pto import communicator_of
-from lightning_sparse.pto.gather import ALIGN, FlatGather
-from lightning_sparse.pto.optimizers import refuse, step_cost
-from lightning_sparse.pto.state import cut_state, join_states
+from lightning_sparse.pto.gather import ALIGN, FlatGather, cut_state, join_states
 from lightning_sparse.pto.step import OwnShare, ShardedStep
 from lightning_sparse.sharding import BALANCED, GRAIN, Part, Parts, divide, loads_of, memory_of, sparse_parameters
 from lightning_sparse.topology import Topology

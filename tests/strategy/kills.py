@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.strategy import folders, saves
+from lightning_sparse.checkpoint import folder as folders
+from lightning_sparse.checkpoint import side_files as saves
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.trainers import lightning_of, ranks, trainer
 

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.checkpoint import side_files as saves
+from lightning_sparse.checkpoint.restore import restore
 from lightning_sparse.engine import Engine
-from lightning_sparse.strategy import HierConfig, HierState, hier_hook, saves
+from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, discover
 
 PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first round
@@ -160,5 +162,5 @@ def go_on(engine: Engine, path: str) -> list[str]:
     said: list[str] = []
     engine.log_once = lambda line, *_, **__: said.append(line)  # type: ignore[assignment]
     (saved,) = saves.load(torch.load(path, weights_only=True), path, dist.get_rank())
-    saves.restore(engine, saved, torch.device("cpu"))
+    restore(engine, saved, torch.device("cpu"))
     return said

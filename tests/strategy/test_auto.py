@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sparse.exchange import choice
+from lightning_sparse.exchange import cost as choice
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig
-from lightning_sparse.gradients.optimizers import objection, response_of
+from lightning_sparse.optimizers import objection, response_of
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.strategy import saves
-from lightning_sparse.strategy.saves import StoreBarrier
+from lightning_sparse.checkpoint import side_files as saves
+from lightning_sparse.checkpoint.side_files import StoreBarrier
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
 from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed

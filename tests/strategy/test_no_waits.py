@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.exchange import HierCommunicator, engine
-from lightning_sparse.exchange.host import HostCopy
-from lightning_sparse.exchange.lanes import Runner
+from lightning_sparse.exchange.lanes import HostCopy, Runner
 from lightning_sparse.gradients.reduction import Reduction
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.strategy import HierConfig, HierState

@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import nn
 
 from lightning_sparse.exchange import engine
-from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.cost import PathChoice
 from lightning_sparse.exchange.engine import _more_than_dense
 from lightning_sparse.kernels import KernelReport
 from lightning_sparse.strategy import HierConfig, HierState

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sparse.exchange import CommStats, Path, Work
-from lightning_sparse.exchange.choice import PathChoice
-from lightning_sparse.exchange.host import Stopwatch
+from lightning_sparse.exchange.cost import PathChoice
+from lightning_sparse.exchange.lanes import Stopwatch
 from lightning_sparse.exchange.paths import PATHS, Exchange, num_selected
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig, HierState

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_sparse.exchange import ExchangeConfig, Shard, Work
-from lightning_sparse.exchange.choice import PathChoice
+from lightning_sparse.exchange.cost import PathChoice
 from lightning_sparse.exchange.paths import Dense16, Regional
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook

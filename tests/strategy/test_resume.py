@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.engine import Piece, State, flattened, read, total
+from lightning_sparse.checkpoint import side_files as saves
+from lightning_sparse.checkpoint.restore import check_version
+from lightning_sparse.checkpoint.state import Piece, State, flattened, read, total
 from lightning_sparse.fsdp import residual_of
-from lightning_sparse.strategy import HierConfig, HierState, saves
+from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology, discover
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
@@ -338,7 +340,7 @@ def test_an_early_format_is_refused_with_the_way_out() -> None:
     beside = saves.Saves("gradients")
     beside.load({saves.KEY: [early]}, "early.ckpt", 0)
     with pytest.raises(ValueError, match="written in format 4 .* remove the entry 'lightning_sparse'"):
-        saves.check_version(beside.loaded[0])
+        check_version(beside.loaded[0])
 
 
 def test_another_memory_order_does_not_fit() -> None:

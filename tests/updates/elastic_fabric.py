@@ -17,8 +17,8 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.flavours.lightning_fabric import MSTopKElasticStrategy
-from lightning_sparse.updates import ElasticSampler
 from tests.updates.elastic_trainer import net_of
 
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.exchange.rounds import Outcome, Round, Rounds
+from lightning_sparse.elastic.rounds import Outcome, Round, Rounds
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, Version
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.agreement import Agreement
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticUpdates, Version
 
 
 def flat(model: nn.Module) -> Tensor:

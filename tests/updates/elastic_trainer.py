@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKElasticStrategy, TokenDataModule
-from lightning_sparse.updates import ElasticSampler
 
 
 class Norm(nn.BatchNorm1d):

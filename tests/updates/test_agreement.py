@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.exchange.host import HostCopy
+from lightning_sparse.exchange.lanes import HostCopy
 from lightning_sparse.updates import UpdatesConfig
 from lightning_sparse.updates.agreement import EVERY, PLACES, Agreement
 from tests.helpers.distributed import RunRanks

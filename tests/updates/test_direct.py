@@ -17,12 +17,12 @@ import torch
 
 pytest.importorskip("torchft", reason="needs torchft")
 
-from lightning_sparse.exchange.direct import is_loopback, own_address
-from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _store_on, last_quorum
-from lightning_sparse.exchange.rounds import _process_group, quorum_of
-from lightning_sparse.exchange.snapshots import Download, SnapshotServer
-from lightning_sparse.updates import elastic
-from lightning_sparse.updates.elastic import Wait
+from lightning_sparse.elastic import updates as elastic
+from lightning_sparse.elastic.direct import is_loopback, own_address
+from lightning_sparse.elastic.lighthouse import Lighthouse, Member, Said, _store_on, last_quorum
+from lightning_sparse.elastic.rounds import _process_group, quorum_of
+from lightning_sparse.elastic.snapshots import Download, SnapshotServer
+from lightning_sparse.elastic.updates import Wait
 
 STATE = {"weights": torch.arange(30_011, dtype=torch.float32)}
 
@@ -174,7 +174,7 @@ def test_lighthouse_address_that_cannot_work_is_refused_by_name(address: str, sa
 def test_name_that_takes_long_to_resolve_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [ended.wait(60)])
-    monkeypatch.setattr("lightning_sparse.exchange.direct.RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_sparse.elastic.direct.RESOLVE_SECONDS", 0.1)
     with pytest.raises(ValueError, match="does not resolve .no answer in"):
         own_address("http://host:29510")
     ended.set()

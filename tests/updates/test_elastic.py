@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="needs torchft")
 
-from lightning_sparse.exchange.rounds import Rounds
+from lightning_sparse.elastic.rounds import Rounds
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_node import main, toy
 

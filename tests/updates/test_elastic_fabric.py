@@ -16,8 +16,8 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.flavours.lightning_fabric import MSTopKElasticStrategy
-from lightning_sparse.updates import ElasticSampler
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_fabric import alone, main
 from tests.updates.test_elastic import of, tokens_of

@@ -178,7 +178,7 @@ def test_nodes_of_two_devices(nodes: Nodes, tmp_path: Path) -> None:
 
 
 def test_without_a_lighthouse_the_error_tells_the_command() -> None:
-    from lightning_sparse.exchange.lighthouse import Lighthouse
+    from lightning_sparse.elastic.lighthouse import Lighthouse
 
     with socket.socket() as held:  # so that no other test's lighthouse gets the port
         held.bind(("127.0.0.1", 0))

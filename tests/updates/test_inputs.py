@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.engine import State
+from lightning_sparse.checkpoint.state import State
+from lightning_sparse.elastic import updates as elastic
 from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.flavours.pytorch_lightning import MSTopKLocalStrategy
 from lightning_sparse.sharding import Part
 from lightning_sparse.topology import discover
-from lightning_sparse.updates import LocalUpdates, UpdatesConfig, elastic, moments
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig, optimizer_state
 from lightning_sparse.updates.buffers import Buffers
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 from tests.helpers.lines import raised
@@ -407,7 +408,7 @@ def test_states_of_a_parameter_without_dims_come_back_to_its_device(options: dic
     optimizer = torch.optim.AdamW([scale])
     rest = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5), "exp_avg_sq": torch.tensor(0.25)}
     saved = State(own={"rest": {"scale": rest}, "groups": [[{"lr": 0.1, **options}]]})
-    moments.load({id(scale): "scale"}, [(optimizer, [(scale, Part(0, 0, 1))])], [saved])
+    optimizer_state.load({id(scale): "scale"}, [(optimizer, [(scale, Part(0, 0, 1))])], [saved])
     found = {name: each.device.type for name, each in optimizer.state[scale].items()}
     assert found == {"step": "meta" if options else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 

@@ -12,14 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_sparse.elastic import ElasticSampler
+from lightning_sparse.elastic.lighthouse import Lighthouse, Member, Said, _said
+from lightning_sparse.elastic.rounds import Outcome, Round, Rounds, _refusal, quorum_of
+from lightning_sparse.elastic.sampling import Deals, Drawn
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticDifference
 from lightning_sparse.exchange.communicator import Group
-from lightning_sparse.exchange.deals import Deals, Drawn
-from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said, _said
 from lightning_sparse.exchange.paths import Sparse, Work
-from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, _refusal, quorum_of
 from lightning_sparse.kernels import compress
-from lightning_sparse.updates import ElasticSampler
-from lightning_sparse.updates.elastic import ElasticConfig, ElasticDifference
 
 
 def member(name: str, token: str, number: int, **said: Any) -> Member:

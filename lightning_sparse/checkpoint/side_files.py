@@ -3,7 +3,7 @@
     epoch=3.ckpt                                  checkpoint["lightning_sparse"] = manifests, each with a save id
     epoch=3.ckpt.residual/<save id>/rank00002.pt  the `State` of one device
 
-A checkpoint that is a folder has them inside (`lightning_sparse.strategy.folders`).
+A checkpoint that is a folder has them inside (`lightning_sparse.checkpoint.folder`).
 
 No collective, because a save may come from a signal handler or from an exception that one rank alone met. The save id
 ties the two: an old main file never meets newer side files. Side files are written before the main file, under a
@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import uuid
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,10 +35,10 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
 
-from lightning_sparse.agree import all_agree, differing
-from lightning_sparse.engine import VERSION, Engine, State, pickled
+from lightning_sparse.checkpoint.state import VERSION, State, pickled
+from lightning_sparse.engine import Engine
 from lightning_sparse.internals import default_store, default_timeout
-from lightning_sparse.messages import PATIENCE, log, said_if_long
+from lightning_sparse.messages import PATIENCE, log
 from lightning_sparse.topology import Topology
 
 KEY = "lightning_sparse"
@@ -218,99 +216,6 @@ class Saves:
             return {}
         side = self.loaded[0].read(topology.nodes[topology.node_index][0])
         return {} if side is None else dict(side["entries"])
-
-
-def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any] | None:
-    """Let an engine go on from what a checkpoint has of it. A collective of the world.
-
-    Args:
-        device: of the collective.
-
-    Returns:
-        What a strategy had added to this rank's file, if this device goes on exactly where it was saved.
-
-    Raises:
-        ValueError: when it was saved in another format.
-        RuntimeError: when nodes hold different global weights afterwards.
-    """
-    check_version(saved)
-    agree = partial(all_agree, reduce=partial(dist.all_reduce, group=engine.topology.world), device=device)
-    with said_if_long(f"restoring {saved.path}"):
-        side = _restore(engine, saved, agree, device)
-        parts = engine.global_parts()
-        differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
-        alike = agree(not differ)
-    if not alike:
-        raise RuntimeError(
-            f"nodes hold different global weights after {saved.path} was loaded: what they would train is not one "
-            f"model. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
-            f"{KEY!r} from this one to go on from its weights alone."
-        )
-    return side
-
-
-def _restore(
-    engine: Engine, saved: Saved, agree: Callable[[bool], bool], device: torch.device
-) -> dict[str, Any] | None:
-    topology, manifest = engine.topology, saved.manifest
-    same = saved.is_of(topology)
-    own = State.from_dict(saved.side) if same and saved.side is not None else None
-    _log_changes(engine, manifest)
-    readable = agree(own is not None)
-    if agree(own is not None and engine.fits(manifest, own)):  # all or none: collectives follow
-        engine.load(manifest, own)
-        return saved.side
-    may_begin_anew = same and not readable and not engine.needs_all
-    if may_begin_anew and agree(own is None or engine.fits(manifest, own)):
-        engine.load(manifest, own)
-        if own is None:
-            line = f"rank {topology.rank}: no readable residual beside {saved.path}; it starts from zero"
-            engine.log_once(f"{line}, so {engine.lost}", logging.WARNING, every_rank=True)
-        return None
-    nodes = saved.read_all(device)
-    missing = sum(map(len, manifest["nodes"])) - sum(map(len, nodes))
-    if missing and engine.needs_all:
-        engine.log_once(f"no readable files of all ranks beside {saved.path}: {engine.lost}", logging.WARNING)
-        return None
-    engine.load_from(manifest, nodes)
-    engine.log_once(f"{len(nodes)} node(s) were saved and {topology.num_nodes} resume: {engine.kept}")
-    if missing:
-        engine.log_once(f"{missing} side file(s) of {saved.path} are not readable: {engine.lost}", logging.WARNING)
-    return None
-
-
-def _log_changes(engine: Engine, manifest: Mapping[str, Any]) -> None:
-    differences = engine.config.differences(manifest["config"]).items()
-    changes = [f"{name}: {was!r} -> {now!r}" for name, (was, now) in differences]
-    if changes:
-        engine.log_once(
-            f"options differ from the saved run's, the new ones hold ({', '.join(changes)})", logging.WARNING
-        )
-
-
-def check_loaded_by_all(saved: Saved | None) -> None:
-    """Raise ValueError unless all ranks have loaded the same save, or none of them one. A collective of the world."""
-    mine = None if saved is None else saved.manifest["save_id"]
-    loaded: list[str | None] = [mine] * dist.get_world_size()
-    with said_if_long("comparing which checkpoint each rank has loaded"):
-        dist.all_gather_object(loaded, mine)
-    other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
-    if other:
-        raise ValueError(
-            f"rank(s) {_listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 "
-            f"{loaded[0] or 'none'}: the nodes do not share the checkpoint folder, or ckpt_path names another file "
-            f"there. Resume from a path at which all of them see the same file."
-        )
-
-
-def check_version(saved: Saved) -> None:
-    """Raise ValueError for a format that this version does not read."""
-    version = saved.manifest["version"]
-    if version != VERSION:
-        raise ValueError(
-            f"{saved.path} was written in format {version} of lightning_sparse, this one reads {VERSION}: use the "
-            f"version that wrote it, or remove the entry {KEY!r} to go on from its weights alone."
-        )
 
 
 def new_run_id() -> str:

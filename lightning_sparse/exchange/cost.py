@@ -1,14 +1,7 @@
-"""Measures both networks and the kernels with a few collectives, a fraction of a second. A collective of the world.
+"""Chooses a path for each shard, and keeps the rates of networks and kernels that the choice rests on.
 
-Every rank runs the same list of measurements at the same time, since the devices of a node share its link, and each
-number is the slowest rank's: so all ranks end with the same numbers, and whatever is computed from them is agreed. How
-much is sent follows the link: messages grow until one takes `ENOUGH_S`, which all ranks decide on the agreed time.
-Kernels are timed on as many elements as a shard of the run has: in a processor's cache they would seem faster. Their
-gradients are drawn from a generator of their own: a measurement, which may come at any round, must not move what a run
-draws from the default one (dropout, say). Dtypes are spelt out, for a run may have set another default.
-
-Each number is the fastest of a few, for a disturbance only ever adds. The one that counts most, the rate, has the most:
-a message that was disturbed would end the growth too early and pass for a slow link.
+A choice is a function of what all ranks share; so all ranks choose alike, and call the same collectives. Rates are
+given, or probed before the first round and agreed, or restored from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,9 +16,100 @@ from torch import Tensor
 
 from lightning_sparse.agree import largest
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths import Dense16, Shard, Work
+from lightning_sparse.exchange.config import ExchangeConfig
+from lightning_sparse.exchange.paths import PATHS, Dense, Dense16, Path, Shard, Work
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.kernels import accumulate, compress
+from lightning_sparse.topology import Topology
+
+MARGIN = 0.9
+"""What leaves something for later must be faster by more than noise."""
+
+
+class PathChoice:
+    """The path of each shard.
+
+    Args:
+        numel: elements of all tensors together.
+
+    Attributes:
+        rates: what ``"auto"`` decides by; None until the first round has measured them.
+        keeps_all: ``"auto"`` leaves no entries out: set for optimizers that cannot bear it.
+        by_shard: ``"auto"`` forms the sums of a node, which an all-reduce over all ranks never does: set where
+            something is kept with them.
+    """
+
+    def __init__(self, config: ExchangeConfig, topology: Topology, numel: int, log_once: Callable[[str], None]) -> None:
+        given = config.inter_gbps
+        self.config = config
+        self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
+        self.keeps_all = self.by_shard = False
+        self._topology, self._numel, self._log_once = topology, numel, log_once
+
+    def work(self, numel: int, dtype: torch.dtype) -> Work:
+        """A tensor of so many elements on this cluster."""
+        return Work(self._topology.num_nodes, self._topology.num_devices, numel, dtype.itemsize)
+
+    def path(self, work: Work, density: float, *, exact: bool = False) -> Path:
+        """The path of a shard.
+
+        Args:
+            density: share of its entries that a path which selects sends.
+            exact: nothing may be left, not even rounding errors, whatever the configuration says.
+        """
+        if exact:
+            return self._fastest(work, density, rounded=False, keeps_all=True)
+        given = self.config.path
+        if given is None:
+            rounded = self.config.value_dtype != "float32" and work.itemsize >= 4
+            return self._fastest(work, density, rounded=rounded, keeps_all=self.keeps_all)
+        path = given.of(work, density, self.config.dtype)
+        return Dense(work) if path is None else path
+
+    def _fastest(self, work: Work, density: float, *, rounded: bool, keeps_all: bool) -> Path:
+        rates = self.rates or Rates.of_link(1.0, work.num_devices)  # probed for "auto" alone
+        refused = {"rounding": not rounded, "entries": keeps_all}
+        best, least = None, float("inf")
+        for kind in PATHS:
+            if not kind.automatic or refused.get(kind.leaves) or (self.by_shard and not kind.by_shard):
+                continue
+            path = kind.of(work, density, self.config.dtype)
+            if path is None:
+                continue
+            seconds = path.seconds(rates)
+            if best is None or seconds < least * (1.0 if kind.leaves == "nothing" else MARGIN):
+                best, least = path, seconds
+        assert best is not None
+        return best
+
+    # -- what it rests on ----------------------------------------------------------------------------------------------
+
+    @property
+    def must_measure(self) -> bool:
+        """Whether rates are to be measured before the next round; the same on all ranks."""
+        return self.rates is None and self.config.path is None and self._topology.kind == "hierarchical"
+
+    def measure(self, device: torch.device, round_index: int) -> None:
+        """Measure the rates, on all ranks at the same place. A collective of the world; no exchange may be under way,
+        for it would use the networks."""
+        communicator = HierCommunicator(self._topology)  # its times are no round's
+        communicator.where = f"in round {round_index}"
+        self.rates = probe(communicator, device, self.config.dtype, self._numel // self._topology.num_devices)
+        self._log_once(f"measured: {self.rates.describe(self._topology.num_devices)}")
+
+
+# -- measuring the rates -----------------------------------------------------------------------------------------------
+#
+# A few collectives measure both networks and the kernels, in a fraction of a second.
+#
+# - Every rank runs the same measurements at the same time, because the devices of a node share its link. Each number is
+#   the slowest rank's, so all ranks end with the same numbers and make the same choices.
+# - Messages grow until one takes `ENOUGH_S`, so the measurement takes as long on a slow link as on a fast one.
+# - Kernels are timed on as many elements as a shard of the run has. Fewer would fit in a CPU's cache and seem faster.
+# - Gradients come from a generator of their own, because a measurement must not change what the run draws from the
+#   default generator, such as dropout. Dtypes are explicit, because a run may have set another default.
+# - Each number is the fastest of a few tries, because a disturbance only adds time. The rate has the most tries: a
+#   disturbed message would end the growth too early and pass for a slow link.
 
 ENOUGH_S, SLOW_S = 0.03, 0.1
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 4  # received by a device

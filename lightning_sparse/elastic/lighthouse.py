@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_sparse.exchange.deals import Drawn
-from lightning_sparse.exchange.direct import is_loopback, listener, network_name, open_page, own_address
+from lightning_sparse.elastic.direct import is_loopback, listener, network_name, open_page, own_address
+from lightning_sparse.elastic.sampling import Drawn
 from lightning_sparse.messages import log
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"

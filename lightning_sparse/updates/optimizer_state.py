@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,24 +12,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import Piece, State, layout_of, read
+from lightning_sparse.checkpoint.state import Piece, State, layout_of, read
 from lightning_sparse.sharding import Part, in_order_of, local_of, memory_of, memory_of_part
-
-if TYPE_CHECKING:
-    from lightning_sparse.updates.local import LocalUpdates
-    from lightning_sparse.updates.optimizer import LocalOptimizer
+from lightning_sparse.updates.optimizer import LocalOptimizer
 
 Stepped = Sequence[tuple[Optimizer, Sequence[tuple[Tensor, Part]]]]
 """Of optimizers the part of each parameter that this device steps."""
 
 
-def state_of(updates: LocalUpdates) -> State:
+def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> State:
     """Return this device's part of the state of all optimizers, on the CPU. ``own`` has by parameter what does not
     follow its elements, such as counts of steps, and the options of groups."""
     state, rest = State(), dict[str, dict[str, Any]]()
-    for one in updates.optimizers:
+    for one in optimizers:
         for parameter, part in one.state.slices.pieces:
-            name = updates.names[id(parameter)]
+            name = names[id(parameter)]
             state.layouts[name] = layout_of(parameter)
             rest[name] = {}
             for quantity, value in one.optimizer.state.get(parameter, {}).items():
@@ -39,7 +36,7 @@ def state_of(updates: LocalUpdates) -> State:
                 else:
                     piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
                     state.pieces.setdefault(quantity, []).append(piece)
-    state.own = {"rest": rest, "groups": [_options(one) for one in updates.optimizers]}
+    state.own = {"rest": rest, "groups": [_options(one) for one in optimizers]}
     return state
 
 

@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.elastic.lighthouse import Lighthouse, Member, Said
+from lightning_sparse.elastic.sampling import Deals, Drawn
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
-from lightning_sparse.exchange.deals import Deals, Drawn
-from lightning_sparse.exchange.lighthouse import Lighthouse, Member, Said
 from lightning_sparse.internals import gloo_group
 from lightning_sparse.messages import log
 

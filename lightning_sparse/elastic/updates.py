@@ -1,4 +1,4 @@
-"""Updates between nodes that come and go: `LocalUpdates` whose rounds are those of `lightning_sparse.exchange.rounds`.
+"""Updates between nodes that come and go: `LocalUpdates` whose rounds are those of `lightning_sparse.elastic.rounds`.
 
 The algorithm is that of fixed nodes; what differs is what a round brings. M is that of the round. What a node has sent
 in a round that does not count is pending again. A node that exchanges alone sends everything. Each node is a world of
@@ -22,24 +22,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_sparse import __version__
+from lightning_sparse._version import __version__
+from lightning_sparse.elastic.lighthouse import Lighthouse
+from lightning_sparse.elastic.rounds import Outcome, Round, Rounds, from_first
+from lightning_sparse.elastic.sampling import dealt_by, least_samples
+from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.exchange import Exchange, Transfer
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.config import is_number
-from lightning_sparse.exchange.host import HostCopy
-from lightning_sparse.exchange.lanes import FifoLanes
-from lightning_sparse.exchange.lighthouse import Lighthouse
-from lightning_sparse.exchange.rounds import Outcome, Round, Rounds, from_first
-from lightning_sparse.exchange.snapshots import Download, SnapshotServer
+from lightning_sparse.exchange.lanes import FifoLanes, HostCopy
 from lightning_sparse.kernels.wire import nonfinite_of
 from lightning_sparse.messages import PATIENCE, log
 from lightning_sparse.sharding import trained_by
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import Agreement
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.dealing import dealt_by, least_samples
 from lightning_sparse.updates.local import LocalUpdates, facts_of
-from lightning_sparse.updates.moments import plain
+from lightning_sparse.updates.optimizer_state import plain
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import Delivery, Difference
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.exchange.direct import answer_of
+from lightning_sparse.elastic.direct import answer_of
 
 ATTEMPT_SECONDS = 0.2
 PAUSE_SECONDS = 30.0

@@ -1,7 +1,7 @@
 """Checkpoints are verified before they are read, and those that are folders are written whole or not at all.
 
     last.ckpt/                      what `torch.distributed.checkpoint` writes, and Lightning's ``meta.pt``
-    last.ckpt/lightning_sparse/     the side files (`lightning_sparse.strategy.saves`)
+    last.ckpt/lightning_sparse/     the side files (`lightning_sparse.checkpoint.side_files`)
     .last.ckpt.part/                while a save is under way; the next one removes what a killed one left
 
 torch.save writes archives with CRC-32 checksums, also inside the files of `torch.distributed.checkpoint`. Neither

@@ -1,0 +1,168 @@
+"""The state of one device in a checkpoint: flat pieces of parameters, so that another number of nodes or devices can
+load them."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_sparse.sharding import dims_in_memory
+
+VERSION = 7
+"""Of what a checkpoint holds."""
+Layout = tuple[list[int], list[int]]
+"""A parameter's shape, and its dims in memory order, the outermost first."""
+
+
+class Piece(NamedTuple):
+    """Elements [begin, end) of a parameter, in its memory order, as a flat tensor."""
+
+    name: str
+    begin: int
+    end: int
+    tensor: Tensor
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Which elements these are."""
+        return self[:3]
+
+
+@dataclass
+class State:
+    """What one device alone knows between two steps, on the CPU, in types that ``torch.load(weights_only=True)`` reads.
+
+    Attributes:
+        pieces: by quantity, such as "residual".
+        layouts: of the parameters, by name.
+        own: what only this very device can go on with.
+    """
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        pieces = {quantity: [tuple(each) for each in found] for quantity, found in self.pieces.items()}
+        return {"pieces": pieces, "layouts": self.layouts, "own": self.own}
+
+    def split(self) -> dict[str, Any]:
+        """Return the tensor of each piece by a name of its own, and the rest as a tuple, into which
+        `torch.distributed.checkpoint` does not look."""
+        found = [(quantity, piece) for quantity, pieces in self.pieces.items() for piece in pieces]
+        places = {quantity: [piece.place for piece in pieces] for quantity, pieces in self.pieces.items()}
+        tensors = {_name_of(quantity, *piece.place): piece.tensor for quantity, piece in found}
+        rest = {"pieces": places, "layouts": self.layouts, "own": self.own}
+        pickled(rest)  # so that a save says what a load would refuse
+        return {**tensors, "rest": (rest,)}
+
+    @staticmethod
+    def joined(rest: Mapping[str, Any], tensor_of: Callable[[str], Tensor]) -> State:
+        """Return the inverse of split(), given a tensor's name what there is of it."""
+        pieces = {
+            quantity: [
+                Piece(name, begin, end, tensor_of(_name_of(quantity, name, begin, end))) for name, begin, end in places
+            ]
+            for quantity, places in rest["pieces"].items()
+        }
+        return State(pieces, rest["layouts"], rest["own"])
+
+    def cut(self, quantity: str, name: str, begin: int, end: int) -> Iterator[Piece]:
+        """Yield what there is of elements [begin, end) of a parameter: views."""
+        for piece in self.pieces.get(quantity, ()):
+            first, last = max(begin, piece.begin), min(end, piece.end)
+            if piece.name == name and first < last:
+                yield Piece(name, first, last, piece.tensor[first - piece.begin : last - piece.begin])
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any]) -> State:
+        """Return the inverse of to_dict()."""
+        pieces = {quantity: [Piece(*each) for each in found] for quantity, found in saved["pieces"].items()}
+        return State(pieces, saved["layouts"], saved["own"])
+
+
+def pickled(content: Any) -> io.BytesIO:
+    """Return what torch.save() makes of it.
+
+    Raises:
+        ValueError: for content that a safe load would refuse when it is needed.
+    """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if refused:
+        raise ValueError(
+            f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
+            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values "
+            f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
+        )
+    return buffer
+
+
+def _name_of(quantity: str, name: str, begin: int, end: int) -> str:
+    return f"{quantity}/{name}/{begin}-{end}"
+
+
+def layout_of(parameter: Tensor) -> Layout:
+    """Return the layout of a parameter, or of its gradient in a bucket: complex numbers are pairs of real ones."""
+    shape, dims = list(parameter.shape), list(range(parameter.dim()))
+    if isinstance(parameter, DTensor) or torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        dims = dims_in_memory(parameter)
+    if parameter.is_complex():
+        shape, dims = [*shape, 2], [*dims, len(shape)]
+    return shape, dims
+
+
+def flattened(whole: Tensor, layout: Layout) -> Tensor:
+    """Flatten a tensor of the parameter's shape in the order of a layout."""
+    return whole.permute(layout[1]).reshape(-1)
+
+
+Cut = Callable[[State, str, int, int], Iterable[Piece]]
+"""Returns what a device has of elements [begin, end) of a parameter."""
+
+
+def read(devices: Sequence[State], cut: Cut, name: str, begin: int, end: int, layout: Layout) -> Tensor | None:
+    """Read elements of a parameter from the pieces of a node's devices, no others: files may be mapped, and larger than
+    this machine's memory.
+
+    Args:
+        layout: in whose memory order the elements are counted. Of a parameter that was saved in another one, all is
+            read.
+
+    Returns:
+        A flat tensor, zero where no device has a piece; None where none has any, or its shape was another.
+    """
+    saved = next((each.layouts[name] for each in devices if name in each.layouts), None)
+    if saved is None or saved[0] != layout[0]:
+        return None
+    first, last = (begin, end) if saved[1] == layout[1] else (0, prod(saved[0]))
+    flat: Tensor | None = None
+    for device in devices:
+        for piece in cut(device, name, first, last):
+            if flat is None:
+                flat = torch.zeros(last - first, dtype=piece.tensor.dtype)
+            flat[piece.begin - first : piece.end - first] = piece.tensor
+    if flat is None or saved[1] == layout[1]:
+        return flat
+    shape, dims = saved
+    whole = flat.view([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(dims))])
+    return flattened(whole, layout)[begin:end]
+
+
+def total(nodes: Iterable[Sequence[State]], cut: Cut, name: str, begin: int, end: int, layout: Layout) -> Tensor | None:
+    """Return the sum over nodes of what ``read`` reads of each; a node that has none counts as zero."""
+    found = (read(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
+    parts = (part for part in found if part is not None)
+    first = next(parts, None)
+    return None if first is None else functools.reduce(Tensor.add_, parts, first)

@@ -1,0 +1,107 @@
+"""Which optimizers tolerate sparse gradients, whose entries arrive rarely and as sums.
+
+Error feedback sends an entry of the gradient once in many rounds, as the sum of what these rounds would have sent. SGD
+is linear, so the sum moves the parameter as far as its terms would have. Adam and similar optimizers divide by the
+size of recent gradients: a sum of 100 steps moves the parameter by about 10 steps' worth instead of 100, and a run ends
+worse than one node alone, without any communication (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).
+
+LARS scales a layer as a whole, so the entries of a layer keep their proportions; the paper trains with it.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
+
+Response = Literal["linear", "adaptive", "unknown"]
+
+_LINEAR = {"sgd", "lars", "asgd", "sgdw", "sgdp"}
+_ADAPTIVE = (
+    "ada",  # Adam, AdamW, NAdam, RAdam, Adagrad, Adadelta, Adafactor, AdaBelief, AdEMAMix, ...
+    "rmsprop", "lamb", "shampoo", "soap", "lion", "muon", "rprop", "sophia", "novograd", "adopt", "kron", "mars",
+    "yogi", "laprop", "madgrad", "came", "grams", "prodigy",
+)  # fmt: skip
+_INNER = ("base_optimizer", "_base_optimizer", "optimizer", "inner_optimizer", "_optimizer", "optim")
+
+
+def response_of(optimizer: Optimizer) -> Response:
+    """How an optimizer, or the one inside it, responds to the size of a gradient."""
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls not in (Optimizer, object)]
+    if any(word in name for name in names for word in _ADAPTIVE):
+        return "adaptive"
+    if _LINEAR.intersection(names):
+        return "linear"
+    inner = [getattr(optimizer, name, None) for name in _INNER]
+    return next((response_of(each) for each in inner if isinstance(each, Optimizer)), "unknown")
+
+
+def objection(optimizers: Iterable[Optimizer]) -> str:
+    """Why entries of gradients should not be left out for these optimizers; empty where nothing is known against it."""
+    found = {type(each).__name__: response_of(each) for each in optimizers}
+    adaptive = [name for name, response in found.items() if response == "adaptive"]
+    unknown = [name for name, response in found.items() if response == "unknown"]
+    if adaptive:
+        return f"{', '.join(adaptive)} divides by the size of recent gradients, so rare sums move parameters too little"
+    if unknown:
+        return f"how {', '.join(unknown)} responds to gradients that arrive as rare sums is not known"
+    return ""
+
+
+def warning_of(exchange: str, objected: str, way_out: str) -> str:
+    """Return the warning for a user who sends only some entries."""
+    return f"exchange={exchange!r}: {objected}. Compare the loss with the single-node baseline, or use {way_out}"
+
+
+# -- whose step can be sharded -----------------------------------------------------------------------------------------
+#
+# What is known of optimizers: which cannot be shared, which are tested, which are elementwise, and a step's cost.
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, NAdam)
+"""They step each element independently. Exact classes: a subclass may not."""
+
+_TESTED = {f"{cls.__module__}.{cls.__qualname__}" for cls in (*ELEMENTWISE, Muon)}
+_TESTED |= {"timm.optim.lars.Lars", "timm.optim.lamb.Lamb"}
+
+_REFUSED = {
+    "LBFGS": "it evaluates the closure several times per step and mixes all parameters",
+    "ZeroRedundancyOptimizer": "it already shares the step",
+    "PostLocalSGDOptimizer": "ranks hold different parameters between its averages",
+}
+
+
+def is_tested(optimizer: Optimizer) -> bool:
+    """Whether tests show that the shared step of exactly this class is bit-identical in every variant."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in _TESTED
+
+
+def step_cost(optimizer: Optimizer, parameter: Tensor) -> int:
+    """Return the cost of a parameter's step: its elements, or the multiplications of a Newton-Schulz step of Muon.
+
+    For a matrix of m rows and n >= m columns, these are two products of m x m x n and one of m x m x m.
+    """
+    if isinstance(optimizer, Muon) and parameter.dim() == 2:
+        m, n = sorted(parameter.shape)
+        return m * m * (2 * n + m)
+    return parameter.numel()
+
+
+def refuse(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer that does not treat parameters independently."""
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _REFUSED:
+            raise ValueError(
+                f"PTOCallback cannot share the step of {type(optimizer).__name__}: {_REFUSED[cls.__name__]}. Use an "
+                f"optimizer that steps each parameter independently, or remove the callback."
+            )
+    limits = {group["max_grad_norm"] for group in optimizer.param_groups if group.get("max_grad_norm")}
+    if limits:
+        raise ValueError(
+            f"{type(optimizer).__name__}(max_grad_norm={limits.pop()}) clips by the norm of all gradients, but "
+            f"each rank sees only its share. Set max_grad_norm=None and clip with Trainer(gradient_clip_val=...)."
+        )
+    if isinstance(getattr(optimizer, "consolidate_state_dict", None), Callable):  # type: ignore[arg-type]
+        raise ValueError(
+            f"the step of {type(optimizer).__name__} is already shared: use one PTOCallback, and create optimizers in "
+            f"configure_optimizers()."
+        )
