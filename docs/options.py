@@ -15,8 +15,11 @@ from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.gradients.config import GradientsConfig
 from lightning_sparse.pto.callback import PTOMixin
+from lightning_sparse.strategy.elastic import MSTopKElasticMixin
+from lightning_sparse.strategy.fsdp import MSTopKFSDPMixin
+from lightning_sparse.strategy.hier import MSTopKHierMixin
+from lightning_sparse.strategy.local import MSTopKLocalMixin
 from lightning_sparse.strategy.options import ShardsConfig
-from lightning_sparse.strategy.trainer import MSTopKElasticMixin, MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
 from lightning_sparse.updates import UpdatesConfig
 
 PAGE = Path(__file__).with_name("options.md")

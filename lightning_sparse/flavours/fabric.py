@@ -1,27 +1,25 @@
-"""The strategy for ``lightning.fabric``."""
+"""The strategies for ``lightning.fabric``."""
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 
-from lightning_sparse.strategy.fabric import (
-    MSTopKElasticFabricMixin,
-    MSTopKFSDPFabricMixin,
-    MSTopKHierFabricMixin,
-    MSTopKLocalFabricMixin,
-)
+from lightning_sparse.strategy.elastic import MSTopKElasticFabricMixin
+from lightning_sparse.strategy.fsdp import MSTopKFSDPFabricMixin
+from lightning_sparse.strategy.hier import MSTopKHierFabricMixin
+from lightning_sparse.strategy.local import MSTopKLocalFabricMixin
 
 
 class MSTopKHierStrategy(MSTopKHierFabricMixin, DDPStrategy):
-    __doc__ = MSTopKHierFabricMixin.__doc__
+    pass
 
 
 class MSTopKLocalStrategy(MSTopKLocalFabricMixin, DDPStrategy):
-    __doc__ = MSTopKLocalFabricMixin.__doc__
+    pass
 
 
 class MSTopKElasticStrategy(MSTopKElasticFabricMixin, DDPStrategy):
-    __doc__ = MSTopKElasticFabricMixin.__doc__
+    pass
 
 
 class MSTopKFSDPStrategy(MSTopKFSDPFabricMixin, ModelParallelStrategy):
-    __doc__ = MSTopKFSDPFabricMixin.__doc__
+    pass

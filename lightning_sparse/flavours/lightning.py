@@ -8,40 +8,43 @@ from lightning_sparse.data.datamodule import CachedDataModuleMixin, CachedImageD
 from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
-from lightning_sparse.strategy.trainer import MSTopKElasticMixin, MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
+from lightning_sparse.strategy.elastic import MSTopKElasticMixin
+from lightning_sparse.strategy.fsdp import MSTopKFSDPMixin
+from lightning_sparse.strategy.hier import MSTopKHierMixin
+from lightning_sparse.strategy.local import MSTopKLocalMixin
 
 
 class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
-    __doc__ = MSTopKHierMixin.__doc__
+    pass
 
 
 class MSTopKLocalStrategy(MSTopKLocalMixin, DDPStrategy):
-    __doc__ = MSTopKLocalMixin.__doc__
+    pass
 
 
 class MSTopKElasticStrategy(MSTopKElasticMixin, DDPStrategy):
-    __doc__ = MSTopKElasticMixin.__doc__
+    pass
 
 
 class MSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):
-    __doc__ = MSTopKFSDPMixin.__doc__
+    pass
 
 
 class CommStatsCallback(CommStatsMixin, Callback):
-    __doc__ = CommStatsMixin.__doc__
+    pass
 
 
 class PTOCallback(PTOMixin, Callback):
-    __doc__ = PTOMixin.__doc__
+    pass
 
 
 class CachedDataModule(CachedDataModuleMixin, LightningDataModule):
-    __doc__ = CachedDataModuleMixin.__doc__
+    pass
 
 
 class CachedImageDataModule(CachedImageDataModuleMixin, LightningDataModule):
-    __doc__ = CachedImageDataModuleMixin.__doc__
+    pass
 
 
 class TokenDataModule(TokenDataModuleMixin, LightningDataModule):
-    __doc__ = TokenDataModuleMixin.__doc__
+    pass

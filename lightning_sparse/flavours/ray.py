@@ -7,7 +7,9 @@ import ray.train.torch
 import torch
 from ray.train.lightning import RayDDPStrategy
 
-from lightning_sparse.strategy.trainer import MSTopKFSDPMixin, MSTopKHierMixin, MSTopKLocalMixin
+from lightning_sparse.strategy.fsdp import MSTopKFSDPMixin
+from lightning_sparse.strategy.hier import MSTopKHierMixin
+from lightning_sparse.strategy.local import MSTopKLocalMixin
 
 try:
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -16,11 +18,11 @@ except ModuleNotFoundError:
 
 
 class RayMSTopKHierStrategy(MSTopKHierMixin, RayDDPStrategy):
-    __doc__ = MSTopKHierMixin.__doc__
+    pass
 
 
 class RayMSTopKLocalStrategy(MSTopKLocalMixin, RayDDPStrategy):
-    __doc__ = MSTopKLocalMixin.__doc__
+    pass
 
 
 class RayMSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):

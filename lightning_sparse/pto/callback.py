@@ -46,7 +46,8 @@ class PTOMixin:
             log.info("PTOCallback: one rank, nothing to share")
             return
         strategy = trainer.strategy
-        if hasattr(strategy, "updates"):
+        engine = getattr(strategy, "engine", None)
+        if engine is not None and engine.has_own_weights:
             raise ValueError(
                 f"PTOCallback shares a step whose gradients are the same on every rank, and with "
                 f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step "

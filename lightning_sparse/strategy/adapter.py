@@ -6,11 +6,9 @@ methods into an engine's. Nothing here imports Lightning.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from datetime import timedelta
@@ -20,41 +18,28 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.agree import all_agree
 from lightning_sparse.checkpoint.folder import verify, verify_file, whole_or_none
 from lightning_sparse.checkpoint.restore import restore
 from lightning_sparse.checkpoint.side_files import Saved, Saves, new_run_id
-from lightning_sparse.checkpoint.state import State
-from lightning_sparse.elastic.updates import ElasticUpdates, Version
 from lightning_sparse.engine import Engine
-from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
-from lightning_sparse.fsdp import ShardedGradients
-from lightning_sparse.gradients import HierConfig, HierState, hier_hook
+from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.messages import LogOnce, described, said_if_long, said_if_nodes_missing, show_log_lines
-from lightning_sparse.sharding import local_of, parameters_of
+from lightning_sparse.sharding import local_of
 from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
-    OWN_OF_FSDP,
-    REFUSED_BY_FSDP,
-    Send,
-    ShardsConfig,
+    Kind,
     bucket_cap_mb,
-    check_options,
-    loss_scale_of,
+    take_options,
 )
 from lightning_sparse.topology import Topology, discover
-from lightning_sparse.updates import LocalUpdates, optimizer_state
+from lightning_sparse.updates import LocalUpdates
 
-ELASTIC_KEY = "lightning_sparse_elastic"
-"""In a checkpoint of nodes that come and go: the version of its weights."""
-MOMENTUM = "momentum_correction=True keeps momentum only for the parameters that it reduces"
-ABOUT_PARTS = ("find_unused_parameters", "static_graph")
-"""DDP's options for parameters outside a backward pass. They fail if DDP does not reduce."""
+Host: Any = object
+"""A class of Lightning, to which `lightning_sparse.flavours` binds the mixins."""
 
 
 class Adapter:
@@ -76,18 +61,28 @@ class Adapter:
     world_size: int
     is_global_zero: bool
     _ddp_kwargs: dict[str, Any]
+    _ddp_comm_hook: Any
+    _ddp_comm_state: Any
     _timeout: timedelta | None
     _save_distributed_checkpoint: bool = False
     _together: bool = False  # whether all ranks read checkpoints at the same time
     _inside_the_node: ClassVar[bool] = False  # whether DDP averages only inside the node
 
-    def _begin(self, config: ExchangeConfig, node_name: str | None, kind: str) -> None:
-        """Before the host's own constructor."""
-        self.config: Any = config
+    def _init_common(
+        self, kind: Kind, node_name: str | None, given: dict[str, Any], exchanged: str, **more: Any
+    ) -> None:
+        """Set the fields before the host's own constructor.
+
+        Args:
+            given: Options of the user. The strategy's own options are removed.
+            exchanged: `Engine.kind` of its engines.
+            more: Options that are not in ``given``.
+        """
+        self.config: Any = take_options(kind, type(self), given, **more)
         self.engines = []
         self._node_name = node_name
         self._topology: Topology | None = None
-        self._saves = Saves(kind)
+        self._saves = Saves(exchanged)
 
     def __repr__(self) -> str:
         default = type(self.config)().to_dict()
@@ -247,91 +242,11 @@ class Adapter:
             self._take_entries(side.get("entries", {}))
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+ABOUT_PARTS = ("find_unused_parameters", "static_graph")
+"""DDP's options for parameters outside a backward pass. They fail if DDP does not reduce."""
 
 
-class GradientEngines:
-    """The engines of modules that DDP wraps, and the optimizers that step these.
-
-    Attributes:
-        states: of the modules, in the order of set-up.
-        watched: the optimizers of each.
-        seen: optimizers that were set up, whether or not their modules are.
-    """
-
-    def __init__(self, config: HierConfig) -> None:
-        self.states: list[HierState] = []
-        self.watched: dict[HierState, list[Optimizer]] = {}
-        self.seen: list[weakref.ref[Optimizer]] = []
-        self._config = config
-
-    def attach(
-        self,
-        ddp: DistributedDataParallel,
-        topology: Topology,
-        precision: Any,
-        *,
-        find_unused: bool,
-        fresh: bool = False,
-    ) -> HierState:
-        """Reduce the module's gradients our way. One that is wrapped again goes on with its residuals, unless it is to
-        begin ``fresh``. A collective of the world."""
-        module = ddp.module
-        self._drop_unused(module, fresh)
-        state = next((each for each in self.states if each.parameters.module is module), None)
-        if state is None:
-            state = HierState(module, self._config, topology, find_unused_parameters=find_unused)
-            state.loss_scale = lambda: loss_scale_of(precision)
-            state.log_once(topology.describe())
-            self.states.append(state)
-        elif find_unused:
-            state.track_unused(module)
-        self.watched[state] = []  # new optimizers take the place of those before
-        ddp.register_comm_hook(state, hier_hook)
-        return state
-
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note the steps of these besides those watched already, each for the modules whose parameters it steps. One
-        that steps the same parameters as another takes its place."""
-        optimizers = list(optimizers)
-        for state in self.states:
-            own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
-            if own:
-                self.watched[state] = _without_replaced(self.watched[state], own) + own
-                state.watch(self.watched[state])
-
-    def watch_also(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer, whose module may be set up later."""
-        self.seen = [each for each in self.seen if each() is not None] + [weakref.ref(optimizer)]
-        self.watch([optimizer])
-
-    def watch_seen(self) -> None:
-        """Watch the optimizers that were set up before."""
-        self.watch([each for found in self.seen if (each := found()) is not None])
-
-    def keep_only(self, state: HierState) -> None:
-        """Forget the other modules."""
-        self.states[:], self.watched = [state], {state: self.watched[state]}
-
-    def _drop_unused(self, module: nn.Module, fresh: bool) -> None:
-        """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
-        gc.collect()  # so that all ranks see the same modules gone
-        for state in list(self.states):
-            replaced = state.parameters.module is module and not state.parameters.are_in(module)
-            if replaced and not fresh:
-                state.log_once(
-                    "parameters were replaced since the last set-up: their residuals are lost", logging.WARNING
-                )
-            if replaced or state.parameters.module is None or (fresh and state.parameters.module is module):
-                state.end()
-                self.states.remove(state)
-                stale = self.watched.pop(state)
-                self.seen = [each for each in self.seen if each() not in stale]
-
-
-def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
-    taken = {id(parameter) for each in new for parameter in parameters_of(each)}
-    return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
+MOMENTUM = "momentum_correction=True keeps momentum only for the parameters that it reduces"
 
 
 def with_tensors(state_dict: dict[str, Any], tensor_of: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
@@ -355,82 +270,3 @@ def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
         return copies[key]
 
     return with_tensors(state_dict, copied)
-
-
-# -- nodes that come and go --------------------------------------------------------------------------------------------
-
-
-class ElasticAdapter(Adapter):
-    """What the strategies of nodes that come and go do alike."""
-
-    _loaded: Version | None = None  # of the weights that were loaded
-
-    def setup_environment(self) -> None:
-        """Refuse a world of several nodes, which would wait for one another."""
-        if self.num_nodes != 1:
-            raise ValueError(
-                f"num_nodes={self.num_nodes}: each node that comes and goes is a run of its own. Start each with "
-                f"num_nodes=1 and the address of one lighthouse."
-            )
-        super().setup_environment()
-
-    @property
-    def elastic(self) -> ElasticUpdates | None:
-        """The engine of what is trained; None before that is set up."""
-        return self.engines[-1] if self.engines else None
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each node draws all samples in an order of its own, and its devices share them."""
-        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-        if self._topology is None:  # nothing is trained
-            return kwargs
-        return {**kwargs, "seed": int(self._saves.run_id, 16)}
-
-    def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> ElasticUpdates:
-        version, self._loaded = self._loaded, None
-        return ElasticUpdates(module, optimizers, self.config, self._place, name=self._node_name or "", version=version)
-
-    @property
-    def _averages_inside(self) -> bool:
-        return self._place.num_devices > 1
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this node is the one that writes checkpoints."""
-        return self.elastic is None or self.elastic.peers.first
-
-
-# -- shards ------------------------------------------------------------------------------------------------------------
-
-
-class ShardsAdapter(Adapter):
-    """What the strategies of FSDP2 do alike; their engines are of updates or of gradients."""
-
-    send: Send
-    _device_mesh: DeviceMesh | None
-    _together = True
-
-    def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
-        """Before the host's own constructor; takes its own options out of those that are given."""
-        config = ShardsConfig(send=send, **{name: given.pop(name) for name in OWN_OF_FSDP if name in given})
-        check_options(type(self), given, ("send", *OWN_OF_FSDP), REFUSED_BY_FSDP, type(self))
-        self.send = send
-        self._begin(config, node_name, LocalUpdates.kind if send == "updates" else ShardedGradients.kind)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks have samples of their own; Lightning's are those of a mesh whose devices share samples."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def _own_entries(self, saved: Any) -> dict[str, Any]:
-        """Each device has its part of optimizer states, which differ between nodes; the main file has the first's."""
-        if self._place.node_index == 0:
-            return {}
-        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
-        return {"optimizers": [optimizer_state.state_of(each.optimizers, each.names).to_dict() for each in engines]}
-
-    def _take_entries(self, entries: dict[str, Any]) -> None:
-        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
-        for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
-            optimizer_state.load(engine.names, engine.stepped(), [State.from_dict(saved)])

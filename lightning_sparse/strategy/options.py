@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,13 +22,6 @@ from lightning_sparse.internals import scale_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
-OWN = tuple(field.name for field in fields(HierConfig))
-"""The options that are not DDP's."""
-OWN_OF_UPDATES = tuple(field.name for field in fields(UpdatesConfig) if field.name != "inter_gbps")
-OWN_OF_ELASTIC = tuple(
-    field.name for field in fields(ElasticConfig) if field.name not in ("inter_gbps", "exchange", "overlap")
-)
-Config = TypeVar("Config", bound=ExchangeConfig)
 Send = Literal["updates", "gradients"]
 """What travels between nodes under FSDP2."""
 
@@ -66,79 +59,115 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
             )
 
 
-OWN_OF_FSDP = tuple(
-    field.name for field in fields(ShardsConfig) if field.name not in ("inter_gbps", "shard_optimizer", "send")
-)
 DDP_BUCKET_MB = 25
 """DistributedDataParallel's own size."""
 BUCKETS = 8
 """Buckets of a backward pass: with fewer, little of the exchange overlaps with it."""
-REFUSED = {
-    **dict.fromkeys(
-        ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
-        "this strategy is a communication hook, and DDP takes one",
-    ),
-    "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy is",
-}
-REFUSED_BY_FSDP = {
-    **dict.fromkeys(
-        ("data_parallel_size", "tensor_parallel_size"),
-        "the mesh has one row a node, so that what is sharded stays inside; name nodes with node_name",
-    ),
-    "shard_optimizer": "FSDP2 shards the optimizer's state along with the parameters",
-}
-REFUSED_BY_UPDATES = {
+
+
+class Kind(NamedTuple):
+    """The options of one strategy.
+
+    Args:
+        config: A dataclass. Its fields are options of the strategy.
+        hidden: Fields that a user cannot set.
+        unsupported: Options of Lightning and DDP that the strategy refuses, and why.
+        wrapper: The class to which Lightning's strategy passes options.
+    """
+
+    config: type[ExchangeConfig]
+    hidden: tuple[str, ...] = ()
+    unsupported: Mapping[str, str] = {}
+    wrapper: type = DistributedDataParallel
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the strategy's own options."""
+        return tuple(field.name for field in fields(self.config) if field.name not in self.hidden)
+
+
+HIER = Kind(
+    HierConfig,
+    unsupported={
+        **dict.fromkeys(
+            ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
+            "this strategy is a communication hook, and DDP takes one",
+        ),
+        "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy "
+        "is",
+    },
+)
+_UNSUPPORTED_WITH_UPDATES = {
     "model_averaging_period": "averaging parameters now and then replaces the exchange of updates",
     "process_group": "this strategy lets DistributedDataParallel average inside each node; name nodes with node_name",
 }
-REFUSED_BY_ELASTIC = {
-    **REFUSED_BY_UPDATES,
-    "exchange": "nodes that come and go exchange the largest entries, exchange='sparse'",
-    "save_distributed_checkpoint": "the first node writes checkpoints, for nodes come and go",
-}
+LOCAL = Kind(UpdatesConfig, ("inter_gbps",), _UNSUPPORTED_WITH_UPDATES)
+ELASTIC = Kind(
+    ElasticConfig,
+    ("inter_gbps", "exchange", "overlap"),
+    {
+        **_UNSUPPORTED_WITH_UPDATES,
+        "exchange": "nodes that come and go exchange the largest entries, exchange='sparse'",
+        "save_distributed_checkpoint": "the first node writes checkpoints, for nodes come and go",
+    },
+)
+FSDP = Kind(
+    ShardsConfig,
+    ("inter_gbps", "shard_optimizer", "send"),
+    {
+        **dict.fromkeys(
+            ("data_parallel_size", "tensor_parallel_size"),
+            "the mesh has one row a node, so that what is sharded stays inside; name nodes with node_name",
+        ),
+        "shard_optimizer": "FSDP2 shards the optimizer's state along with the parameters",
+    },
+    wrapper=object,
+)
 
 
-def check_options(
-    cls: type,
-    given: dict[str, Any],
-    own: tuple[str, ...] = OWN,
-    refused: Mapping[str, str] = REFUSED,
-    wrapper: type = DistributedDataParallel,
-) -> None:
-    """Look through the options that are passed on to Lightning's strategy and to what wraps the module.
+def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> ExchangeConfig:
+    """Remove the strategy's own options from ``given``, and return their config. Check the rest, which Lightning gets.
 
     Args:
-        refused: names of those that cannot be combined with it, and why.
-        wrapper: that Lightning's strategy passes options on to.
+        cls: The strategy.
+        more: Fields of the config that are not in ``given``.
 
     Raises:
         ValueError: for an unknown option, or one that cannot be combined with this strategy.
     """
-    for name in given.keys() & refused.keys():
-        if given[name] is not None:
-            raise ValueError(
-                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {refused[name]}. Leave it out, or "
-                f"use strategy='ddp' with it."
-            )
-    known = _named(wrapper)[0]
+    config = kind.config(**{name: given.pop(name) for name in kind.options if name in given}, **more)
+    check_supported(kind, cls, given)
+    known = _parameter_names(kind.wrapper)[0]
     for base in (each for each in cls.__mro__ if "__init__" in vars(each)):
-        names, passes_on = _named(base)
+        names, passes_on = _parameter_names(base)
         known |= names
         if not passes_on:
             break  # what is behind it gets nothing
     known -= {"self", "module"}
     unknown = sorted(given.keys() - known)
     if unknown:
+        own = (*kind.options, *more)
         close = [near for name in unknown for near in get_close_matches(name, sorted({*own, *known}), 1)]
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-        others = "DistributedDataParallel" if wrapper is DistributedDataParallel else "its base class in Lightning"
+        others = "its base class in Lightning" if kind is FSDP else "DistributedDataParallel"
         raise ValueError(
             f"{cls.__name__} does not know the option(s) {', '.join(unknown)}{hint}: its own are {', '.join(own)}, and "
             f"those of {others} are passed on."
         )
+    return config
 
 
-def _named(cls: type) -> tuple[set[str], bool]:
+def check_supported(kind: Kind, cls: type, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that cannot be combined with the strategy."""
+    for name in given.keys() & kind.unsupported.keys():
+        if given[name] is not None:
+            raise ValueError(
+                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {kind.unsupported[name]}. Leave it "
+                f"out, or use strategy='ddp' with it."
+            )
+
+
+def _parameter_names(cls: type) -> tuple[set[str], bool]:
     """The arguments of a constructor that have a name, and whether it takes others, too."""
     parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -148,28 +177,23 @@ def _named(cls: type) -> tuple[set[str], bool]:
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def with_options_of(config: type, own: tuple[str, ...]) -> Callable[[Init], Init]:
-    """Decorate a constructor that finds options of a config among its ``**kwargs``: its signature and its docstring
-    tell them, to LightningCLI and help()."""
+def with_options_of(kind: Kind) -> Callable[[Init], Init]:
+    """Decorate a constructor that finds options of a config among its ``**kwargs``. LightningCLI and help() then see
+    them in its signature and its docstring."""
 
     def decorate(init: Init) -> Init:
         *named, rest = inspect.signature(init, eval_str=True).parameters.values()
-        types, keyword = get_type_hints(config), inspect.Parameter.KEYWORD_ONLY
+        types, keyword = get_type_hints(kind.config), inspect.Parameter.KEYWORD_ONLY
         options = [
             inspect.Parameter(each.name, keyword, default=each.default, annotation=types[each.name])
-            for each in fields(config)
-            if each.name in own
+            for each in fields(kind.config)
+            if each.name in kind.options
         ]
         init.__signature__ = inspect.Signature([*named, *options, rest])  # type: ignore[attr-defined]
-        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in config.__mro__[-2::-1])
+        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in kind.config.__mro__[-2::-1])
         return init
 
     return decorate
-
-
-def take(config: type[Config], own: tuple[str, ...], given: dict[str, Any]) -> Config:
-    """Make a config of its options among those that are given, and remove them from these."""
-    return config(**{name: given.pop(name) for name in own if name in given})
 
 
 def bucket_cap_mb(nbytes: int, topology: Topology, device: torch.device) -> int | None:

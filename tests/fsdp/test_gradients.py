@@ -163,11 +163,11 @@ def residuals(folder: str, begin: int | None, end: int) -> dict[str, Tensor]:
             if trainer.global_step not in (begin, end):
                 return
             total = torch.zeros(2, dtype=torch.float64)
-            for managed in trainer.strategy.gradients.managed:
+            for managed in trainer.strategy.engine.managed:
                 if managed.residual_S is not None:
                     total += torch.stack([managed.residual_S.double().sum(), (managed.residual_S.double() * 3).sum()])
             dist.all_reduce(total)
-            found[str(trainer.global_step)] = total / trainer.strategy.gradients.topology.num_nodes
+            found[str(trainer.global_step)] = total / trainer.strategy.engine.topology.num_nodes
             if trainer.global_step == end:
                 trainer.save_checkpoint(f"{folder}/{end}.ckpt")
 
@@ -239,7 +239,7 @@ def defaults_in_a_trainer() -> tuple[list[str], list[float], str]:
 
     class Note(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            densities.append(trainer.strategy.gradients.exchange.stats.density)
+            densities.append(trainer.strategy.engine.exchange.stats.density)
 
     strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", density=0.05)
     fitted(FLAVOUR, strategy, max_steps=80, callbacks=[Note()])

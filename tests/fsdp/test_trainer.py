@@ -157,11 +157,11 @@ def look(folder: str, begin: int | None, end: int, distributed: bool) -> dict[st
         def on_train_batch_start(self, trainer: Any, trained: Any, *_: Any) -> None:
             if trainer.global_step not in (begin, end):
                 return
-            updates = trainer.strategy.updates
+            updates = trainer.strategy.engine
             with updates.shared_weights():
                 shared = whole(trained).clone()
             if updates.active:
-                trainer.strategy.updates.show_own()
+                trainer.strategy.engine.show_own()
             found[trainer.global_step] = shared
             if updates.active:
                 ends_at = mean_over_nodes(_with_everything_sent(trained, updates))

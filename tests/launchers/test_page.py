@@ -26,7 +26,7 @@ FOUND = "2 node(s) x 2 device(s)"
 AFTER = """
 from pytorch_lightning.demos.boring_classes import BoringModel
 trainer.fit(BoringModel())
-topology = trainer.strategy.updates.topology
+topology = trainer.strategy.engine.topology
 print(f"rank {topology.rank} of {topology.shape}, nodes {topology.nodes}")
 """
 

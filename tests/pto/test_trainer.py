@@ -107,7 +107,7 @@ def equal(flavour: str, make: Callable[[], Any], scope: str = "node", **options:
 
 def residual_norm(t: Any) -> float:
     """Of what waits to be sent: between nodes nothing is left out by others than `sparse`."""
-    state = getattr(t.strategy, "hier_state", None)
+    state = getattr(t.strategy, "engine", None)
     if state is None:
         return 0.0
     norm = float(state.residual_norm())

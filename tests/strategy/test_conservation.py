@@ -455,7 +455,7 @@ def mixed_fit() -> dict[str, Any]:
     module.net.register_forward_hook(overflow)
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     trainer("pytorch_lightning", strategy, plugins=[precision]).fit(module)
-    norm = float(strategy.hier_state.residual_norm())
+    norm = float(strategy.engine.residual_norm())
     return {"weights": weights(module), "scale": precision.scaler.get_scale(), "norm": norm}
 
 

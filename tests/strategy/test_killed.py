@@ -31,7 +31,7 @@ def fit(folder: str, kill: Kill | None, precision: str = "32-true", seconds: flo
     strategy = sparse(FLAVOUR, timeout=timedelta(seconds=seconds) if seconds else patience(kill))
     module = plain_module(FLAVOUR, by_step=True)
     t = fit_on(folder, strategy, module, kill, max_steps=STEPS, precision=precision)
-    state = t.strategy.hier_state
+    state = t.strategy.engine
     state.settle()
     return {"weights": weights(module), "residual": node_residual(module, state), "round": state.round}
 

@@ -22,7 +22,7 @@ from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, para
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy.callback import table
-from lightning_sparse.strategy.trainer import _default_warmup
+from lightning_sparse.strategy.hier import _default_warmup
 from lightning_sparse.topology import Place, Topology, nodes_from_places
 
 groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(

@@ -64,7 +64,7 @@ def resume_exactly(folder: str) -> dict[str, Any]:
     for name, (t, module) in {
         "": fit(12), "resumed ": fit(12, resume=path),
     }.items():  # fmt: skip
-        state = t.strategy.hier_state
+        state = t.strategy.engine
         state.settle()
         out[name + "weights"] = weights(module)
         out[name + "residual"] = node_residual(module, state)
@@ -106,7 +106,7 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
 
     class Back(lightning_of("pytorch_lightning").Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            state = trainer.strategy.hier_state
+            state = trainer.strategy.engine
             if trainer.global_step in (6, 9):
                 state.settle()
                 residuals.append(node_residual(module, state))

@@ -54,16 +54,16 @@ def life(flavour: str) -> dict[str, Any]:
     t = trainer(flavour, strategy, limit_val_batches=2, max_epochs=1, max_steps=-1, callbacks=[look])
     t.validate(module, verbose=False)
     t.fit(module)
-    first, rounds = weights(module).clone(), strategy.hier_state.round
-    residual = strategy.hier_state.residual_norm()
+    first, rounds = weights(module).clone(), strategy.engine.round
+    residual = strategy.engine.residual_norm()
     t.test(module, verbose=False)
     predictions = t.predict(module)
     t.fit_loop.max_epochs = 2
     t.fit(module)
     return {
         "weights": weights(module), "moved": not torch.equal(first, weights(module)), "rounds": rounds,
-        "rounds_after": strategy.hier_state.round, "predictions": len(predictions), "residual": float(residual),
-        "lines": list(lines.lines), "sent": strategy.hier_state.exchange.stats.density, "views": views,
+        "rounds_after": strategy.engine.round, "predictions": len(predictions), "residual": float(residual),
+        "lines": list(lines.lines), "sent": strategy.engine.exchange.stats.density, "views": views,
     }  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def replaced_head(flavour: str) -> dict[str, Any]:
     module.net[4] = nn.Linear(29, 3)
     t.fit_loop.epoch_loop.max_steps, t.fit_loop.max_epochs = 20, 9
     t.fit(module)
-    return {"weights": weights(module), "rounds": strategy.hier_state.round, "lines": lines.lines}
+    return {"weights": weights(module), "rounds": strategy.engine.round, "lines": lines.lines}
 
 
 def test_a_layer_may_be_replaced_between_fits(results: Results) -> None:
@@ -239,7 +239,7 @@ def unused(flavour: str) -> dict[str, Any]:
     class Watch(lightning_of(flavour).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step in (6, 14):
-                state = strategy.hier_state
+                state = strategy.engine
                 state.settle()
                 seen[f"never {trainer.global_step}"] = pl_module.net.never.weight.detach().clone()
                 seen[f"residual {trainer.global_step}"] = _piece(state, "net.never.weight")
@@ -288,7 +288,7 @@ def gans(flavour: str) -> dict[str, Any]:
     ]:  # fmt: skip
         chosen = strategy(flavour, find_unused_parameters=True)
         out[name] = weights(fitted(flavour, chosen, gan(flavour, toggled), max_steps=24, max_epochs=9))
-        out[name + " density"] = getattr(chosen, "hier_state", None) and chosen.hier_state.exchange.stats.density
+        out[name + " density"] = getattr(chosen, "engine", None) and chosen.engine.exchange.stats.density
     return {**out, "lines": list(lines.lines)}
 
 

@@ -69,7 +69,7 @@ def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
     again = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse")
     resumed = trainer("pytorch_lightning", again, max_steps=8, max_epochs=3, **ranks())
     resumed.fit(module_with_late_data(second), ckpt_path=f"{folder}/plain.ckpt")
-    return first.calls, second.calls, strategy.hier_state.warmup, [line for line in lines if "warm-up ends" in line]
+    return first.calls, second.calls, strategy.engine.warmup, [line for line in lines if "warm-up ends" in line]
 
 
 def test_its_length_is_asked_for_when_data_is_there_and_loops_are_restored(tmp_path: Any) -> None:
@@ -91,7 +91,7 @@ def fit_and_forget() -> tuple[int, int]:
         t.fit_loop.epoch_loop.max_steps += 4
         modules.append(plain_module("pytorch_lightning", mlp()))
         t.fit(modules[-1])
-        states.append(weakref.ref(strategy.hier_state))
+        states.append(weakref.ref(strategy.engine))
     modules.clear()
     gc.collect()
     return len(strategy._gradients.watched), sum(state() is not None for state in states)

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("torchft", reason="needs torchft")
 
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
-from lightning_sparse.strategy.adapter import ELASTIC_KEY
+from lightning_sparse.strategy.elastic import ELASTIC_KEY
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.helpers.ports import free_port
 from tests.updates.elastic_trainer import main

@@ -41,7 +41,7 @@ def fit(folder: str, kill: Kill | None, options: dict[str, Any], every: int = 1,
     strategy, trained = local(FLAVOUR, timeout=patience(kill), **options), module()
     fit_on(folder, strategy, trained, kill, every, steps, max_steps=STEPS, precision=precision)
     buffers = torch.cat([each.flatten().double() for each in trained.buffers()])
-    return {"weights": weights(trained), "buffers": buffers, "steps": strategy.updates.steps}
+    return {"weights": weights(trained), "buffers": buffers, "steps": strategy.engine.steps}
 
 
 CASES: list[tuple[tuple[int, int], dict[str, Any]]] = [
@@ -121,7 +121,7 @@ def look(folder: str, begin: int | None, end: int) -> dict[int, tuple[Tensor, Te
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step not in (begin, end):
                 return
-            updates = trainer.strategy.updates
+            updates = trainer.strategy.engine
             with updates.shared_weights():
                 shared = weights(updates.module).clone()
             found[trainer.global_step] = shared, mean_over_nodes(whole_pending(updates))

@@ -1,0 +1,386 @@
+"""``mstopk_elastic``: nodes that join and leave exchange updates. Each is a run of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sparse.elastic.sampling import dealt_by
+from lightning_sparse.elastic.snapshots import is_safe
+from lightning_sparse.elastic.updates import ElasticUpdates, Version
+from lightning_sparse.messages import log
+from lightning_sparse.strategy.adapter import Adapter
+from lightning_sparse.strategy.fabric import has_optimizer
+from lightning_sparse.strategy.local import MSTopKLocalFabricMixin, MSTopKLocalMixin
+from lightning_sparse.strategy.options import (
+    ELASTIC,
+    check_supported,
+    with_options_of,
+)
+from lightning_sparse.strategy.trainer import most_accumulated
+from lightning_sparse.updates.optimizer_state import plain
+
+ELASTIC_KEY = "lightning_sparse_elastic"
+"""In a checkpoint of nodes that come and go: the version of its weights."""
+
+
+class ElasticAdapter(Adapter):
+    """What the strategies of nodes that come and go do alike."""
+
+    _loaded: Version | None = None  # of the weights that were loaded
+
+    def setup_environment(self) -> None:
+        """Refuse a world of several nodes, which would wait for one another."""
+        if self.num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: each node that comes and goes is a run of its own. Start each with "
+                f"num_nodes=1 and the address of one lighthouse."
+            )
+        super().setup_environment()
+
+    @property
+    def elastic(self) -> ElasticUpdates | None:
+        """The engine of what is trained; None before that is set up."""
+        return self.engines[-1] if self.engines else None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each node draws all samples in an order of its own, and its devices share them."""
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        if self._topology is None:  # nothing is trained
+            return kwargs
+        return {**kwargs, "seed": int(self._saves.run_id, 16)}
+
+    def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> ElasticUpdates:
+        version, self._loaded = self._loaded, None
+        return ElasticUpdates(module, optimizers, self.config, self._place, name=self._node_name or "", version=version)
+
+    @property
+    def _averages_inside(self) -> bool:
+        return self._place.num_devices > 1
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this node is the one that writes checkpoints."""
+        return self.elastic is None or self.elastic.peers.first
+
+
+class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
+    """Exchange of updates between nodes that join and leave. Each node has its own Trainer (``num_nodes=1``, DDP
+    inside). torchft's lighthouse lists the nodes.
+
+    A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another node.
+
+    Args:
+        node_name: Name of this process's node. Default: the host.
+        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
+        **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
+            DDPStrategy's and DistributedDataParallel's own.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    _kind = ELASTIC
+    _another_writes = False  # checkpoints
+
+    @with_options_of(ELASTIC)
+    def __init__(self, *, node_name: str | None = None, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
+        check_supported(ELASTIC, type(self), {name: value or None for name, value in kwargs.items()})
+        super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+
+    def setup(self, trainer: Any) -> None:
+        """Find the other nodes."""
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            trainer.fit_loop._combined_loader = None  # one that configure_optimizers() asked for is dealt to nobody
+            self.engines[-1].show_shared()  # to hooks before the first batch
+            self.engines[-1].watch()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Deal samples to the nodes that are there, if the loader can."""
+        if self.elastic is not None:
+            self.elastic.deal(dataloader, most_accumulated(self.lightning_module.trainer))
+            self._tell_epoch(dataloader)  # before Lightning does, which fetches a batch before that
+        return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Draw from the epoch that is trained. Where a run resumes, Lightning trains on what it has begun to fetch, and
+        takes up the next epoch only then if a checkpoint was saved after the last batch of one."""
+        super().on_train_start()
+        loop = self.lightning_module.trainer.fit_loop
+        self._pass_over_empty_epochs(loop)
+        if any([self._tell_epoch(each) for each in loop._combined_loader.flattened]):
+            iter(loop._data_fetcher)
+
+    def _pass_over_empty_epochs(self, loop: Any) -> None:
+        """Begin with an epoch that has a batch for this node. An epoch without batches has no validation, so callbacks
+        and schedules that monitor a metric would fail."""
+        while self.elastic is not None and not loop.done:
+            epoch = loop.epoch_progress.current.processed
+            if self.elastic.has_batch(epoch):
+                return
+            self.elastic.log_once(f"epoch {epoch} is skipped: it has no batch left for this node")
+            _pass_over_epoch(loop)
+
+    def _tell_epoch(self, dataloader: Any) -> bool:
+        """Tell a loader whose samples are dealt which epoch is trained; False for others."""
+        dealt = dealt_by(dataloader)
+        if dealt is not None:
+            dealt.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
+        return dealt is not None
+
+    def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
+        updates = super()._new_updates(module, optimizers)
+        if updates.taken is not None:
+            checkpoint = {**updates.taken["extra"], "optimizer_states": [updates.taken["optimizer"]]}
+            updates.taken = None
+            connector = self.lightning_module.trainer._checkpoint_connector
+            connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it, as of a file
+            connector.restore_callbacks()
+        return updates
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Train this node's own model; before that, give nodes that join what they ask for."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.elastic is not None:
+            self.elastic.serve(self._progress)
+
+    def on_validation_start(self) -> None:
+        """Validate the global weights; the other nodes do not wait for it."""
+        super().on_validation_start()
+        if self.elastic is not None and self._fitting:
+            self.elastic.watch()
+
+    def _progress(self) -> dict[str, Any]:
+        """All that a checkpoint has but weights, optimizer and hyperparameters, which may be of any type."""
+        trainer = self.lightning_module.trainer
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        left_out = ("state_dict", "optimizer_states", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
+        return {name: each for name, each in checkpoint.items() if name not in left_out}
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Send what is pending when the process is told to end."""
+        super().on_exception(exception)
+        if type(exception).__name__ == "SIGTERMException" and self.elastic is not None:
+            self.elastic.finish()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """The first node writes."""
+        if not self._writes:
+            self._another_writes = True
+            return
+        if self._another_writes:
+            self._another_writes = False
+            log.info(
+                "this node writes checkpoints from now on, because the node that wrote them has left. Callbacks do not "
+                "remove the checkpoints that it left in %s",
+                Path(filepath).parent,
+            )
+        if self.elastic is not None:
+            checkpoint[ELASTIC_KEY] = list(self.elastic.version)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Weights, optimizer and progress; nodes that load the same file go on together. A fit after an evaluation of
+        the file has its weights, and begins with the first sample."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._loaded = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
+        if self._loaded is not None and self.lightning_module.trainer.state.fn != "fit":
+            self._loaded = self._loaded._replace(place=0)
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """The first node removes."""
+        if self._writes:
+            super().remove_checkpoint(filepath)
+
+
+def _pass_over_epoch(loop: Any) -> None:
+    progress = loop.epoch_progress
+    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    for each in (progress.current, progress.total):
+        each.ready = each.started = each.processed = each.completed = each.processed + 1
+    loop.reset_restart_stage()
+    loop.restarting = False
+
+
+class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
+    """``mstopk_elastic`` for Fabric. Its options are those of ``MSTopKElasticStrategy`` for a Trainer.
+
+    A node joins when its optimizer is set up. Then it has the weights, buffers and optimizer state of the other nodes,
+    and through ``share`` their progress. Load a checkpoint between ``fabric.setup_module`` and
+    ``fabric.setup_optimizers``.
+    """
+
+    _kind = ELASTIC
+
+    @with_options_of(ELASTIC)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(node_name=node_name, **kwargs)
+        self._progress: MutableMapping[str, Any] | None = None
+
+    def setup_environment(self) -> None:
+        """Find the node's devices, also for loaders that are set up before the node joins the others."""
+        super().setup_environment()
+        _ = self._place
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Join the other nodes; its module is set up before. Every device of the node calls it.
+
+        Raises:
+            ValueError: for a second one.
+        """
+        if self.engines:
+            raise ValueError(
+                f"{type(optimizer).__name__} is set up after another optimizer: one is exchanged between nodes that "
+                f"come and go. Give it all parameters, or use strategy='mstopk_local'."
+            )
+        return super().setup_optimizer(optimizer)
+
+    def share(self, state: MutableMapping[str, Any]) -> None:
+        """Give nodes that join the progress of this one, and take that of the others if this one has joined them.
+
+        Args:
+            state: plain values and tensors, which are replaced in it, and objects with ``state_dict``, such as
+                schedulers; modules and optimizers in it are left out. Keep it up to date.
+
+        Raises:
+            ValueError: before the optimizer is set up, for other than a dict, for values of a type that nodes do not
+                accept from one another, or if the others share something else.
+        """
+        elastic = self._found()
+        if not isinstance(state, MutableMapping):
+            raise ValueError(f"share({state!r}): give a dict of what nodes that join are to have, by name.")
+        self._progress = state
+        for name, value in plain(self._told()).items():
+            if not is_safe(value):
+                raise ValueError(
+                    f"share() of {name}={value!r}: nodes that join accept tensors, plain values, and lists and dicts "
+                    f"of them. Share these, or an object whose state_dict() has no others."
+                )
+        if elastic.taken is None:
+            return
+        taken = elastic.taken["extra"] or {}
+        own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
+        if taken.keys() != own:
+            raise ValueError(
+                f"share() of {sorted(own)}, where the other nodes have {sorted(taken)}: share the same on all nodes."
+            )
+        elastic.taken = None
+        for name, value in taken.items():
+            if hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(value)
+            else:
+                state[name] = value
+
+    def deal(self, loader: Any, batches: int = 1) -> None:
+        """Have a loader draw what is dealt to this device, as ``ElasticUpdates.deal``. Every device of the node calls
+        it.
+
+        Args:
+            batches: between two steps.
+
+        Raises:
+            ValueError: before the optimizer is set up, or for a loader that draws samples of its own.
+        """
+        elastic = self._found()
+        if dealt_by(loader) is None:
+            raise ValueError(
+                f"deal() of a {type(loader).__name__} that draws samples of its own: give a DataLoader of torch with "
+                f"sampler=ElasticSampler(dataset), or leave deal() out, and each node draws all samples."
+            )
+        elastic.deal(loader, batches)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Refuse one whose samples are dealt: Fabric numbers its epochs from 0 in each process."""
+        if dealt_by(dataloader) is not None:
+            raise ValueError(
+                "setup_dataloaders() of a loader whose samples are dealt to the nodes that are there would number its "
+                "epochs from 0 on each node: call fabric.strategy.deal(loader) instead, set_epoch() before each epoch, "
+                "and fabric.to_device(batch)."
+            )
+        return super().process_dataloader(dataloader)
+
+    def _found(self) -> ElasticUpdates:
+        if self.elastic is None:
+            raise ValueError("no optimizer is set up: call fabric.setup(model, optimizer) before.")
+        return self.elastic
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Give nodes that join what they ask for, and step.
+
+        Raises:
+            ValueError: when this node has joined others, and has not taken what they share.
+        """
+        if self.elastic is not None:
+            self._check_progress(self.elastic)
+            self.elastic.serve(self._told)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _check_progress(self, elastic: ElasticUpdates) -> None:
+        taken, elastic.taken = elastic.taken, None
+        if taken is not None and taken["extra"]:
+            raise ValueError(
+                f"the other nodes share {sorted(taken['extra'])}, and this one would go on without: call "
+                f"fabric.strategy.share(state) after the optimizer is set up, on all nodes."
+            )
+
+    def _told(self) -> dict[str, Any]:
+        told = {}
+        for name, each in (self._progress or {}).items():
+            if not isinstance(each, (nn.Module, Optimizer)):
+                told[name] = each.state_dict() if hasattr(each, "state_dict") else each
+        return told
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Modules hold the global weights inside, for validation; the other nodes do not wait for it. Every device of
+        the node enters it."""
+        with super().shared_weights():
+            if self.elastic is not None:
+                self.elastic.watch()
+            yield
+
+    def finish(self) -> None:
+        """Send everything that is pending, and leave the other nodes: at the end, or when told to end. Every device of
+        the node calls it."""
+        super().finish()
+        for engine in self.engines:
+            engine.end()
+        self.engines.clear()
+
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        """The first node writes; after ``finish`` each does. All devices of the node call it, as ``fabric.save``."""
+        if not self._writes:
+            return
+        with self.shared_weights():  # all that is saved is of one version
+            version = {} if self.elastic is None else {ELASTIC_KEY: list(self.elastic.version)}
+            super().save_checkpoint(path, {**state, **version}, storage_options, filter)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint. Nodes that load the same file continue together. Weights that are loaded without an
+        optimizer keep the name of their run, but nodes draw from the first sample.
+
+        Raises:
+            ValueError: once the node has joined the others.
+        """
+        if self.engines:
+            raise ValueError(
+                "a node that has joined others has their weights: call fabric.load() after fabric.setup_module(model), "
+                "and before fabric.setup_optimizers(optimizer)."
+            )
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        version = rest.pop(ELASTIC_KEY, None)
+        if version is not None and any(isinstance(each, nn.Module) for each in (state or {}).values()):
+            # weights alone begin with the first epoch, all of which is to be drawn
+            self._loaded = Version(*version) if has_optimizer(state) else Version(*version)._replace(place=0)
+        return rest

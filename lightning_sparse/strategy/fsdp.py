@@ -1,0 +1,344 @@
+"""``mstopk_fsdp``: FSDP2 inside each node; nodes exchange updates after the step, or gradients before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_sparse.checkpoint.state import State
+from lightning_sparse.fsdp import ShardedGradients, by_hand, explained_if_mixed, mesh_of, options_for, shard
+from lightning_sparse.gradients.config import Warmup
+from lightning_sparse.messages import said_if_long
+from lightning_sparse.sharding import drop_gathered, parameters_of
+from lightning_sparse.strategy import distributed
+from lightning_sparse.strategy.adapter import Adapter
+from lightning_sparse.strategy.fabric import NO_WARMUP, UpdatesFabricAdapter
+from lightning_sparse.strategy.hier import _default_warmup
+from lightning_sparse.strategy.options import (
+    FSDP,
+    Send,
+    with_options_of,
+)
+from lightning_sparse.strategy.trainer import TrainerAdapter
+from lightning_sparse.updates import LocalUpdates, optimizer_state
+
+
+class ShardsAdapter(Adapter):
+    """What the strategies of FSDP2 do alike; their engines are of updates or of gradients."""
+
+    send: Send
+    _device_mesh: DeviceMesh | None
+    _together = True
+
+    def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
+        """Before the host's own constructor; takes its own options out of those that are given."""
+        exchanged = LocalUpdates.kind if send == "updates" else ShardedGradients.kind
+        self._init_common(FSDP, node_name, given, exchanged, send=send)
+        self.send = send
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks have samples of their own; Lightning's are those of a mesh whose devices share samples."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Connect the ranks, and make the mesh for ``configure_model`` or ``parallelize_fn``."""
+        super().setup_environment()
+        self._device_mesh = mesh_of(self._place)
+
+    def _new_gradients(self, module: nn.Module, earlier: ShardedGradients | None) -> ShardedGradients:
+        """Exchange the gradients of a sharded module, with the residuals of an earlier set-up. A collective of the
+        world."""
+        engine = ShardedGradients(module, self.config, self._place)
+        if earlier is not None:
+            engine.take_over(earlier)
+        return engine
+
+    def _wait_for_writers(self) -> None:
+        """Wait until all ranks have written a checkpoint, because then files of earlier saves are removed."""
+        with said_if_long("waiting for all ranks to write a checkpoint"):
+            dist.barrier()
+
+    def _own_entries(self, saved: Any) -> dict[str, Any]:
+        """Each device has its part of optimizer states, which differ between nodes; the main file has the first's."""
+        if self._place.node_index == 0:
+            return {}
+        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
+        return {"optimizers": [optimizer_state.state_of(each.optimizers, each.names).to_dict() for each in engines]}
+
+    def _take_entries(self, entries: dict[str, Any]) -> None:
+        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
+        for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
+            optimizer_state.load(engine.names, engine.stepped(), [State.from_dict(saved)])
+
+
+class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
+    """FSDP2 inside each node, for models that are too large for one device. Nodes exchange the largest updates.
+
+    ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
+    LightningModule is sharded: first its repeated blocks, then the rest. With ``precision="bf16-mixed"`` weights are
+    then gathered in bf16 and gradients are summed in fp32.
+
+    Args:
+        send: What nodes exchange: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its
+            shards, and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all
+            nodes have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or
+            ``"dense"``).
+        node_name: Name of this process's node. All ranks need one. Default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
+            file. A file has the whole model and can be read by any strategy.
+        process_group_backend: Backend of the process groups. Default: NCCL on GPUs, else Gloo.
+        timeout: Timeout of the process groups, a timedelta.
+        **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...).
+
+    Raises:
+        ValueError: for a bad value, or an option that this strategy sets itself.
+    """
+
+    @with_options_of(FSDP)
+    def __init__(
+        self,
+        *,
+        send: Send = "updates",
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._begin_shards(send, node_name, kwargs)
+        given = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            **given,
+        )
+
+    @property
+    def _gradients(self) -> ShardedGradients | None:
+        """The engine of the module that is trained; None before the first fit, and with ``send="updates"``."""
+        return self.engines[-1] if self.engines and self.send == "gradients" else None
+
+    @property
+    def _fitting(self) -> bool:
+        return bool(self.lightning_module.trainer.state.fn == "fit")
+
+    def setup_environment(self) -> None:
+        """Let ``configure_model`` find the mesh as ``self.device_mesh``."""
+        super().setup_environment()
+        module = self.lightning_module
+        module._device_mesh = mesh = self._device_mesh
+        assert mesh is not None
+        if type(module).configure_model.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            options = options_for(self.precision_plugin.precision)
+            module.configure_model = partial(_shard_children, module, mesh, **options)
+
+    def setup(self, trainer: Any) -> None:
+        """Let Lightning set up the sharded model and its optimizers, then begin to exchange."""
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        earlier = self._gradients
+        for before in self.engines:
+            before.detach(self.optimizers)
+        if self.send == "gradients":
+            self.engines[:] = [self._new_gradients(self.lightning_module, earlier)]
+            self.engines[0].watch(self.optimizers)
+        else:
+            self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
+        self._show_to_hooks(trainer)
+
+    def _drop_gathered(self) -> None:
+        """Show shards to hooks: FSDP2 keeps gathered parameters after an evaluation, and would drop their changes."""
+        drop_gathered(self.lightning_module)
+
+    def on_train_start(self) -> None:
+        """Set the length of the density warm-up of gradients; data loaders exist by now."""
+        super().on_train_start()
+        gradients = self._gradients
+        if gradients is None or not gradients.active or not self.config.leaves_entries_out:
+            return
+        if gradients.warmup == Warmup():
+            gradients.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
+        if gradients.warmup.describe():
+            gradients.log_once(gradients.warmup.describe())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Set the epoch of the density warm-up."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._gradients is not None:
+            self._gradients.epoch = self.lightning_module.current_epoch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Explain torch's error about shards that were not gathered."""
+        with explained_if_mixed():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Explain torch's error about shards that were not gathered."""
+        with explained_if_mixed():
+            return super().validation_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches that are accumulated stay inside the node."""
+        with self._gradients.accumulating() if self._gradients is not None else nullcontext():
+            yield
+
+    def teardown(self) -> None:
+        """The module is the user's again."""
+        if isinstance(vars(self.lightning_module).get("configure_model"), partial):
+            del self.lightning_module.configure_model
+        super().teardown()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
+        """All ranks write a folder, and its optimizer states are those of the first node."""
+        with super()._saving(checkpoint, filepath):
+            if self._save_distributed_checkpoint and self._place.node_index > 0:
+                checkpoint.pop("optimizer_states", None)
+            yield
+            self._wait_for_writers()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A file, or a folder that takes its name when it is whole."""
+        with self._whole(filepath) as path:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        distributed.check_sharded(Path(self._main_path(path)), *args, **kwargs)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model and its optimizers; in a fit this device goes on where it was saved."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.engine is not None and self._fitting:
+            self.engine.restart()
+            self._restore(self.engine)
+            self._show()
+        self._saves.loaded = []
+        return checkpoint
+
+
+def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Not the module itself: ``training_step`` calls children, and gathers what it is to use by their forward."""
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    held = [{id(p) for p in child.parameters()} for child in children]
+    lists = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in children)
+    alone = lists or any(True for _ in module.parameters(recurse=False))
+    if alone or sum(map(len, held)) > len(set().union(*held)):
+        why = "parameters of its own" if alone else "children that share parameters"
+        raise ValueError(
+            f"{type(module).__name__} has {why}, and without configure_model() each child is sharded by itself: "
+            f"{by_hand(module)}"
+        )
+    for child in children:
+        shard(child, mesh, **options)
+
+
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
+
+
+class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
+    """``mstopk_fsdp`` for Fabric. Its options are those of ``MSTopKFSDPStrategy`` for a Trainer.
+
+    Args:
+        parallelize_fn: Shards a module, given the module and the mesh with the axes "replicate" and "shard". Default:
+            shard the repeated blocks, then the rest, in bf16 with the precision "bf16-mixed".
+    """
+
+    @with_options_of(FSDP)
+    def __init__(
+        self,
+        *,
+        send: Send = "updates",
+        parallelize_fn: Parallelize = shard,
+        node_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._begin_shards(send, node_name, kwargs)
+        super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
+        self._modules = []
+        self._epoch = 0
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return shard(module, mesh, **options_for(self.precision.precision))
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the module inside its node, and exchange its gradients if these are sent. A collective of the world."""
+        module = super().setup_module(module)
+        self._remember(module)
+        if self.send == "gradients":
+            earlier = next((each for each in self.engines if each.module is module), None)
+            engine = self._new_gradients(module, earlier)
+            engine.epoch = self._epoch
+            if engine.active and self.config.wants_warmup:
+                engine.log_once(NO_WARMUP, logging.WARNING)
+            self.engines[:] = [*(each for each in self.engines if each is not earlier), engine]
+        return module
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Exchange the updates of this optimizer if ``send="updates"``. A collective of the world.
+
+        Raises:
+            ValueError: if the optimizer was made before its module was sharded.
+        """
+        held = {id(p) for each in self._modules for p in each.parameters()}
+        stepped = parameters_of(optimizer)
+        stale = sum(id(p) not in held for p in stepped)
+        if stale:
+            raise ValueError(
+                f"{stale} of {len(stepped)} parameters of {type(optimizer).__name__} are in no module that was set up: "
+                f"sharding replaced the parameters, so the optimizer would train nothing. Call model = "
+                f"fabric.setup_module(model) first, create the optimizer from model.parameters(), and pass it to "
+                f"fabric.setup_optimizers(optimizer)."
+            )
+        optimizer = super().setup_optimizer(optimizer)
+        for engine in self.engines if self.send == "gradients" else ():
+            if engine.follows(optimizer):
+                engine.watch([optimizer])
+        return optimizer
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the density warm-up of gradients which epoch begins, counted from 0."""
+        self._epoch = epoch
+        for engine in self.engines if self.send == "gradients" else ():
+            engine.epoch = epoch
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _saving(self, path: Any, state: Any) -> Iterator[Any]:
+        """All ranks write a folder of the global weights, and its optimizer states are those of the first node."""
+        with super()._saving(path, state) as whole, self.shared_weights():
+            if self._save_distributed_checkpoint and self._place.node_index > 0:
+                whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
+            yield whole
+            self._wait_for_writers()
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the state of objects such as schedulers. For a folder, Fabric only returns their state."""
+        given = dict(state) if isinstance(state, MutableMapping) else {}
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        for name, each in given.items():
+            if state[name] is not each and hasattr(each, "load_state_dict"):
+                each.load_state_dict(state[name])
+                state[name] = each
+        return rest
+
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""
+        with self._whole(path) as partial:
+            super().save_checkpoint(partial, state, storage_options, filter)

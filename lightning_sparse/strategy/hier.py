@@ -1,0 +1,357 @@
+"""``mstopk_hier``: nodes exchange gradients before the optimizer step, in DDP's communication hook."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse.gradients import HierConfig, HierState, hier_hook
+from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
+from lightning_sparse.messages import log
+from lightning_sparse.sharding import parameters_of
+from lightning_sparse.strategy.adapter import Adapter
+from lightning_sparse.strategy.fabric import NO_WARMUP, ReplicasFabricAdapter, has_optimizer
+from lightning_sparse.strategy.options import (
+    HIER,
+    loss_scale_of,
+    with_options_of,
+)
+from lightning_sparse.strategy.trainer import ReplicasAdapter, refuse_static_graph_with_accumulation
+from lightning_sparse.topology import Topology
+
+
+class GradientEngines:
+    """The engines of modules that DDP wraps, and the optimizers that step these.
+
+    Attributes:
+        states: of the modules, in the order of set-up.
+        watched: the optimizers of each.
+        seen: optimizers that were set up, whether or not their modules are.
+    """
+
+    def __init__(self, config: HierConfig) -> None:
+        self.states: list[HierState] = []
+        self.watched: dict[HierState, list[Optimizer]] = {}
+        self.seen: list[weakref.ref[Optimizer]] = []
+        self._config = config
+
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        topology: Topology,
+        precision: Any,
+        *,
+        find_unused: bool,
+        fresh: bool = False,
+    ) -> HierState:
+        """Reduce the module's gradients our way. One that is wrapped again goes on with its residuals, unless it is to
+        begin ``fresh``. A collective of the world."""
+        module = ddp.module
+        self._drop_unused(module, fresh)
+        state = next((each for each in self.states if each.parameters.module is module), None)
+        if state is None:
+            state = HierState(module, self._config, topology, find_unused_parameters=find_unused)
+            state.loss_scale = lambda: loss_scale_of(precision)
+            state.log_once(topology.describe())
+            self.states.append(state)
+        elif find_unused:
+            state.track_unused(module)
+        self.watched[state] = []  # new optimizers take the place of those before
+        ddp.register_comm_hook(state, hier_hook)
+        return state
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note the steps of these besides those watched already, each for the modules whose parameters it steps. One
+        that steps the same parameters as another takes its place."""
+        optimizers = list(optimizers)
+        for state in self.states:
+            own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
+            if own:
+                self.watched[state] = _without_replaced(self.watched[state], own) + own
+                state.watch(self.watched[state])
+
+    def watch_also(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer, whose module may be set up later."""
+        self.seen = [each for each in self.seen if each() is not None] + [weakref.ref(optimizer)]
+        self.watch([optimizer])
+
+    def watch_seen(self) -> None:
+        """Watch the optimizers that were set up before."""
+        self.watch([each for found in self.seen if (each := found()) is not None])
+
+    def keep_only(self, state: HierState) -> None:
+        """Forget the other modules."""
+        self.states[:], self.watched = [state], {state: self.watched[state]}
+
+    def _drop_unused(self, module: nn.Module, fresh: bool) -> None:
+        """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
+        gc.collect()  # so that all ranks see the same modules gone
+        for state in list(self.states):
+            replaced = state.parameters.module is module and not state.parameters.are_in(module)
+            if replaced and not fresh:
+                state.log_once(
+                    "parameters were replaced since the last set-up: their residuals are lost", logging.WARNING
+                )
+            if replaced or state.parameters.module is None or (fresh and state.parameters.module is module):
+                state.end()
+                self.states.remove(state)
+                stale = self.watched.pop(state)
+                self.seen = [each for each in self.seen if each() not in stale]
+
+
+def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
+    taken = {id(parameter) for each in new for parameter in parameters_of(each)}
+    return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
+
+
+class HierAdapter(Adapter):
+    """Common part of ``mstopk_hier`` for Trainer and Fabric."""
+
+    @property
+    def _finds_unused(self) -> bool:
+        return bool(self._ddp_kwargs.get("find_unused_parameters", False))
+
+    def _shared_options(self) -> dict[str, Any]:
+        return {"find_unused_parameters": self._finds_unused}
+
+
+class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
+    """DDP that reduces gradients inside each node first; nodes exchange only the largest entries.
+
+    Args:
+        node_name: Name of this process's node. All ranks need one. Default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
+            file. A file can be read by any strategy; each rank writes its residual to one more file next to it.
+        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
+        **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), and DDPStrategy's and
+            DistributedDataParallel's own. On GPUs ``bucket_cap_mb`` grows with the devices of a node.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    @with_options_of(HIER)
+    def __init__(
+        self,
+        *,
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = False,
+        gradient_as_bucket_view: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._init_common(HIER, node_name, kwargs, HierState.kind)
+        self._together = self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._gradients = GradientEngines(self.config)
+        self.engines = self._gradients.states
+        # LightningCLI reads this call to know which options a YAML file may give.
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        self._resumes = False
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot work, then let DDPStrategy set up."""
+        self._prepare_ddp()
+        if trainer.state.fn == "fit":
+            refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
+        else:
+            # A checkpoint that was loaded for testing does not concern the next fit.
+            self._saves.loaded, self._resumes = [], False
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap it, with buckets of a size that suits the exchange."""
+        with self._sized_buckets(model):
+            return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """Lightning registers comm hooks on CUDA only; this one also runs on the CPU."""
+        state = self._gradients.attach(
+            self.model, self._place, self.precision_plugin, find_unused=self._finds_unused, fresh=self._resumes
+        )
+        self._gradients.keep_only(state)
+        self._resume(state)
+
+    def _resume(self, state: HierState) -> None:
+        """Go on where the checkpoint that was loaded left off."""
+        if not self._restore(state) and self._resumes:
+            state.restart()  # residuals belong to other weights
+        self._resumes = False
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Create the optimizers and watch them: a residual counts only when its gradient was stepped."""
+        super().setup_optimizers(trainer)
+        state: HierState | None = self.engine
+        if state is None or not self._fitting:
+            return
+        self._gradients.watch(self.optimizers)
+        if not self._gradients.watched[state]:
+            state.watch([])
+        for warning in (_idle(self.lightning_module, self.optimizers), _unlike_buffers(self.lightning_module)):
+            if warning and state.active:
+                state.log_once(warning, logging.WARNING)
+
+    def on_train_start(self) -> None:
+        """Set the length of the warm-up: by now data loaders exist, and loops are where they were saved."""
+        super().on_train_start()
+        state: HierState | None = self.engine
+        if state is None or not state.active or not self._fitting:
+            return
+        if state.warmup == Warmup():
+            state.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
+        if self.config.exchange != "dense" and state.warmup.describe():
+            state.log_once(state.warmup.describe())
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Before each backward: settle the last round, and set how the next one goes."""
+        super().pre_backward(closure_loss)
+        state: HierState | None = self.engine
+        if state is not None and self._fitting:
+            state.epoch = self.lightning_module.current_epoch
+            state.before_backward(_untoggled(self.lightning_module, self.optimizers))
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Mostly DDP does not exist yet: residuals are kept until it does. In the middle of a fit (the search for a
+        learning rate returns to its start) they are restored at once."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._resumes = True
+        if self.engine is not None and self._fitting:
+            self._resume(self.engine)
+        return checkpoint
+
+
+def _default_warmup(steps: float) -> Warmup:
+    """Where the user gives none.
+
+    Args:
+        steps: that Trainer expects; infinite or not positive where it cannot tell.
+    """
+    known = 0 < steps < math.inf
+    return Warmup(DEFAULT_EPOCHS, math.ceil(DEFAULT_SHARE * steps) if known else None)
+
+
+def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Why residuals must wait: with several optimizers a backward that reaches the parameters of more than one leaves
+    gradients that the user throws away, and a residual would bring them back later."""
+    if module.automatic_optimization:
+        return ""
+    reached = sum(any(p.requires_grad for p in parameters_of(each)) for each in optimizers)
+    if reached < 2:
+        return ""
+    return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"
+
+
+def _unlike_buffers(module: Any) -> str:
+    """A warning about buffers that DDP does not broadcast, empty for none."""
+    if module.automatic_optimization or not any(b.is_floating_point() and b.numel() for b in module.buffers()):
+        return ""
+    return (
+        "in manual optimization DDP broadcasts no buffers, so the statistics of batch norm differ between ranks, as "
+        "with strategy='ddp', and a checkpoint holds the statistics of rank 0. Use SyncBatchNorm, or "
+        "strategy='mstopk_local', which averages them."
+    )
+
+
+def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """A warning about parameters in no optimizer, empty for none. Their gradients are never zeroed either: they grow,
+    take places among the largest entries, and start from zero with a resume."""
+    stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if not stepped or not idle:
+        return ""
+    return (
+        f"{len(idle)} parameter(s) require gradients and are in no optimizer ({', '.join(idle[:3])}): what is sent for "
+        f"them is not sent for others. Freeze them with requires_grad_(False), or give them to an optimizer."
+    )
+
+
+class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
+    """``mstopk_hier`` for Fabric. Its options are those of ``MSTopKHierStrategy`` for a Trainer."""
+
+    @with_options_of(HIER)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        self._init_common(HIER, node_name, kwargs, HierState.kind)
+        self._gradients = GradientEngines(self.config)
+        self.engines = self._gradients.states
+        super().__init__(**kwargs)
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the density warm-up which epoch begins, counted from 0."""
+        self._epoch = epoch
+        for state in self.engines:
+            state.epoch = epoch
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap the module, and reduce its gradients our way. A module that is set up again goes on with its residuals;
+        those of modules that are gone are dropped. A collective of the world."""
+        self._prepare_ddp()
+        with self._sized_buckets(module):
+            ddp: DistributedDataParallel = super().setup_module(module)
+        self._wrapped(ddp)
+        known = list(self.engines)
+        state = self._gradients.attach(ddp, self._place, self.precision, find_unused=self._finds_unused)
+        if state not in known:
+            state.epoch = self._epoch
+            if state.active and self.config.wants_warmup:
+                state.log_once(NO_WARMUP, logging.WARNING)
+            self._restore_first(state)
+            self._gradients.watch_seen()
+        return ddp
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it; where
+        both are set up a second time, the module comes first."""
+        optimizer = super().setup_optimizer(optimizer)
+        self._gradients.watch_also(optimizer)
+        return optimizer
+
+    def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Settle the last round, then go backward."""
+        self._drop_what_fits_no_module()
+        for state in self.engines:
+            state.before_backward()
+        super().backward(tensor, module, *args, **kwargs)
+
+    def _steppers(self) -> list[Optimizer]:
+        return [each for state in self.engines for each in self._gradients.watched[state]]
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Modules that are set up get their residuals back now, others when they are, before the next backward pass:
+        each the first that fits it, in the order of set-up. Weights loaded without an optimizer leave residuals
+        alone."""
+        waiting = self._saves.loaded
+        rest = self._load_main(path, state, *args, **kwargs)
+        if state and not has_optimizer(state):  # what was loaded is in it by now
+            self._saves.loaded = waiting
+            return rest
+        for each in self.engines:
+            self._restore_first(each)
+        return rest
+
+    def _restore_first(self, state: HierState) -> None:
+        """Give a state the first of the loaded residuals that fits its parameters."""
+        numels = state.parameters.numels
+        found = next((each for each in self._saves.loaded if each.manifest["parameters"] == numels), None)
+        if found is not None:
+            self._saves.loaded.remove(found)
+            self._go_on(state, found)
+
+    def _drop_what_fits_no_module(self) -> None:
+        """Modules that are to be restored are set up before the first backward pass."""
+        left = [each for each in self._saves.loaded if any(each.manifest["stores"])]  # in the others nothing waited
+        if left and self.is_global_zero:
+            log.warning(
+                "%d residual(s) of %s were saved for modules with other parameters than those set up: they are lost",
+                len(left),
+                left[0].path,
+            )
+        self._saves.loaded = []

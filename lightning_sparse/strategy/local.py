@@ -1,0 +1,164 @@
+"""``mstopk_local``: each node runs its own optimizer inside DDP, and nodes exchange updates after the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse.strategy.adapter import detached
+from lightning_sparse.strategy.fabric import ReplicasFabricAdapter, UpdatesFabricAdapter
+from lightning_sparse.strategy.options import (
+    LOCAL,
+    Kind,
+    with_options_of,
+)
+from lightning_sparse.strategy.trainer import ReplicasAdapter, refuse_static_graph_with_accumulation
+from lightning_sparse.updates import LocalUpdates
+from lightning_sparse.updates.optimizer_state import plain
+
+
+class MSTopKLocalMixin(ReplicasAdapter):
+    """DDP inside each node. Each node has its own optimizer, and nodes exchange the largest updates.
+
+    Args:
+        node_name: Name of this process's node. All ranks need one. Default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
+            file. In both cases, each rank saves its optimizer state and pending updates.
+        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
+        **kwargs: options of `UpdatesConfig` (``density``, ``step_ahead``, ...), and DDPStrategy's and
+            DistributedDataParallel's own.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+    """
+
+    _kind: ClassVar[Kind] = LOCAL
+    _inside_the_node = True
+
+    @with_options_of(LOCAL)
+    def __init__(
+        self,
+        *,
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = False,
+        gradient_as_bucket_view: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._init_common(self._kind, node_name, kwargs, LocalUpdates.kind)
+        self._together = self._save_distributed_checkpoint = save_distributed_checkpoint
+        # LightningCLI reads this call to know which options a YAML file may give.
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+
+    def setup(self, trainer: Any) -> None:
+        """Let DDPStrategy set up inside the node, then begin to exchange updates."""
+        self._prepare_ddp()
+        self._keep_hook_inside()
+        if trainer.state.fn == "fit":
+            refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            self._saves.loaded = []  # a checkpoint that was loaded for testing does not concern the next fit
+            return
+        for before in self.engines:
+            before.detach(self.optimizers)
+        self._leave_gradients(self.model)
+        self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
+        self._restore(self.engines[0])
+        self._show_to_hooks(trainer)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Skip a needless reduction by DDP: in manual optimization Lightning enables it after the first batch."""
+        if self._fitting:
+            self._leave_gradients(self.model)
+        super().pre_backward(closure_loss)
+
+    def _keep_hook_inside(self) -> None:
+        """Torch's communication hooks average over the world unless their state names a group."""
+        group = self._ddp_kwargs.get("process_group")
+        if self._ddp_comm_hook is None or group is None:
+            return
+        if self._ddp_comm_state is None:
+            self._ddp_comm_state = group
+        elif getattr(self._ddp_comm_state, "process_group", group) is None:
+            self._ddp_comm_state.process_group = group
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
+        inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        if self._save_distributed_checkpoint and self.engine is not None and self.engine.active:
+            return {}  # each device saves its pieces
+        state = self._optimizer_state(inner)
+        return super().optimizer_state(optimizer) if state is None else state
+
+    def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Each node has optimizer states of its own; the main file has those of the first."""
+        own = ("optimizer_states", type(self.precision_plugin).__qualname__)
+        writes = self._place.device_index == 0 and self._place.node_index > 0
+        return plain({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The main file, with the optimizer states of this node in the place of node 0's."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        checkpoint.update(self._saves.entries(self._place))
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights loaded in the middle of a fit (the search for a learning rate) are the global ones from then on."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self.engine is not None and self._fitting:
+            self.engine.restart()
+            self._restore(self.engine)
+            self._show()
+
+
+class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
+    """``mstopk_local`` for Fabric. Its options are those of ``MSTopKLocalStrategy`` for a Trainer."""
+
+    _kind: ClassVar[Kind] = LOCAL
+    _inside_the_node = True
+
+    @with_options_of(LOCAL)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        self._init_common(self._kind, node_name, kwargs, LocalUpdates.kind)
+        super().__init__(**kwargs)
+        self._modules = []
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap the module inside its node. A collective of the world."""
+        self._prepare_ddp()
+        ddp: DistributedDataParallel = super().setup_module(module)
+        self._leave_gradients(ddp)
+        self._wrapped(ddp)
+        self._remember(module)
+        return ddp
+
+    def _steppers(self) -> list[Optimizer]:
+        return [one.optimizer for engine in self.engines for one in engine.optimizers]
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the global weights. All ranks call it."""
+        with self.shared_weights():
+            return detached(super().get_module_state_dict(module))
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
+        state = self._optimizer_state(optimizer)
+        return super().get_optimizer_state(optimizer) if state is None else state
+
+    def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
+        """Each node has optimizer states of its own; the main file has those of the first."""
+        states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
+        return plain(states) if self._place.device_index == 0 and self._place.node_index > 0 else {}
+
+    def _load_own_optimizers(self, state: Any) -> None:
+        own = self._saves.entries(self._place)
+        for name, each in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(each, Optimizer) and name in own:
+                each.load_state_dict(own[name])
