@@ -279,7 +279,8 @@ class ImageOptions:
         flip: Probability of a horizontal flip.
         eval_resize: Shorter side of an image in validation and test before the center crop, in pixels. Default: 8/7 of
             image_size, such as 256 for 224; below 64, image_size itself, so that small images are not cropped.
-        mean, std: Mean and standard deviation for normalization, for pixels in [0, 1].
+        mean: Mean per channel for normalization, for pixels in [0, 1].
+        std: Standard deviation per channel for normalization, for pixels in [0, 1].
         threads: Number of threads per rank that make batches. Default: its share of the CPU cores.
         seed: Seed of the order of samples. It also places samples on nodes and draws the augmentation.
 

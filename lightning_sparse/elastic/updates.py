@@ -56,10 +56,11 @@ class ElasticConfig(UpdatesConfig):
     Args:
         lighthouse: Address of torchft's lighthouse, such as ``"http://host:29510"``. Default: the environment variable
             TORCHFT_LIGHTHOUSE.
-        min_nodes: Smallest number of nodes that train, equal on all nodes. With fewer, a node waits for others.
+        min_nodes: Smallest number of nodes that train, equal on all nodes. With fewer nodes, an exchange first waits up
+            to ``timeout`` for others.
         timeout: Seconds after which a round fails because a node did not answer. The lighthouse's own
             ``--join_timeout_ms`` must be shorter.
-        flush_every: Number of rounds after which the nodes send all pending updates and wait for the result. A node
+        flush_every: Number of exchanges after which the nodes send all pending updates and wait for the result. A node
             that dies later then loses less. It costs 4 bytes per parameter and must take less than the timeout.
             Default: only a node that leaves sends everything.
     """

@@ -19,10 +19,10 @@ class PTOMixin:
     gathering the parameters, or if the optimizer state does not fit in memory.
 
     Args:
-        scope: Ranks that share a step: those of a ``"node"``, of the whole ``"world"``, or ``"auto"``. "auto" times a
-            few full steps and a few shared steps, inside the node or, with one rank per node, among all ranks, and
-            keeps the faster. Choose "node" or "world" if the state does not fit otherwise.
-        also: Names of more optimizer classes to share, such as ``["Lion"]``. The tested optimizers are torch's SGD,
+        scope: Ranks that shard a step: the ranks of a ``"node"``, all ranks (``"world"``), or ``"auto"``. "auto" times
+            a few full steps and a few sharded steps, inside the node or, with one rank per node, among all ranks. It
+            keeps the faster method. Choose "node" or "world" if the state does not fit otherwise.
+        also: Names of more optimizer classes to shard, such as ``["Lion"]``. The tested optimizers are torch's SGD,
             Adam, AdamW, Adagrad, RMSprop, NAdam and Muon and timm's LARS and LAMB. Name an optimizer only if its step
             computes each parameter from that parameter's gradient and state alone. Every rank runs the full step of
             other optimizers.
