@@ -108,7 +108,7 @@ def test_factory_imports_the_flavour_only_when_used(stand_in: Path, tmp_path: Pa
     code = f"""
         import lightning_sparse, sys
         from pytorch_lightning.strategies import StrategyRegistry
-        assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload"}}
+        assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
         {textwrap.indent(STUB_FLAVOUR, " " * 8).strip()}
         assert StrategyRegistry.get("mstopk_hier") == dict(start_method="popen")
         assert StrategyRegistry.get("mstopk_hier_spawn") == dict(start_method="spawn")
@@ -235,7 +235,7 @@ def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, 
             import lightning.pytorch, pytorch_lightning
             for flavour in (pytorch_lightning, lightning.pytorch):
                 assert set({list(STRATEGIES)}) <= set(flavour.strategies.StrategyRegistry), flavour
-            assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload"}}
+            assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
 
         if __name__ == "__main__":
             import torch
@@ -264,7 +264,7 @@ def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str)
     code = f"""
         import sys
         from {flavour} import Trainer, strategies
-        assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload"}}
+        assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
         trainer = Trainer(strategy="mstopk_hier_find_unused_parameters_true", accelerator="cpu", logger=False)
         from lightning_sparse import CommStatsCallback, MSTopKHierStrategy
         assert type(trainer.strategy) is MSTopKHierStrategy, trainer.strategy
