@@ -196,14 +196,14 @@ def residual_digest(state: HierState) -> str:
     found = []
     for store in state.stores:
         one = hashlib.sha256()
-        for group in sorted(store.current, key=lambda each: each.names):
-            if torch.count_nonzero(store.current[group]):
+        for group in sorted(store.committed, key=lambda each: each.names):
+            if torch.count_nonzero(store.committed[group]):
                 one.update(repr(group.names).encode())
-                one.update(raw(store.current[group]))
-        for name in sorted(store.parked):
-            if torch.count_nonzero(store.parked[name]):
+                one.update(raw(store.committed[group]))
+        for name in sorted(store.by_name):
+            if torch.count_nonzero(store.by_name[name]):
                 one.update(name.encode())
-                one.update(raw(store.parked[name]))
+                one.update(raw(store.by_name[name]))
         found.append(one.hexdigest())
     return hashlib.sha256("".join(sorted(set(found))).encode()).hexdigest()
 

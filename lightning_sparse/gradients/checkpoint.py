@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.checkpoint.state import Layout, Piece, State, layout_of, total
 from lightning_sparse.gradients.groups import ParamGroup
-from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.gradients.residual import Entry, ResidualStore
 from lightning_sparse.gradients.tracking import Parameters
 
 QUANTITIES = ("residual", "velocity")
@@ -30,13 +30,14 @@ def state_of(stores: Sequence[ResidualStore], parameters: Parameters) -> State:
     pieces = {
         quantity: [
             Piece(name, there.start, there.stop, shard[here].cpu())
-            for group, shard in store.current.items()
+            for group, shard in store.committed.items()
             for name, here, there in _cut(store, group)
         ]
         for quantity, store in by_quantity.items()
     }
     parked = {
-        quantity: {name: value.cpu() for name, value in store.parked.items()} for quantity, store in by_quantity.items()
+        quantity: {name: value.cpu() for name, value in store.by_name.items()}
+        for quantity, store in by_quantity.items()
     }
     return State(pieces, layouts_of(parameters), {"parked": parked})
 
@@ -57,20 +58,20 @@ def load(
         saved: state of this device; None: its residuals are zero.
     """
     for quantity, store, known in zip(QUANTITIES, stores, groups, strict=False):
-        store.known.update(groups_of(known))
+        store.entries.update({group: Entry() for group in groups_of(known)})
         if saved is None:
             continue
         found = {piece.name: piece for piece in saved.pieces.get(quantity, ())}
-        for group in store.known:
+        for group, entry in store.entries.items():
             cut = _cut(store, group)
             if any(name in found for name, _, _ in cut):
                 device = parameters[group.names[0]].device
                 shard_S = torch.zeros(group.shard_numel(store.num_devices), device=device)
                 for name, here, _ in cut:
                     shard_S[here] = found[name].tensor
-                store.current[group] = shard_S
+                entry.committed = shard_S
         parked = saved.own["parked"].get(quantity, {})
-        store.parked.update({name: value.to(parameters[name].device) for name, value in parked.items()})
+        store.by_name.update({name: value.to(parameters[name].device) for name, value in parked.items()})
 
 
 def load_shares(
@@ -87,7 +88,7 @@ def load_shares(
         totals = [_without_velocity(totals[0], totals[1], manifest["momentum"])]
     for store, by_name in zip(stores, totals, strict=False):
         shares = {name: value / num_nodes for name, value in by_name.items()}
-        store.parked.update({name: share.to(parameters[name].device) for name, share in shares.items()})
+        store.by_name.update({name: share.to(parameters[name].device) for name, share in shares.items()})
 
 
 def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Parameters) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ class MomentumCorrection:
     def stage(self, group: ParamGroup) -> Tensor:
         """Propose the velocity of this round, and return it."""
         next_S = self._proposed.pop(group)
-        self.store.stage(group, next_S)
+        self.store.propose(group, next_S)
         return next_S
 
     def _read_options(self) -> None:

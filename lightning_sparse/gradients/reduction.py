@@ -76,7 +76,7 @@ class Reduction:
             if part.has_residual:
                 self._stage(part, transfer.shard.next_S)
             elif self._bucket.spends_parked:
-                self._state.store.spend_parked(
+                self._state.store.apply_by_name(
                     part.group, self._state.topology.num_nodes, self._state.rescale, part.grad_N
                 )
             part.write_back()
@@ -131,7 +131,7 @@ class Reduction:
         if latest is None or not part.unused:
             return latest
         sendable = latest.clone()
-        state.store.restore(part.group, part.unused, None, sendable)
+        state.store.copy_slices(part.group, part.unused, None, sendable)
         return sendable
 
     def _averaged(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ class Reduction:
                 next_S[here] += latest[here]
         if next_S is not None:
             self._save_unused(part, next_S, latest)
-        store.stage(group, next_S)
+        store.propose(group, next_S)
 
     def _save_unused(self, part: BucketGroup, next_S: Tensor, before_S: Tensor | None) -> None:
         unused, store = self._state.unused, self._state.store

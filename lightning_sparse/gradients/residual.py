@@ -1,21 +1,15 @@
-"""Error feedback: what was not sent, per compression group. No communication here but the gather that is passed in.
+"""Residuals: the entries of gradients that this device has not sent yet (error feedback).
 
-Each device keeps, for each group, one fp32 shard of S elements: the part of its node's gradients that has not been
-applied yet, in units of the averaged gradient. Nothing is lost means, over any rounds,
+Each device keeps one shard of S elements per group, fp32, in units of the mean gradient. Nothing is lost:
 
-    (1/P) * sum over ranks of gradients = sum of what was applied + sum over nodes of residuals.
+    1/P * sum over ranks of all gradients = sum of all applied gradients + sum over nodes of the residuals
 
-**Staged, then settled.** A round writes the next residual beside the current one. Which of them counts is known only
-later: when the optimizer stepped, the round's gradient was used and the staged one becomes current; when the user (or
-a loss scaler that met an inf) threw the gradient away, the current one stays as it was before the round. And while a
-gradient accumulates over several rounds before its step, each round starts from the staged residual and the choice
-stays open: all of these rounds count, or none. All may happen in one group, so the choice is
-per parameter.
-
-**Parked.** When a group no longer exists because the layout changed, its residual is gathered inside the node and
-parked by parameter name until a new group has those names. A parameter that was frozen stays parked. A staged residual
-whose choice is open is kept in the same way, as *proposed*: the choice stays open.
+A round proposes the next residual of each group. The proposal is committed only after the optimizer has stepped the
+group's parameters, so a gradient that is thrown away leaves the residual as it was. When groups change, their residuals
+pass through ``by_name`` from the old groups to the new ones.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
@@ -30,182 +24,218 @@ Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass
+class Entry:
+    """The residual shards of one group, fp32 of S elements; None stands for zeros.
+
+    Attributes:
+        has_proposal: Whether ``proposed`` counts. It may be None because everything was sent.
+    """
+
+    committed: Tensor | None = None
+    proposed: Tensor | None = None
+    has_proposal: bool = False
+
+    @property
+    def latest(self) -> Tensor | None:
+        """The residual from which the next round starts."""
+        return self.proposed if self.has_proposal else self.committed
+
+
+@dataclass
 class ResidualStore:
     """The residuals of one device.
 
     Args:
-        device_index: l, this device's place in its node.
+        device_index: l, the index of this device in its node.
 
     Attributes:
-        known: groups of which some device of the node may hold a residual; the same on all of them, which `current` is
-            not: where all was sent but a parameter's gradient thrown away, only devices with a piece of it keep any.
+        entries: Of each group of which some device of the node may hold a residual. All devices of a node have the same
+            keys, because collectives follow from them.
+        by_name: Residuals of parameters in no group, flat and whole.
+        proposed_by_name: The same for proposals.
+        applied: Names whose residual in ``by_name`` was added to a gradient that has not been stepped yet.
     """
 
     device_index: int
     num_devices: int
-    current: dict[ParamGroup, Tensor] = field(default_factory=dict)
-    staged: dict[ParamGroup, Tensor | None] = field(default_factory=dict)
-    parked: dict[str, Tensor] = field(default_factory=dict)
-    proposed: dict[str, Tensor] = field(default_factory=dict)
-    spent: set[str] = field(default_factory=set)
-    known: set[ParamGroup] = field(default_factory=set)
-    _spare: dict[ParamGroup, Tensor] = field(default_factory=dict)
+    entries: dict[ParamGroup, Entry] = field(default_factory=dict)
+    by_name: dict[str, Tensor] = field(default_factory=dict)
+    proposed_by_name: dict[str, Tensor] = field(default_factory=dict)
+    applied: set[str] = field(default_factory=set)
+    _free_buffers: dict[ParamGroup, Tensor] = field(default_factory=dict)
 
-    def buffer(self, group: ParamGroup, device: torch.device) -> Tensor:
-        """Uninitialised room for the group's next residual, fp32 of S elements; stage() takes it."""
-        spare = self._spare.pop(group, None)
-        if spare is not None and spare.device == device:
-            return spare
-        return torch.empty(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        for held in (self.current, self.staged, self.parked, self.proposed, self.spent, self.known, self._spare):
-            held.clear()
+    @property
+    def committed(self) -> dict[ParamGroup, Tensor]:
+        """The committed residuals that are not zero."""
+        entries = list(self.entries.items())
+        return {group: entry.committed for group, entry in entries if entry.committed is not None}
 
     def latest(self, group: ParamGroup) -> Tensor | None:
-        """What a round starts from: the staged residual where one is still open."""
-        return self.staged[group] if group in self.staged else self.current.get(group)
+        """Return the residual from which the group's next round starts."""
+        return self.entries[group].latest if group in self.entries else None
 
-    def stage(self, group: ParamGroup, shard_S: Tensor | None) -> None:
+    def undecided_names(self) -> set[str]:
+        """Return the parameters whose residual depends on whether their gradient is stepped."""
+        groups = [group for group, entry in list(self.entries.items()) if entry.has_proposal]
+        return {name for group in groups for name in group.names} | self.proposed_by_name.keys() | self.applied
+
+    # -- one round -----------------------------------------------------------------------------------------------------
+
+    def buffer(self, group: ParamGroup, device: torch.device) -> Tensor:
+        """Return uninitialized memory for the group's next residual, to be given to `propose`."""
+        free = self._free_buffers.pop(group, None)
+        if free is not None and free.device == device:
+            return free
+        return torch.empty(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
+
+    def propose(self, group: ParamGroup, shard_S: Tensor | None) -> None:
         """Propose the group's next residual; None means that everything was sent."""
-        replaced = self.staged.get(group)
-        if replaced is not None:
-            self._spare[group] = replaced
-        self.staged[group] = shard_S
-        self.known.add(group)
+        entry = self.entries.setdefault(group, Entry())
+        if entry.proposed is not None:
+            self._free_buffers[group] = entry.proposed
+        entry.proposed, entry.has_proposal = shard_S, True
 
-    def settle(self, discarded: Set[str], waiting: Set[str] = frozenset()) -> None:
-        """Make the staged residuals current, but for these parameters.
+    def commit(self, not_stepped: Set[str], undecided: Set[str] = frozenset()) -> None:
+        """Commit the proposals of stepped parameters.
 
         Args:
-            discarded: their gradient was thrown away, so they keep the residual they had before it.
-            waiting: not decided yet; both residuals stay.
+            not_stepped: Parameters whose gradient was thrown away. They keep their committed residual.
+            undecided: Parameters whose gradient still waits for a step. They keep both residuals.
         """
-        for name in self.spent - discarded - waiting:
-            self.parked.pop(name, None)
-        self.spent &= waiting
-        for name in self.proposed.keys() - waiting:
-            proposed = self.proposed.pop(name)
-            if name not in discarded:
-                self.parked[name] = proposed
-        for group in list(self.staged):
-            if waiting.isdisjoint(group.names):
-                self._settle_whole(group, discarded)
-            else:
-                self._settle_part(group, discarded, waiting)
+        for name in self.applied - not_stepped - undecided:
+            self.by_name.pop(name, None)
+        self.applied &= undecided
+        for name in self.proposed_by_name.keys() - undecided:
+            proposed = self.proposed_by_name.pop(name)
+            if name not in not_stepped:
+                self.by_name[name] = proposed
+        for group, entry in self.entries.items():
+            if entry.has_proposal:
+                self._commit_entry(group, entry, not_stepped, undecided)
 
-    def _settle_whole(self, group: ParamGroup, discarded: Set[str]) -> None:
-        before, proposed = self.current.pop(group, None), self.staged.pop(group)
-        kept = [name for name in group.names if name in discarded]
-        if len(kept) == len(group.names):
-            after, free = before, proposed
-        else:
-            after = self._copied(group, kept, before, proposed) if kept else proposed
-            free = before
-        if after is not None:
-            self.current[group] = after
-        if free is not None and free is not after:
-            self._spare[group] = free
+    def _commit_entry(self, group: ParamGroup, entry: Entry, not_stepped: Set[str], undecided: Set[str]) -> None:
+        kept = [name for name in group.names if name in not_stepped]
+        if not undecided.isdisjoint(group.names):
+            stepped = [name for name in group.names if name not in not_stepped and name not in undecided]
+            entry.committed = self._with_slices(group, stepped, entry.proposed, entry.committed)
+            entry.proposed = self._with_slices(group, kept, entry.committed, entry.proposed)
+            return
+        if len(kept) < len(group.names):  # swap the two: mostly nothing is kept, and nothing is copied
+            before = entry.committed
+            entry.committed = self._with_slices(group, kept, before, entry.proposed)
+            entry.proposed = before
+        if entry.proposed is not None:
+            self._free_buffers[group] = entry.proposed
+        entry.proposed, entry.has_proposal = None, False
 
-    def _settle_part(self, group: ParamGroup, discarded: Set[str], waiting: Set[str]) -> None:
-        kept = [name for name in group.names if name in discarded]
-        used = [name for name in group.names if name not in discarded and name not in waiting]
-        before, proposed = self.current.get(group), self.staged[group]
-        after = self._copied(group, used, proposed, before) if used else before
-        if after is not None:
-            self.current[group] = after
-        self.staged[group] = self._copied(group, kept, before, proposed) if kept else proposed
+    def drop_proposals(self) -> None:
+        """Forget the proposals of a round that was cut short."""
+        for entry in self.entries.values():
+            entry.proposed, entry.has_proposal = None, False
+        self.proposed_by_name.clear()
 
-    def settled_copy(self, discarded: Set[str]) -> "ResidualStore":
-        """What settle() would leave, in a store of its own that may share tensors with this one."""
+    def clear(self) -> None:
+        """Forget all residuals."""
+        for container in (self.entries, self.by_name, self.proposed_by_name, self.applied, self._free_buffers):
+            container.clear()
+
+    def committed_copy(self, not_stepped: Set[str]) -> ResidualStore:
+        """Return a copy as `commit` would leave it. It may share tensors with this store."""
         copy = ResidualStore(
-            self.device_index, self.num_devices, dict(self.current), parked=dict(self.parked), spent=set(self.spent)
+            self.device_index,
+            self.num_devices,
+            by_name=dict(self.by_name),
+            proposed_by_name=dict(self.proposed_by_name),
+            applied=set(self.applied),
         )
-        copy.known, copy.proposed = set(self.known), dict(self.proposed)
-        copy.staged = {  # where a part of it is not to count, settle() writes to it
-            group: t if t is None or discarded.isdisjoint(group.names) else t.clone()
-            for group, t in list(self.staged.items())
-        }
-        copy.settle(discarded)
+        for group, entry in list(self.entries.items()):
+            proposed = entry.proposed
+            if proposed is not None and not not_stepped.isdisjoint(group.names):
+                proposed = proposed.clone()  # commit() writes into it
+            copy.entries[group] = Entry(entry.committed, proposed, entry.has_proposal)
+        copy.commit(not_stepped)
         return copy
 
-    def restore(self, group: ParamGroup, names: Iterable[str], source_S: Tensor | None, target_S: Tensor) -> None:
-        """Copy the named parameters' pieces of ``source_S`` (None: zeros) into ``target_S``."""
+    def apply_by_name(
+        self, group: ParamGroup, num_nodes: int, rescale: Callable[[Tensor], Tensor], grad_N: Tensor
+    ) -> None:
+        """Add residuals in ``by_name`` to a gradient that is already summed over all ranks.
+
+        One node has no shards, so a residual that it loaded from a run on several nodes would never be sent otherwise.
+        The residual stays in ``by_name`` until the gradient is stepped.
+        """
+        for name, place in group.slices.items():
+            if name in self.by_name and name not in self.applied:
+                grad_N[place].add_(rescale(self.by_name[name] * num_nodes))
+                self.applied.add(name)
+
+    # -- groups that change --------------------------------------------------------------------------------------------
+
+    def regroup(self, group: ParamGroup, gather: Gather, device: torch.device) -> None:
+        """Give a new group the residuals that its parameters had in other groups.
+
+        A collective of the node if an old group overlaps. All ranks see the same layouts, so all of them call it.
+        Another thread may propose residuals of other groups at the same time, which hold other parameters.
+        """
+        if group in self.entries and not self.by_name and not self.proposed_by_name:
+            return  # groups hold different parameters, so no other group overlaps
+        names = set(group.names)
+        overlapping = [old for old in list(self.entries) if old != group and not names.isdisjoint(old.names)]
+        for old in sorted(overlapping, key=lambda group: group.names):  # dicts may differ in order between ranks
+            entry = self.entries.pop(old)
+            self._free_buffers.pop(old, None)
+            self.by_name |= self._gather(old, entry.committed, gather, device)
+            if entry.has_proposal:
+                zeros = {name: torch.zeros(n, device=device) for name, n in zip(old.names, old.numels, strict=True)}
+                self.proposed_by_name |= self._gather(old, entry.proposed, gather, device) or zeros
+        entry = self.entries.get(group, Entry())
+        if not names.isdisjoint(self.by_name):
+            entry.committed = self._scatter(group, self.by_name, None, device)
+            self.entries[group] = entry
+        if not names.isdisjoint(self.proposed_by_name):
+            entry.proposed = self._scatter(group, self.proposed_by_name, entry.committed, device)
+            entry.has_proposal = True
+            self.entries[group] = entry
+
+    def _gather(
+        self, group: ParamGroup, shard_S: Tensor | None, gather: Gather, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return the residual of each parameter from all devices; empty if no device has any. A collective of the
+        node."""
+        if not gather(torch.tensor([shard_S is not None], dtype=torch.uint8, device=device)).any():
+            return {}
+        zeros_S = torch.zeros(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
+        flat = gather(zeros_S if shard_S is None else shard_S)
+        return {name: flat[place].clone() for name, place in group.slices.items()}
+
+    def _scatter(
+        self, group: ParamGroup, by_name: dict[str, Tensor], others_S: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """Move the group's parameters from ``by_name`` into a shard of this device. Parameters that are not there have
+        their values in ``others_S``."""
+        numel, names = group.shard_numel(self.num_devices), [name for name in group.names if name in by_name]
+        shard_S = torch.zeros(numel, dtype=torch.float32, device=device) if others_S is None else others_S.clone()
+        for name, here, there in group.shard_slices(names, self.device_index, self.num_devices):
+            shard_S[here].copy_(by_name[name][there])
+        for name in names:
+            del by_name[name]
+        return shard_S
+
+    def copy_slices(self, group: ParamGroup, names: Iterable[str], source_S: Tensor | None, target_S: Tensor) -> None:
+        """Copy the slices of these parameters; None stands for zeros."""
         for _, here, _ in group.shard_slices(names, self.device_index, self.num_devices):
             if source_S is None:
                 target_S[here].zero_()
             else:
                 target_S[here].copy_(source_S[here])
 
-    def regroup(self, group: ParamGroup, gather: Gather, device: torch.device) -> None:
-        """Give a new group the residual that its parameters had under other groups.
-
-        A collective inside the node whenever an old group overlaps; all ranks see the same layouts, so all call it.
-        Groups of the running round may be staged already, on another thread even: they hold other parameters.
-        """
-        if group in self.known and not self.parked and not self.proposed:
-            return  # groups hold different parameters, so no other overlaps
-        names = set(group.names)
-        gone = [old for old in list(self.known) if old != group and not names.isdisjoint(old.names)]
-        for old in sorted(gone, key=lambda each: each.names):  # a set's order is another in each process
-            self.known.remove(old)
-            self._spare.pop(old, None)
-            self.parked.update(self._gathered(old, self.current.pop(old, None), gather, device) or {})
-            if old in self.staged:  # the choice stays open
-                found = self._gathered(old, self.staged.pop(old), gather, device)
-                zeros = {name: torch.zeros(n, device=device) for name, n in zip(old.names, old.numels, strict=True)}
-                self.proposed.update(found or zeros)
-        if not names.isdisjoint(self.parked):
-            self.current[group] = self._taken(group, self.parked, None, device)
-            self.known.add(group)
-        if not names.isdisjoint(self.proposed):
-            self.staged[group] = self._taken(group, self.proposed, self.current.get(group), device)
-            self.known.add(group)
-
-    def _gathered(
-        self, group: ParamGroup, shard_S: Tensor | None, gather: Gather, device: torch.device
-    ) -> dict[str, Tensor] | None:
-        """Return each parameter's residual from all devices; None if no device has any. A collective of the node."""
-        if not gather(torch.tensor([shard_S is not None], dtype=torch.uint8, device=device)).any():
-            return None
-        nothing = torch.zeros(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
-        flat = gather(nothing if shard_S is None else shard_S)
-        return {name: flat[place].clone() for name, place in group.slices.items()}
-
-    def _taken(
-        self, group: ParamGroup, held: dict[str, Tensor], before_S: Tensor | None, device: torch.device
-    ) -> Tensor:
-        """Move the group's parameters from ``held`` into the shard of this device, and return the shard.
-
-        Args:
-            before_S: the shard so far, for the other parameters; None stands for zeros.
-        """
-        numel, names = group.shard_numel(self.num_devices), [name for name in group.names if name in held]
-        shard_S = torch.zeros(numel, dtype=torch.float32, device=device) if before_S is None else before_S.clone()
-        for name, here, there in group.shard_slices(names, self.device_index, self.num_devices):
-            shard_S[here].copy_(held[name][there])
-        for name in names:
-            del held[name]
-        return shard_S
-
-    def spend_parked(
-        self, group: ParamGroup, num_nodes: int, rescale: Callable[[Tensor], Tensor], grad_N: Tensor
-    ) -> None:
-        """Add what is parked to a gradient that is already summed over all ranks: where there are no shards, as on one
-        node after a run on several, it would wait for ever. It stays parked until the gradient was used."""
-        for name, place in group.slices.items():
-            if name in self.parked and name not in self.spent:
-                grad_N[place].add_(rescale(self.parked[name] * num_nodes))
-                self.spent.add(name)
-
-    def _copied(
+    def _with_slices(
         self, group: ParamGroup, names: list[str], source_S: Tensor | None, target_S: Tensor | None
     ) -> Tensor | None:
-        """``target_S`` with the named parameters' pieces of ``source_S``, in place; None stands for zeros."""
+        """Return the target with these parameters' slices of the source, in place if the target is not None."""
         if target_S is None:
             if source_S is None or not group.shard_slices(names, self.device_index, self.num_devices):
                 return None
             target_S = torch.zeros_like(source_S)
-        self.restore(group, names, source_S, target_S)
+        self.copy_slices(group, names, source_S, target_S)
         return target_S

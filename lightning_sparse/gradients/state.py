@@ -94,7 +94,7 @@ class HierState(Engine):
         self._shares: dict[tuple[float, torch.device], Tensor] = {}  # one fill less a bucket
         if find_unused_parameters:
             self.track_unused(module)
-        self._steps = StepTracker(self.parameters, self._open_names)
+        self._steps = StepTracker(self.parameters, self.store.undecided_names)
         self._round_is_open = False  # buckets are to come
         self._is_reducing = False  # from the first bucket on, until the last one was reduced
         self._bypass = ""
@@ -170,17 +170,16 @@ class HierState(Engine):
             self._is_reducing = False
         if self.layout.abandon_round() or self._round_is_open:
             for store in self.stores:
-                store.staged.clear()
-                store.proposed.clear()
+                store.drop_proposals()
             if self.unused is not None:
                 self.unused.abandon()
             self.exchange.stats.abandon_round()
             self._round_is_open = False
         waiting: set[str] = set()
-        if self.store.staged or self.store.proposed or self.store.spent:
+        if self.store.undecided_names():
             discarded, waiting = self._steps.not_stepped()
             for store in self.stores:
-                store.settle(discarded, waiting)
+                store.commit(discarded, waiting)
         self._steps.clear()
         return waiting
 
@@ -272,13 +271,13 @@ class HierState(Engine):
     def settled_stores(self) -> list[ResidualStore]:
         """Residuals, and velocities if there are, as settle() would leave them now, without settling: what a checkpoint
         holds. Gradients that wait to be stepped do not survive a restart, so their round is as if it had not been."""
-        pending = self._open_names() - self._steps.stepped()
+        pending = self.store.undecided_names() - self._steps.stepped()
         discarded = frozenset(pending) if self._steps.watching else frozenset()
-        return [store.settled_copy(discarded) for store in self.stores]
+        return [store.committed_copy(discarded) for store in self.stores]
 
     def residual_norm(self) -> Tensor:
         """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
-        shards = [t for t in (self.store.current | self.store.staged).values() if t is not None]
+        shards = [entry.latest for entry in self.store.entries.values() if entry.latest is not None]
         return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
 
     def norms(self) -> dict[str, Tensor]:
@@ -327,7 +326,7 @@ class HierState(Engine):
 
     def manifest(self) -> dict[str, Any]:
         rates = self.exchange.choice.rates
-        known = [sorted(store.known, key=lambda group: group.names) for store in self.settled_stores()]
+        known = [sorted(store.entries, key=lambda group: group.names) for store in self.settled_stores()]
         return {
             "round": self.round,
             "rates": None if rates is None else rates.to_list(),
@@ -375,11 +374,6 @@ class HierState(Engine):
         self.settle()
         for store in self.stores:
             store.clear()
-
-    def _open_names(self) -> set[str]:
-        """The parameters whose residual depends on the fate of their gradient."""
-        staged = {name for group in list(self.store.staged) for name in group.names}
-        return staged | set(self.store.proposed) | self.store.spent
 
     def _describe_layout(self) -> None:
         paths = [self.path(group).name for group in self.layout.settled]

@@ -85,9 +85,9 @@ def flat_parameters(model: nn.Module) -> Tensor:
 
 def node_residual(model: nn.Module, state: HierState) -> Tensor:
     """This node's residual of the whole model, in the order of its parameters. A collective inside the node."""
-    by_name: dict[str, Tensor] = dict(state.store.parked)
-    for group in sorted(state.store.known, key=lambda g: g.names):  # the same on all devices, which `current` is not
-        shard = state.store.current.get(group)
+    by_name: dict[str, Tensor] = dict(state.store.by_name)
+    for group in sorted(state.store.entries, key=lambda g: g.names):  # the same on all devices, which `current` is not
+        shard = state.store.committed.get(group)
         nothing = torch.zeros(group.shard_numel(state.topology.num_devices))
         flat = state.exchange.communicator.gather(nothing if shard is None else shard)
         by_name.update({name: flat[place].clone() for name, place in group.slices.items()})

@@ -465,22 +465,22 @@ def test_residual_whose_choice_is_open_stays_open_in_new_groups(outcome: str, be
     store, cpu = ResidualStore(0, 1), torch.device("cpu")
     both, first, second = ParamGroup(("x", "y"), (3, 4)), ParamGroup(("x",), (3,)), ParamGroup(("y",), (4,))
     x, y = torch.arange(3.0), torch.arange(3.0, 7.0)
-    store.stage(both, torch.arange(7.0))
-    store.settle(set())
-    store.stage(both, 10 * torch.arange(7.0))
-    store.settle(set(), {"x", "y"})
+    store.propose(both, torch.arange(7.0))
+    store.commit(set())
+    store.propose(both, 10 * torch.arange(7.0))
+    store.commit(set(), {"x", "y"})
     store.regroup(first, lambda shard: shard, cpu)
     held = store.latest(first)
     assert held is not None
     assert torch.equal(held, 10 * x)
     names = {"x", "y"}
-    store.settle(names if outcome == "discarded" else set(), names if outcome == "waiting" else set())
+    store.commit(names if outcome == "discarded" else set(), names if outcome == "waiting" else set())
     store.regroup(second, lambda shard: shard, cpu)
     for group, values in ((first, x), (second, y)):
         held = store.latest(group)
         assert held is not None
         assert torch.equal(held, begins * values)
-    store.settle(names)
-    assert torch.equal(store.current[first], ends * x)
-    assert torch.equal(store.current[second], ends * y)
-    assert [store.staged, store.proposed, store.parked] == [{}, {}, {}]
+    store.commit(names)
+    assert torch.equal(store.committed[first], ends * x)
+    assert torch.equal(store.committed[second], ends * y)
+    assert [store.undecided_names(), store.by_name] == [set(), {}]

@@ -91,7 +91,7 @@ def beside_ddp(exchange: str) -> dict[str, Any]:
             loss_of(wrapped, step, dist.get_rank()).backward()
     state.settle()
     grads = {n: (p.grad, q.grad) for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True)}
-    return {"grads": grads, "with residual": {name for group in state.store.current for name in group.names}}
+    return {"grads": grads, "with residual": {name for group in state.store.committed for name in group.names}}
 
 
 def test_their_bytes_are_counted(ranks: RunRanks) -> None:
@@ -181,7 +181,7 @@ def exclude_on_resume(path: str) -> tuple[Tensor, Tensor, set[str]]:
     (0.0 * loss_of(ddp, 0, dist.get_rank())).backward()
     applied = torch.cat([p.grad.flatten() for p in again.parameters() if p.grad is not None])
     fresh.settle()
-    waiting = {name for group in fresh.store.current for name in group.names}
+    waiting = {name for group in fresh.store.committed for name in group.names}
     return before, applied + sum_over_nodes(node_residual(again, fresh), fresh), waiting
 
 

@@ -132,7 +132,7 @@ def skipped(flavour: str) -> bool:
     train(fabric, model, optimizer, 0, 5)
     state = fabric.strategy.engines[0]
     state.settle()
-    before = {group: shard.clone() for group, shard in state.store.current.items()}
+    before = {group: shard.clone() for group, shard in state.store.committed.items()}
     weights = flat_parameters(model)
     x, y = batch(5, fabric.global_rank)
     if fabric.global_rank == 3:
@@ -141,7 +141,7 @@ def skipped(flavour: str) -> bool:
     optimizer.step()
     optimizer.zero_grad()
     state.settle()
-    kept = all(torch.equal(shard, state.store.current[group]) for group, shard in before.items())
+    kept = all(torch.equal(shard, state.store.committed[group]) for group, shard in before.items())
     return kept and torch.equal(weights, flat_parameters(model)) and float(state.residual_norm()) > 0
 
 
@@ -163,12 +163,12 @@ def set_up_again(flavour: str) -> dict[str, Any]:
     train(fabric, wrapped, optimizer, 0, 5)
     second = fabric.strategy.engines[1]
     second.settle()
-    waited = {group: shard.clone() for group, shard in second.store.current.items()}
+    waited = {group: shard.clone() for group, shard in second.store.committed.items()}
     x, y = batch(5, fabric.global_rank)
     fabric.backward(nn.functional.mse_loss(wrapped(x), y))
     optimizer.zero_grad()
     second.settle()
-    kept = all(torch.equal(shard, second.store.current[group]) for group, shard in waited.items())
+    kept = all(torch.equal(shard, second.store.committed[group]) for group, shard in waited.items())
     return {"goes on": goes_on, "thrown away": bool(waited) and kept}
 
 

@@ -143,7 +143,7 @@ def discarded() -> dict[str, bool]:
     def velocity() -> dict[str, Tensor]:
         assert state.momentum is not None
         store, out = state.momentum.store, {}
-        for group, shard in store.current.items():
+        for group, shard in store.committed.items():
             for name, here, _ in group.shard_slices(group.names, store.device_index, store.num_devices):
                 out[name] = shard[here].clone()
         return out
@@ -223,8 +223,8 @@ def balance() -> tuple[Tensor, Tensor, float]:
             optimizer.step()
             optimizer.zero_grad()
         state.settle()
-        (group,) = state.store.current
-        waiting = state.exchange.communicator.gather(state.store.current[group]).clone()
+        (group,) = state.store.committed
+        waiting = state.exchange.communicator.gather(state.store.committed[group]).clone()
         dist.all_reduce(waiting)
         results.append((given, applied + waiting / 2))
     return (*results[0], float(results[1][1].abs().sum()))
@@ -305,11 +305,11 @@ def test_a_new_optimizer_begins_without_momentum() -> None:
     for kept in (True, False):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         state.watch([optimizer])
-        state.momentum.store.stage(group, torch.ones(13 * 37))
-        state.momentum.store.settle(frozenset())
+        state.momentum.store.propose(group, torch.ones(13 * 37))
+        state.momentum.store.commit(frozenset())
         state.detach()
         state.watch([optimizer] if kept else [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
-        assert (group in state.momentum.store.current) == kept
+        assert (group in state.momentum.store.committed) == kept
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
-from lightning_sparse.gradients.residual import ResidualStore
+from lightning_sparse.gradients.residual import Entry, ResidualStore
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy.callback import table
 from lightning_sparse.strategy.hier import _default_warmup
@@ -321,14 +321,14 @@ def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int,
         store = ResidualStore(device, devices)
         shard = group.shard_numel(devices)
         if not before_is_zero:
-            store.current[group] = torch.full((shard,), 1.0)
-        store.stage(group, None if after_is_zero else torch.full((shard,), 2.0))
-        copy = store.settled_copy(frozenset(discarded))
-        staged = store.staged[group]
+            store.entries[group] = Entry(torch.full((shard,), 1.0))
+        store.propose(group, None if after_is_zero else torch.full((shard,), 2.0))
+        copy = store.committed_copy(frozenset(discarded))
+        staged = store.entries[group].proposed
         assert staged is None or (staged == 2.0).all(), "a checkpoint changes nothing"
-        store.settle(frozenset(discarded))
-        held = store.current.get(group, torch.zeros(shard))
-        assert torch.equal(held, copy.current.get(group, torch.zeros(shard)))
+        store.commit(frozenset(discarded))
+        held = store.committed.get(group, torch.zeros(shard))
+        assert torch.equal(held, copy.committed.get(group, torch.zeros(shard)))
         for name in group.names:
             expected = (not before_is_zero) * 1.0 if name in discarded else (not after_is_zero) * 2.0
             for _, here, _ in group.shard_slices([name], device, devices):
@@ -338,14 +338,14 @@ def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int,
 def test_a_residual_follows_its_parameters_into_new_groups() -> None:
     """One device a node, so gathering is the identity; the parameter that no new group asks for stays parked."""
     store = ResidualStore(0, 1)
-    store.stage(ParamGroup(("a", "b", "frozen"), (2, 3, 1)), torch.arange(6.0))
-    store.settle(frozenset())
+    store.propose(ParamGroup(("a", "b", "frozen"), (2, 3, 1)), torch.arange(6.0))
+    store.commit(frozenset())
     cpu = torch.device("cpu")
     for names, numels in [(("b", "c"), (3, 2)), (("a",), (2,))]:
         store.regroup(ParamGroup(names, numels), lambda shard: shard, cpu)
-    held = {group.names: shard.tolist() for group, shard in store.current.items()}
+    held = {group.names: shard.tolist() for group, shard in store.committed.items()}
     assert held == {("b", "c"): [2.0, 3.0, 4.0, 0.0, 0.0], ("a",): [0.0, 1.0]}
-    assert store.parked["frozen"].tolist() == [5.0]
+    assert store.by_name["frozen"].tolist() == [5.0]
 
 
 def test_what_was_measured_is_said_for_small_models_too() -> None:

@@ -68,7 +68,7 @@ def exchange_once(nodes: int, grads: Tensor, density: float) -> list[tuple[Tenso
         bucket = Bucket(grads[topology.rank].clone(), list(module.parameters()))
         applied = hier_hook(state, bucket).value()  # type: ignore[arg-type]
         state.settle()
-        (left,) = state.store.current.values()
+        (left,) = state.store.committed.values()
         return applied, left, comm.received
 
     return run_threads(rank, [[node] for node in range(nodes)])

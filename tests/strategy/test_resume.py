@@ -305,7 +305,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
         step(index)
     state.config = state.exchange.choice.config = HierConfig(exchange="dense")
     step(6, drop=True)
-    held, before = bool(state.store.current), of_bias(state)
+    held, before = bool(state.store.committed), of_bias(state)
     save(state, path)
     model[4].bias.requires_grad_(False)  # other buckets, other groups
     ddp, _ = wrap(model, sparse, topology, state=state)
@@ -319,7 +319,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
 def of_bias(state: HierState) -> Tensor:
     """What waits for the one parameter, summed over nodes."""
     total = torch.zeros(37, dtype=torch.float64)
-    for group, shard in state.store.current.items():
+    for group, shard in state.store.committed.items():
         for _, here, there in group.shard_slices(["0.bias"], state.topology.device_index, state.topology.num_devices):
             total[there] += shard[here]
     dist.all_reduce(total)
@@ -329,7 +329,7 @@ def of_bias(state: HierState) -> Tensor:
 def parked_elsewhere(path: str) -> Tensor:
     _, state = wrap(mlp(), HierConfig())
     go_on(state, path)
-    return state.store.parked["0.bias"]
+    return state.store.by_name["0.bias"]
 
 
 # -- what a checkpoint is not of ---------------------------------------------------------------------------------------
