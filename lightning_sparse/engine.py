@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.checkpoint.state import VERSION, State
+from lightning_sparse.checkpoint.state import VERSION, State, for_folder
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.sharding import parameters_of
@@ -147,7 +147,7 @@ class Engine(ABC):
 
     def device_state(self) -> dict[str, Any]:
         """Return what a loop without Lightning saves of this device."""
-        return {"engine": self.state().split()}
+        return {"engine": for_folder(self.state())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse it: ``torch.distributed.checkpoint.load`` wants to know what a checkpoint holds before it reads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -46,24 +47,39 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
     return side
 
 
+class Plan(Enum):
+    """What an engine does with a checkpoint."""
+
+    EXACT = "each device loads its own state"
+    PARTIAL = "as EXACT, but devices without a readable state begin with nothing pending"
+    RESHARD = "each device loads its share of the states of all devices"
+
+
+def _plan(engine: Engine, saved: Saved, own: State | None, agree: Callable[[bool], bool]) -> Plan:
+    """Return the plan of all ranks. Every branch depends on values that are equal on all ranks."""
+    manifest = saved.manifest
+    if agree(own is not None and engine.fits(manifest, own)):
+        return Plan.EXACT
+    some_are_missing = not agree(own is not None)
+    may_begin_anew = saved.is_of(engine.topology) and some_are_missing and not engine.needs_all
+    if may_begin_anew and agree(own is None or engine.fits(manifest, own)):
+        return Plan.PARTIAL
+    return Plan.RESHARD
+
+
 def _restore(
     engine: Engine, saved: Saved, agree: Callable[[bool], bool], device: torch.device
 ) -> dict[str, Any] | None:
     topology, manifest = engine.topology, saved.manifest
-    same = saved.is_of(topology)
-    own = State.from_dict(saved.side) if same and saved.side is not None else None
+    own = State.from_dict(saved.side) if saved.is_of(topology) and saved.side is not None else None
     _log_changes(engine, manifest)
-    readable = agree(own is not None)
-    if agree(own is not None and engine.fits(manifest, own)):  # all or none: collectives follow
-        engine.load(manifest, own)
-        return saved.side
-    may_begin_anew = same and not readable and not engine.needs_all
-    if may_begin_anew and agree(own is None or engine.fits(manifest, own)):
+    plan = _plan(engine, saved, own, agree)
+    if plan is not Plan.RESHARD:
         engine.load(manifest, own)
         if own is None:
             line = f"rank {topology.rank}: no readable residual beside {saved.path}; it starts from zero"
             engine.log_once(f"{line}, so {engine.lost}", logging.WARNING, every_rank=True)
-        return None
+        return saved.side if plan is Plan.EXACT else None
     nodes = saved.read_all(device)
     missing = sum(map(len, manifest["nodes"])) - sum(map(len, nodes))
     if missing and engine.needs_all:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import uuid
 import zipfile
@@ -26,6 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,16 +35,14 @@ import fsspec
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
-from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.checkpoint.state import VERSION, State, pickled
+from lightning_sparse.checkpoint.verdict import Reports, decide
 from lightning_sparse.engine import Engine
-from lightning_sparse.internals import default_store, default_timeout
-from lightning_sparse.messages import PATIENCE, log
+from lightning_sparse.messages import log
 from lightning_sparse.topology import Topology
 
 KEY = "lightning_sparse"
-FAILED = "failed: "  # what a rank arrives with that could not write
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Saved:
 
     @property
     def kind(self) -> str:
-        """Kind of the engine; early formats knew one."""
-        return str(self.manifest.get("kind", "gradients"))
+        """Kind of the engine."""
+        return str(self.manifest["kind"])
 
     def is_of(self, topology: Topology) -> bool:
         """Return whether it is of a cluster of the same ranks in the same nodes."""
@@ -140,31 +140,27 @@ class Saves:
         timeout: timedelta | None,
         entries: Mapping[str, Any],
     ) -> None:
-        """Write this rank's side files, and wait until rank 0 has seen that all ranks wrote theirs."""
-        rank, barrier = dist.get_rank(), StoreBarrier(f"lightning_sparse/{'/'.join(ids)}", dist.get_world_size())
+        """Write this rank's side files, and wait until all ranks have written theirs."""
+        rank, fs_path = dist.get_rank(), fsspec.core.url_to_fs(path)
+        report: dict[str, Any] = {"path": path, "error": "", "replaces": fs_path[0].exists(fs_path[1])}
+        failure: Exception | None = None
         try:
             for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
                 more = {"entries": dict(entries)} if index == 0 else {}
                 write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            barrier.arrive(rank, f"{FAILED}{said}")  # else rank 0 would wait in vain
-            if rank == 0:
-                barrier.conclude(_failure(path, said))
-            raise
-        barrier.arrive(rank, path)
-        if rank > 0:
-            if failure := barrier.conclusion(timeout):
-                raise RuntimeError(failure)
-            return
-        try:
-            _wait_for_all(barrier, path, timeout)
-        except RuntimeError as error:
-            barrier.conclude(str(error))
-            raise
-        barrier.conclude("")
-        if len(set(barrier.names)) == 1:  # a launcher that gives each rank a folder of its own collects them
-            self._look_for_all(path, ids[0])
+            failure, report["error"] = error, f"{type(error).__name__}: {error}"
+        key, task = f"lightning_sparse/{'/'.join(ids)}", "write what they know beside a checkpoint"
+        verdict, reports = decide(key, json.dumps(report), partial(_verdict, path), timeout, task)
+        if failure is not None:
+            raise failure
+        if verdict:
+            raise RuntimeError(verdict)
+        if rank == 0:
+            paths = [json.loads(each)["path"] for each in reports if each is not None]
+            _warn_of_reports(path, paths, len(reports))
+            if len(set(paths)) == 1:  # a launcher that gives each rank a folder of its own collects them
+                self._look_for_all(path, ids[0])
 
     def _look_for_all(self, path: str, save_id: str) -> None:
         """On rank 0, at the first save: warn if it does not see the files of other nodes."""
@@ -331,98 +327,38 @@ def _side_path(checkpoint_path: str, save_id: str, rank: int) -> tuple[Any, str]
     return fs, f"{folder}/{save_id}/rank{rank:05d}.pt"
 
 
-# -- waiting for all ---------------------------------------------------------------------------------------------------
-
-
-class StoreBarrier:
-    """All ranks arrive, and one waits for them, once: through the process group's store rather than by a collective.
-
-    A save may come from a signal handler or from an exception that one rank alone has met. Then rank 0 waits in vain
-    for a while, but the collectives of the ranks stay in step.
-
-    Args:
-        key: the same on all ranks, and another one for each barrier.
-        world_size: how many ranks there are.
-    """
-
-    def __init__(self, key: str, world_size: int, store: Store | None = None) -> None:
-        self.names: list[str] = []  # that ranks arrived with, once they were waited for
-        self._keys = [f"{key}/{rank}" for rank in range(world_size)]
-        self._end = f"{key}/end"
-        self._store = store or default_store()
-
-    def arrive(self, rank: int, name: str = "") -> None:
-        """Record that this rank has arrived."""
-        self._store.set(self._keys[rank], name)
-
-    def wait(self, timeout: timedelta | None) -> list[int]:
-        """Wait until all have arrived, or the time is over; None stands for the timeout of the process group.
-
-        Returns:
-            The ranks that have not arrived; empty when all have.
-        """
-        timeout = timeout or default_timeout
-        missing = self._wait(min(timeout, PATIENCE))
-        if missing and timeout > PATIENCE:
-            log.warning("waiting for rank(s) %s to write what they know beside a checkpoint", _listed(missing))
-            missing = self._wait(timeout - PATIENCE)
-        for rank, key in enumerate(self._keys):
-            if rank not in missing:
-                self.names.append(self._store.get(key).decode())
-            self._store.delete_key(key)
-        return missing
-
-    def conclude(self, failure: str) -> None:
-        """Tell those that arrived how it ended; empty for well."""
-        self._store.set(self._end, failure)
-
-    def conclusion(self, timeout: timedelta | None) -> str:
-        """Wait for what the one that waited concludes; empty, too, when it takes too long: it may not be there."""
-        timeout = timeout or default_timeout
-        there = self._has_come([self._end], min(timeout, PATIENCE))
-        if not there and timeout > PATIENCE:
-            log.warning("waiting for rank 0 to see that all ranks wrote what they know beside a checkpoint")
-            there = self._has_come([self._end], timeout - PATIENCE)
-        return self._store.get(self._end).decode() if there else ""
-
-    def _wait(self, timeout: timedelta) -> list[int]:
-        if self._has_come(self._keys, timeout):
-            return []
-        return [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
-
-    def _has_come(self, keys: list[str], timeout: timedelta) -> bool:
-        try:
-            self._store.wait(keys, timeout)
-        except RuntimeError:  # it took longer than that
-            return False
-        return True
-
-
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _failure(path: str, why: str) -> str:
-    return f"a rank could not write its residuals of {path} ({why}): a checkpoint of that name stays as it was."
+def _verdict(path: str, reports: Reports) -> str:
+    """Return why no main file may be written; empty if it may. A main file that replaces a whole checkpoint must be
+    whole itself."""
+    told = [None if report is None else json.loads(report) for report in reports]
+    error = next((report["error"] for report in told if report is not None and report["error"]), "")
+    if error:
+        return f"a rank could not write its residuals of {path} ({error}): a checkpoint of that name stays as it was."
+    missing = [rank for rank, report in enumerate(told) if report is None]
+    if missing and told[0] is not None and told[0]["replaces"]:
+        return (
+            f"rank(s) {_listed(missing)} did not write their residuals of {path} in time: the checkpoint of that name "
+            f"stays as it was. Look for what stopped them."
+        )
+    return ""
 
 
-def _wait_for_all(barrier: StoreBarrier, path: str, timeout: timedelta | None) -> None:
-    """On rank 0, wait for the side files of all ranks: a main file without some of them would not be whole."""
-    missing = barrier.wait(timeout)
-    failed = [name.removeprefix(FAILED) for name in barrier.names if name.startswith(FAILED)]
-    if failed:
-        raise RuntimeError(_failure(path, failed[0]))
-    names = {os.path.basename(each) for each in barrier.names}
+def _warn_of_reports(path: str, paths: Sequence[str], world_size: int) -> None:
+    names = sorted({os.path.basename(each) for each in paths})
     if len(names) > 1:
         log.warning(
             "ranks save a checkpoint by different names (%s): a resume will not find all residuals. Log what is in the "
             "name with sync_dist=True",
-            ", ".join(sorted(names)),
+            ", ".join(names),
         )
-    if not missing:
-        return
-    said = f"rank(s) {_listed(missing)} did not write their residuals of {path} in time"
-    fs, main = fsspec.core.url_to_fs(path)
-    if fs.exists(main):
-        raise RuntimeError(f"{said}: the checkpoint of that name stays as it was. Look for what stopped them.")
-    log.warning("%s: it is saved without them, and they are lost on resume", said)
+    if len(paths) < world_size:
+        log.warning(
+            "%d rank(s) did not write their residuals of %s in time: it is saved without them, and they are lost on "
+            "resume",
+            world_size - len(paths),
+            path,
+        )

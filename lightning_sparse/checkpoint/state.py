@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sparse.sharding import dims_in_memory
 
-VERSION = 7
+VERSION = 8
 """Of what a checkpoint holds."""
 Layout = tuple[list[int], list[int]]
 """A parameter's shape, and its dims in memory order, the outermost first."""
@@ -51,30 +51,24 @@ class State:
     own: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        pieces = {quantity: [tuple(each) for each in found] for quantity, found in self.pieces.items()}
-        return {"pieces": pieces, "layouts": self.layouts, "own": self.own}
-
-    def split(self) -> dict[str, Any]:
-        """Return the tensor of each piece by a name of its own, and the rest as a tuple, into which
-        `torch.distributed.checkpoint` does not look."""
-        found = [(quantity, piece) for quantity, pieces in self.pieces.items() for piece in pieces]
+        """Return each tensor under a name of its own, and the rest in a tuple, because
+        `torch.distributed.checkpoint` does not look into tuples."""
         places = {quantity: [piece.place for piece in pieces] for quantity, pieces in self.pieces.items()}
-        tensors = {_name_of(quantity, *piece.place): piece.tensor for quantity, piece in found}
-        rest = {"pieces": places, "layouts": self.layouts, "own": self.own}
-        pickled(rest)  # so that a save says what a load would refuse
-        return {**tensors, "rest": (rest,)}
+        tensors = {
+            _name_of(quantity, *piece.place): piece.tensor
+            for quantity, pieces in self.pieces.items()
+            for piece in pieces
+        }
+        return {**tensors, "rest": ({"pieces": places, "layouts": self.layouts, "own": self.own},)}
 
     @staticmethod
-    def joined(rest: Mapping[str, Any], tensor_of: Callable[[str], Tensor]) -> State:
-        """Return the inverse of split(), given a tensor's name what there is of it."""
-        pieces = {
-            quantity: [
-                Piece(name, begin, end, tensor_of(_name_of(quantity, name, begin, end))) for name, begin, end in places
-            ]
-            for quantity, places in rest["pieces"].items()
-        }
-        return State(pieces, rest["layouts"], rest["own"])
+    def from_dict(saved: Mapping[str, Any]) -> State:
+        """Return the inverse of to_dict()."""
+        (rest,) = saved["rest"]
+        state = State(layouts=rest["layouts"], own=rest["own"])
+        for quantity, places in rest["pieces"].items():
+            state.pieces[quantity] = [Piece(*place, tensor=saved[_name_of(quantity, *place)]) for place in places]
+        return state
 
     def cut(self, quantity: str, name: str, begin: int, end: int) -> Iterator[Piece]:
         """Yield what there is of elements [begin, end) of a parameter: views."""
@@ -82,12 +76,6 @@ class State:
             first, last = max(begin, piece.begin), min(end, piece.end)
             if piece.name == name and first < last:
                 yield Piece(name, first, last, piece.tensor[first - piece.begin : last - piece.begin])
-
-    @staticmethod
-    def from_dict(saved: Mapping[str, Any]) -> State:
-        """Return the inverse of to_dict()."""
-        pieces = {quantity: [Piece(*each) for each in found] for quantity, found in saved["pieces"].items()}
-        return State(pieces, saved["layouts"], saved["own"])
 
 
 def pickled(content: Any) -> io.BytesIO:
@@ -107,6 +95,13 @@ def pickled(content: Any) -> io.BytesIO:
             f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
         )
     return buffer
+
+
+def for_folder(state: State) -> dict[str, Any]:
+    """Return the state for `torch.distributed.checkpoint`, which does not check what a safe load would refuse."""
+    saved = state.to_dict()
+    pickled(saved["rest"])
+    return saved
 
 
 def _name_of(quantity: str, name: str, begin: int, end: int) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -100,13 +100,13 @@ class InFolder(Saved):
 
     def read(self, rank: int, *, verify: bool = True, whole: bool = False) -> dict[str, Any]:
         files, more = self.files, f"rank{rank}.entries"
-        state = files.state(rank, "engine", files.read if whole else files.look)
+        state = files.state(rank, "engine", whole=whole)
         return {**state.to_dict(), **({"entries": files.read(more)[0]} if files.have(more) else {})}
 
     def optimizers(self, topology: Topology) -> list[State]:
         """Return what the devices of this node had of its optimizers; on another cluster, of the first node."""
         ranks = self.manifest["nodes"][topology.node_index if self.is_of(topology) else 0]
-        return [self.files.state(rank, "optimizers", self.files.look) for rank in ranks]
+        return [self.files.state(rank, "optimizers") for rank in ranks]
 
 
 # -- checkpoints of a Trainer ------------------------------------------------------------------------------------------
@@ -206,11 +206,20 @@ class _Files:
         """Return a tensor that is read when it is sliced."""
         return cast(Tensor, _Unread(self, name))
 
-    def state(self, rank: int, part: str, tensor_of: Callable[[str], Tensor]) -> State:
-        """Return what a device had."""
-        place = f"rank{rank}.{part}"
-        (rest,) = self.read(f"{place}.rest")
-        return State.joined(rest, lambda name: tensor_of(f"{place}.{name}"))
+    def state(self, rank: int, part: str, *, whole: bool = False) -> State:
+        """Return the state of a device. Its tensors are read when they are sliced, unless it is read ``whole``."""
+        return State.from_dict(_Entries(self, f"rank{rank}.{part}", whole))
+
+
+class _Entries(dict[str, Any]):
+    """The entries of one device, read when they are looked up."""
+
+    def __init__(self, files: _Files, place: str, whole: bool) -> None:
+        self._files, self._place, self._whole = files, place, whole
+
+    def __missing__(self, name: str) -> Any:
+        read = self._files.read if self._whole or name == "rest" else self._files.look
+        return read(f"{self._place}.{name}")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.agree import all_agree, differing, extremes, same_options
-from lightning_sparse.checkpoint.state import State
+from lightning_sparse.checkpoint.state import State, for_folder
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
@@ -327,7 +327,10 @@ class LocalUpdates(Engine):
 
     def device_state(self) -> dict[str, Any]:
         """Its optimizers' state, too, which differs between nodes."""
-        return {**super().device_state(), "optimizers": optimizer_state.state_of(self.optimizers, self.names).split()}
+        return {
+            **super().device_state(),
+            "optimizers": for_folder(optimizer_state.state_of(self.optimizers, self.names)),
+        }
 
     def stepped(self) -> optimizer_state.Stepped:
         """Return by optimizer the part of each parameter that this device steps."""

@@ -135,10 +135,10 @@ def saved_and_resumed(folder: str, options: dict[str, Any]) -> tuple[Tensor, Ten
     begin = fsdp(FLAVOUR, **options)
     t = fitted(FLAVOUR, begin, attention(), callbacks=[saver, reports], enable_checkpointing=True, **given)
     logged = {name: float(value) for name, value in t.callback_metrics.items() if name.startswith("comm/")}
-    ends, left = state_of(t), [each.residual_S for each in begin.gradients.managed]
+    ends, left = state_of(t), [each.residual_S for each in begin.engine.managed]
     resumed = fitted(FLAVOUR, fsdp(FLAVOUR, **options), attention(5), f"{folder}/step=6.ckpt", **given)
     t.fit(t.lightning_module)  # of no step
-    kept = all(one is each.residual_S for one, each in zip(left, begin.gradients.managed, strict=True))
+    kept = all(one is each.residual_S for one, each in zip(left, begin.engine.managed, strict=True))
     return ends, state_of(resumed), kept, logged
 
 

@@ -23,7 +23,7 @@ FLAVOUR = "pytorch_lightning"
 # Point -> what it is that the rank does not come to call; "before the main file" is the strategy's own.
 POINTS: dict[str, tuple[Any, str]] = {
     "before its side file": (saves, "write_side_file"),
-    "after its side file": (saves.StoreBarrier, "arrive"),
+    "after its side file": (saves, "decide"),
     "after the main file": (saves, "remove_side_files"),
     # of a checkpoint that is a folder
     "meta.pt": (torch, "save"),

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lightning_sparse.checkpoint import side_files as saves
-from lightning_sparse.checkpoint.side_files import StoreBarrier
+from lightning_sparse.checkpoint.verdict import decide
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
 from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed
@@ -196,22 +197,25 @@ def seen_by_one(folder: str) -> str:
     return raised(t.fit, plain_module(FLAVOUR), ckpt_path=path)
 
 
-def test_one_rank_waits_for_all() -> None:
-    store = torch.distributed.HashStore()
-    second = timedelta(seconds=1)
-    barrier = StoreBarrier("save", 3, store)
-    for rank in (0, 2):
-        StoreBarrier("save", 3, store).arrive(rank)
-    assert barrier.wait(second) == [1]
-    for rank in range(3):
-        barrier.arrive(rank)
-    assert barrier.wait(second) == []
-    assert barrier.wait(second / 10) == [0, 1, 2], "what is over is forgotten"
-    named = [StoreBarrier("names", 2, store) for _ in range(2)]
-    for rank, each in enumerate(named):
-        each.arrive(rank, f"loss={rank}.ckpt")
-    assert named[0].wait(second) == []
-    assert named[0].names == ["loss=0.ckpt", "loss=1.ckpt"]
+def test_ranks_that_stop_waiting_at_different_times_reach_one_verdict() -> None:
+    """Rank 1 reports after rank 0 has judged without it, and sees all reports, but the verdict is rank 0's."""
+    found = run_ranks(late_report, nodes=3, devices=1, timeout=60)
+    assert [verdict for verdict, _ in found] == ["missing: 1"] * 3
+    assert None in [found[0][1][1], found[2][1][1]]
+    assert found[1][1] == ["report 0", "report 1", ""]
+
+
+def late_report() -> tuple[str, list[str | None]]:
+    def judge(reports: Sequence[str | None]) -> str:
+        missing = [str(rank) for rank, report in enumerate(reports) if report is None]
+        return f"missing: {', '.join(missing)}" if missing else ""
+
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        torch.distributed.distributed_c10d._get_default_store().wait(["save/verdict"], timedelta(seconds=30))
+    report = "" if rank == 2 else f"report {rank}"  # an empty one counts, too
+    verdict, reports = decide("save", report, judge, timedelta(seconds=3))
+    return verdict, list(reports)
 
 
 if __name__ == "__main__":

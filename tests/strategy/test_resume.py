@@ -336,7 +336,7 @@ def parked_elsewhere(path: str) -> Tensor:
 
 
 def test_an_early_format_is_refused_with_the_way_out() -> None:
-    early = {"version": 4, "save_id": "x-1", "nodes": [[0]]}
+    early = {"version": 4, "kind": "gradients", "save_id": "x-1", "nodes": [[0]]}
     beside = saves.Saves("gradients")
     beside.load({saves.KEY: [early]}, "early.ckpt", 0)
     with pytest.raises(ValueError, match="written in format 4 .* remove the entry 'lightning_sparse'"):

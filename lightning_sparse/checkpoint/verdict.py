@@ -1,0 +1,61 @@
+"""Lets ranks decide together without a collective, through the store of the process group.
+
+A save may come from a signal handler, or from an exception that only one rank met. The other ranks are in a training
+step then, and a collective of the save would be paired with one of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
+
+from lightning_sparse.internals import default_store, default_timeout
+from lightning_sparse.messages import PATIENCE, log
+
+Reports = Sequence[str | None]
+"""By rank; None for a rank that did not report in time."""
+_NONE = "\0"  # stands for an empty text, which the store does not hold
+
+
+def decide(
+    key: str, report: str, judge: Callable[[Reports], str], timeout: timedelta | None = None, task: str = ""
+) -> tuple[str, Reports]:
+    """Publish a report, wait for the reports of all ranks, and judge them. Every rank calls it.
+
+    Ranks that stop waiting at different times may see different reports. So the first rank that judges decides for all.
+
+    Args:
+        key: Equal on all ranks, and unique to this decision.
+        judge: Returns the verdict.
+        timeout: Of the wait. Default: the timeout of the process group.
+        task: What other ranks do meanwhile, for the log. Empty: log nothing.
+
+    Returns:
+        The verdict, equal on all ranks, and the reports that this rank saw.
+
+    Raises:
+        RuntimeError: if the store is gone.
+    """
+    store, rank = default_store(), dist.get_rank()
+    keys = [f"{key}/{other}" for other in range(dist.get_world_size())]
+    store.set(keys[rank], report or _NONE)
+    timeout = timeout or default_timeout
+    if not _has_all(store, keys, min(timeout, PATIENCE)) and timeout > PATIENCE:
+        if task:
+            missing = [other for other, other_key in enumerate(keys) if not store.check([other_key])]
+            log.warning("waiting for rank(s) %s to %s", ", ".join(map(str, missing)), task)
+        _has_all(store, keys, timeout - PATIENCE)
+    reports = [store.get(key).decode().removeprefix(_NONE) if store.check([key]) else None for key in keys]
+    verdict = store.compare_set(f"{key}/verdict", "", judge(reports) or _NONE).decode()
+    return verdict.removeprefix(_NONE), reports
+
+
+def _has_all(store: Store, keys: list[str], timeout: timedelta) -> bool:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:  # timeout
+        return False
+    return True
