@@ -67,7 +67,9 @@ class State:
         (rest,) = saved["rest"]
         state = State(layouts=rest["layouts"], own=rest["own"])
         for quantity, places in rest["pieces"].items():
-            state.pieces[quantity] = [Piece(*place, tensor=saved[_name_of(quantity, *place)]) for place in places]
+            state.pieces[quantity] = [
+                Piece(name, begin, end, saved[_name_of(quantity, name, begin, end)]) for name, begin, end in places
+            ]
         return state
 
     def cut(self, quantity: str, name: str, begin: int, end: int) -> Iterator[Piece]:
