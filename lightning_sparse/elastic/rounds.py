@@ -113,6 +113,29 @@ class Sizes(NamedTuple):
     numel: int = 0
 
 
+class Payload(NamedTuple):
+    """What a device sends in a round.
+
+    Args:
+        tensor: a message, uint8, which a sample may follow; or all pending updates, fp32 of S elements.
+        exchanges: of this node so far.
+        is_last: the node leaves. The round counts even if few nodes are there.
+    """
+
+    tensor: Tensor
+    exchanges: int = 0
+    is_last: bool = False
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether these are all pending updates."""
+        return self.tensor.dtype != torch.uint8
+
+    def has_sample(self, sizes: Sizes) -> bool:
+        """Whether a sample follows the message."""
+        return not self.is_dense and self.tensor.numel() > sizes.message_bytes
+
+
 @dataclass
 class RoundStats:
     """Statistics of one device.
@@ -211,66 +234,58 @@ class Rounds:
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def round(
-        self,
-        message_B: Tensor | None = None,
-        dense_S: Tensor | None = None,
-        exchanges: int = 0,
-        *,
-        leaves: bool = False,
-        finite: bool = True,
-    ) -> Outcome:
-        """Take part in the next one. All devices of a node call it.
+    def round(self, payload: Payload | None = None, *, finite: bool = True) -> Outcome:
+        """Take part in the next round. All devices of a node call it.
 
         Args:
-            message_B: uint8, what this device sends, and maybe a sample.
-            dense_S: all that is pending, instead.
-            leaves: that is the last of it, which counts however few nodes are there.
-            finite: whether all sent values are finite. Otherwise the node only observes,
-                and other nodes keep their weights.
+            payload: what this device sends; None: the node only observes.
+            finite: whether all sent values are finite. Otherwise the node only observes, and other nodes keep their
+                weights.
 
         Raises:
             ValueError: when this node differs from those that train in what must be the same.
         """
-        sent = dense_S if message_B is None else message_B
-        if sent is None or self._all_devices(finite):
-            return self._round(message_B, dense_S, exchanges, leaves)
-        outcome = self._round(None, None, exchanges, leaves)
+        if payload is None or self._all_devices(finite):
+            return self._round(payload)
+        outcome = self._round(None)
         self.stats.left_out += 1
         outcome.left_out = True
-        outcome.returned.append(sent)
+        outcome.returned.append(payload.tensor)
         return outcome
 
-    def _round(self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, leaves: bool) -> Outcome:
-        sent, outcome = dense_S if message_B is None else message_B, Outcome()
-        quorum = self._meet(message_B, dense_S, exchanges, leaves, outcome)
-        here = quorum is not None and self.name in [each.name for each in quorum.contributors]
-        if sent is not None and not here:
-            outcome.returned.append(sent)
-        if quorum is None or not quorum.contributors:
-            self.stats.lost += sent is not None
+    def _round(self, payload: Payload | None) -> Outcome:
+        outcome = Outcome()
+        quorum = self._join_quorum(payload, outcome)
+        contributors = [] if quorum is None else quorum.contributors
+        contributes = self.name in [member.name for member in contributors]
+        sent = payload.tensor if payload is not None and contributes else None
+        if payload is not None and sent is None:
+            outcome.returned.append(payload.tensor)
+        if quorum is None or not contributors:
+            self.stats.lost += payload is not None
             return outcome
-        outcome.alone = here and len(quorum.members) == 1
-        outcome.exchanges = max(each.said.exchanges for each in quorum.contributors)
-        held, token = sent if here else None, _after(quorum)
-        rows = self._transfer(held, quorum, _tag(token))
+        outcome.alone = contributes and len(quorum.members) == 1
+        outcome.exchanges = max(member.said.exchanges for member in contributors)
+        token = _after(quorum)
+        # Phase 1: each node receives the payloads of all contributors. If that fails here, it may have succeeded
+        # elsewhere, but no node counts the round without phase 2.
+        rows = self._transfer(sent, quorum, _tag(token))
         if rows is None:
             self.stats.lost += 1
-            outcome.returned += [] if held is None else [held]
+            outcome.returned += [] if sent is None else [sent]
             return outcome
-        found = Round(quorum.token, token, quorum.number + 1, len(quorum.contributors), *rows)
+        found = Round(quorum.token, token, quorum.number + 1, len(contributors), *rows)
+        # Phase 2: all nodes confirm phase 1. If this node misses a confirmation, others may have counted the round, and
+        # the token of the next quorum tells.
         if self._all_are_prepared(_tag(token)):
-            self._count(found, held, outcome)
+            self._count(found, sent, outcome)
         else:
-            self._unsettled = found, held
+            self._unsettled = found, sent
         return outcome
 
-    def _meet(
-        self, message_B: Tensor | None, dense_S: Tensor | None, exchanges: int, leaves: bool, outcome: Outcome
-    ) -> Quorum | None:
+    def _join_quorum(self, payload: Payload | None, outcome: Outcome) -> Quorum | None:
         """Return the next quorum; None for none, or one without weights or with too few nodes."""
-        began, sampled = time.monotonic(), message_B is not None and message_B.numel() > self.sizes.message_bytes
-        observes = message_B is None and dense_S is None
+        began, is_last = time.monotonic(), payload is not None and payload.is_last
         while True:
             said = Said(
                 token=self.token,
@@ -280,11 +295,11 @@ class Rounds:
                 prepared=self._unsettled[0].token if self._unsettled else "",
                 tries=self._tries,
                 broken=self._broken,
-                observes=observes,
-                flushes=dense_S is not None,
-                leaves=leaves,
-                sampled=sampled,
-                exchanges=exchanges,
+                observes=payload is None,
+                flushes=payload is not None and payload.is_dense,
+                leaves=is_last,
+                sampled=payload is not None and payload.has_sample(self.sizes),
+                exchanges=0 if payload is None else payload.exchanges,
                 wants=self.wants,
                 server=self._server,
                 drawn=self.deals.say(),
@@ -292,12 +307,12 @@ class Rounds:
             )
             members, waited = self._from_first(partial(self._ask, said, began))
             quorum = None if members is None else self._quorum_of(members, outcome)
-            few = self._are_few(members, quorum)  # the same on all of them
-            if few:
+            too_few = self._are_few(members, quorum)  # the same on all devices
+            if too_few:
                 time.sleep(IDLE_SECONDS)
-            if not few or observes or leaves or outcome.wanted or waited > self._timeout:
+            if not too_few or payload is None or is_last or outcome.wanted or waited > self._timeout:
                 self.stats.waited_s += waited
-                return None if few else quorum
+                return None if too_few else quorum
 
     def _ask(self, said: Said, began: float) -> tuple[list[Member] | None, float]:
         """Return the members of the next quorum, and the seconds since ``began``."""

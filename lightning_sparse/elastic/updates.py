@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse._version import __version__
 from lightning_sparse.elastic.lighthouse import Lighthouse
-from lightning_sparse.elastic.rounds import Outcome, Round, Rounds, from_first
+from lightning_sparse.elastic.rounds import Outcome, Payload, Round, Rounds, from_first
 from lightning_sparse.elastic.sampling import dealt_by, least_samples
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.exchange import Exchange, Transfer
@@ -592,7 +592,7 @@ class ElasticDifference(Difference):
     def _flush(self, leaves: bool = False) -> bool:
         pending_S = self.collect()
         self.own_S.add_(pending_S)
-        outcome = self._peers.round(dense_S=pending_S, leaves=leaves, finite=bool(pending_S.isfinite().all()))
+        outcome = self._peers.round(Payload(pending_S, is_last=leaves), finite=bool(pending_S.isfinite().all()))
         self._take(outcome, pending_S.nbytes)
         self._take_messages()
         self.begin()
@@ -741,7 +741,7 @@ class RoundJob(Delivery):
         """Take part in a round."""
         message_B = self._transfer.carried
         finite = not nonfinite_of(message_B)
-        self.outcome = self._peers.round(message_B, exchanges=self._exchanges, finite=finite)
+        self.outcome = self._peers.round(Payload(message_B, self._exchanges), finite=finite)
         return self._transfer.tensors
 
     def apply(self) -> Sequence[Tensor]:
