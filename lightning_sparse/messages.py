@@ -41,6 +41,19 @@ def log_ignored(where: str, names: Collection[str], kind: str) -> None:
         log.warning("%s: ignored %s file(s) that are not %s: %s%s", where, f"{len(names):,}", kind, first, more)
 
 
+def human_bytes(number: float) -> str:
+    """Format bytes with three digits.
+
+    >>> human_bytes(784.0), human_bytes(154_000), human_bytes(1234.5678e6)
+    ('784 B', '154 kB', '1.23 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5 or unit == "GB":
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    raise AssertionError
+
+
 @contextmanager
 def said_if_long(what: str) -> Iterator[None]:
     """Log what this rank is doing once it has taken `PATIENCE`: it may wait for another one."""

@@ -118,7 +118,10 @@ def test_commands_of_the_readme() -> None:
             "quickstart",
             "README.md",
             r"`lightning-sparse (lab [^`]*)`",
-            ["2 node(s) x 1 device(s): 1 % of each device's updates after each step", "`max_epochs=3` reached"],
+            [
+                "2 node(s) x 1 device(s): nodes exchange the largest 1% of the updates after each step",
+                "`max_epochs=3` reached",
+            ],
         ),
         (
             "quickstart_sgd",

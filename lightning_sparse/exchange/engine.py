@@ -28,6 +28,7 @@ from lightning_sparse.exchange.cost import PathChoice
 from lightning_sparse.exchange.lanes import Runner, runner_of
 from lightning_sparse.exchange.paths import Dense16, Flat, Path, Shard
 from lightning_sparse.kernels import kernel_report
+from lightning_sparse.messages import human_bytes
 from lightning_sparse.topology import Topology
 
 
@@ -56,7 +57,7 @@ class Exchange:
         self.runner = runner_of(topology, device) if config.overlap else Runner()
         self.stats = CommStats()
         self._numel = numel
-        for said in (_without_kernels(device), _more_than_dense(self.choice, config, numel)):
+        for said in (_without_kernels(device), _more_than_dense(self.choice, config, numel), _all_of(config)):
             if said:
                 log_once(said, logging.WARNING)
 
@@ -69,8 +70,8 @@ class Exchange:
         if not self._numel:
             return "no parameters"
         work, devices = self.choice.work(self._numel, torch.float32), self.topology.num_devices
-        ours, dense = (1e-6 * devices * path.bytes() for path in (self.choice.path(work, density), Flat(work)))
-        return f"each node receives {ours / sync_every:,.3g} MB per step instead of {dense:,.3g} MB"
+        ours, dense = (devices * path.bytes() for path in (self.choice.path(work, density), Flat(work)))
+        return f"each node receives {human_bytes(ours / sync_every)} per step (DDP: {human_bytes(dense)})"
 
     def refuse_capture(self) -> None:
         """Before a round. A CUDA graph would repeat what the host decided in the round that was captured.
@@ -217,6 +218,13 @@ def _without_kernels(device: torch.device | None) -> str:
         f"no compiled kernels for {device.type}: selection runs in plain torch, with the same results, several times "
         f"slower. Cause: {'; '.join(report.reasons)}. Fix: {report.cure}"
     )
+
+
+def _all_of(config: ExchangeConfig) -> str:
+    """Return a warning where a density looks like a percentage."""
+    if config.density != 1 or not config.leaves_entries_out:
+        return ""
+    return "density=1 sends 100% of the entries. For 1%, use density=0.01. To send all entries, use exchange='dense'."
 
 
 def _more_than_dense(choice: PathChoice, config: ExchangeConfig, numel: int) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import CommStats
-from lightning_sparse.messages import log
+from lightning_sparse.messages import human_bytes, log
 from lightning_sparse.strategy.trainer import TrainerAdapter
 
 _MB = 1e6
@@ -115,13 +115,13 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
         ratio: the same over the norm of the gradient; 0 where that is not known.
     """
     steps, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
-    here, ddp = stats.bytes_between_nodes / steps / _MB, stats.dense_equivalent_bytes / steps / _MB
+    here, ddp = stats.bytes_between_nodes / steps, stats.dense_equivalent_bytes / steps
     more = f", {ddp / here:,.1f} times the bytes" if here else ""
     paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
     lines = [
         f"what one device exchanged with other nodes, in {stats.rounds:,} steps, "
         "dense exchanges at start and end included:",
-        f"  received per step   {_megabytes(here)}; plain DDP {_megabytes(ddp)}{more}",
+        f"  received per step   {human_bytes(here)}; plain DDP {human_bytes(ddp)}{more}",
         f"  paths               {paths} (share of entries)",
         f"  density             {stats.sent / total:.2%} sent, at most {stats.applied / total:.2%} applied",
         f"  between nodes       {1e3 * seconds / steps:,.1f} ms per step, waiting for other nodes included",
@@ -130,12 +130,3 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
         compared = f", {ratio:.1f} times that of the gradient" if ratio else ""
         lines.append(f"  not sent yet        norm {unsent:.3g}{compared}")
     return "\n".join(lines)
-
-
-def _megabytes(number: float) -> str:
-    """Format megabytes with three digits at least.
-
-    >>> _megabytes(0.00123456), _megabytes(1234.5678)
-    ('0.00123 MB', '1,234.568 MB')
-    """
-    return f"{number:.3g} MB" if number < 1 else f"{number:,.3f} MB"

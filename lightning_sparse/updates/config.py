@@ -100,9 +100,9 @@ class UpdatesConfig(ExchangeConfig):
     def describe(self, num_nodes: int) -> str:
         """What so many nodes exchange, for the log."""
         sent = (
-            f"{100 * self.density:.3g} % of each device's updates"
+            f"nodes exchange the largest {100 * self.density:.3g}% of the updates"
             if self.leaves_entries_out
-            else f"{self.exchange} updates"
+            else f"nodes exchange all updates, exchange={self.exchange!r},"
         )
         every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
         delay = f", applied {self.delay} step{'s' * (self.delay > 1)} later" if self.delay else ""

@@ -427,7 +427,7 @@ def test_a_fit_is_counted_without_what_came_before() -> None:
     assert late.paths == {"sparse": 200}
     assert table(late, 0.5, unsent=3.0, ratio=2.0).splitlines() == [
         "what one device exchanged with other nodes, in 2 steps, dense exchanges at start and end included:",
-        "  received per step   4e-06 MB; plain DDP 0.0004 MB, 100.0 times the bytes",
+        "  received per step   4 B; plain DDP 400 B, 100.0 times the bytes",
         "  paths               100.0% sparse (share of entries)",
         "  density             1.00% sent, at most 2.00% applied",
         "  between nodes       250.0 ms per step, waiting for other nodes included",
