@@ -18,8 +18,8 @@ class ExchangeConfig:
     """Options of the exchange between nodes.
 
     Args:
-        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]: 0.01 is 1%. The paper calls it K / S. Use
-            0.03 to 0.1 for short runs.
+        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]: 0.01 is 1%. The
+            paper calls it K / S. Use 0.03 to 0.1 for short runs.
         exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` or ``"auto"``.
             ``"sparse"`` sends the K largest entries of each node to all others. ``"regional"`` finds approximately the
             K largest entries of all nodes together, so its traffic does not grow with the number of nodes. ``"dense"``
