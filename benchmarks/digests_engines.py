@@ -276,7 +276,7 @@ def run_updates(
     loss_of: Callable[[int], Tensor],
     added: list[nn.Parameter],
 ) -> None:
-    """The loop, with what was trained after each step, shared weights in the middle and at the end, and finish()."""
+    """The loop, with what was trained after each step, global weights in the middle and at the end, and finish()."""
     for step in range(STEPS):
         if added and step == JOINS:
             optimizers[0].add_param_group({"params": added, "lr": 0.01})
@@ -289,7 +289,7 @@ def run_updates(
         updates.step()
         trail.add(*module.parameters())
         if step in (STEPS // 2, STEPS - 1):
-            with updates.shared_weights():
+            with updates.global_weights():
                 trail.add(*module.parameters(), *module.buffers())
             trail.add(*module.parameters(), *module.buffers())
     updates.finish()
@@ -359,7 +359,7 @@ def train_fsdp(case: Case, topology: Any, trail: Trail) -> None:
         optimizer.step()
         gradients.step()
         trail.add(*model.parameters())
-    gradients.show_shared()
+    gradients.swap_in_global_weights()
     trail.add(*model.buffers())
     check_finite(model)
 

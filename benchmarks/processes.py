@@ -33,7 +33,7 @@ from lightning_sparse.cli.ranks import join, launched, leave
 from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
 
 FOLDER = "BENCHMARK_RANKS"
-Work = Callable[..., Any]
+TensorSpec = Callable[..., Any]
 """Called as ``work(topology, device, gbps, *arguments)`` on each rank; what rank 0 returns can be written as JSON."""
 
 
@@ -41,7 +41,7 @@ Work = Callable[..., Any]
 
 
 def on_clusters(
-    work: Work,
+    work: TensorSpec,
     *arguments: Any,
     clusters: Sequence[str],
     gbps: Sequence[float | None] = (None,),
@@ -73,7 +73,7 @@ def on_clusters(
 
 
 def _emulated(
-    work: Work,
+    work: TensorSpec,
     arguments: tuple[Any, ...],
     cluster: str,
     gbps: float | None,

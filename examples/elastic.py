@@ -53,7 +53,7 @@ class Report(pl.Callback):
             return
         strategy: Any = trainer.strategy
         number = strategy.elastic.version.number
-        with strategy.shared_weights():
+        with strategy.global_weights():
             weights = torch.cat([p.detach().flatten() for p in module.parameters()])
         digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]
         nodes = strategy.elastic.gauges()["nodes"]

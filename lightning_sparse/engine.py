@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -35,17 +35,17 @@ class Engine(ABC):
     Attributes:
         exchange: between nodes; it exists where ``active``.
         active: whether there is anything to exchange; False on one node.
-        needs_all: going on from a checkpoint takes the state of every rank; else a rank without its own begins anew.
-        has_own_weights: nodes train weights of their own, and the global ones are shown.
+        requires_all_ranks: a restore needs the state of every rank. Otherwise a rank without its own begins anew.
+        has_local_weights: nodes train weights of their own, and the global ones are shown.
         in_step: all nodes take the same steps.
         batches: how many have begun, where somebody counts them: nodes then notice that one of them skipped a step.
     """
 
     kind: ClassVar[str]
-    kept: ClassVar[str]  # what another number of nodes keeps, for the log
-    lost: ClassVar[str]  # what follows where files are missing, for the log
-    needs_all: ClassVar[bool] = False
-    has_own_weights: ClassVar[bool] = False
+    reshard_message: ClassVar[str]  # what another number of nodes keeps, for the log
+    loss_message: ClassVar[str]  # what follows where files are missing, for the log
+    requires_all_ranks: ClassVar[bool] = False
+    has_local_weights: ClassVar[bool] = False
     in_step: ClassVar[bool] = True
 
     config: Any
@@ -63,11 +63,11 @@ class Engine(ABC):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def before_backward(self, bypass: str = "") -> None:
+    def before_backward(self, reason_for_dense: str = "") -> None:
         """Call it before each backward pass, on all ranks.
 
         Args:
-            bypass: a reason to reduce the next round's gradients as DDP would; empty for none.
+            reason_for_dense: a reason to reduce the next round's gradients as DDP would; empty for none.
         """
         return
 
@@ -93,7 +93,7 @@ class Engine(ABC):
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
-    def show_shared(self, wait: bool = True) -> None:
+    def swap_in_global_weights(self, wait: bool = True) -> None:
         """Put the global weights into the module, and buffers averaged over all ranks. Every rank calls it.
 
         Args:
@@ -101,7 +101,7 @@ class Engine(ABC):
         """
         return
 
-    def show_own(self) -> None:
+    def swap_in_local_weights(self) -> None:
         """Put this node's own weights back. Every rank calls it."""
         return
 
@@ -114,13 +114,17 @@ class Engine(ABC):
         return
 
     @contextmanager
-    def shared_weights(self) -> Iterator[None]:
+    def global_weights(self) -> Iterator[None]:
         """Hold the global weights inside, and averaged buffers, as in validation. Every rank enters it."""
-        self.show_shared()
+        self.swap_in_global_weights()
         try:
             yield
         finally:
-            self.show_own()
+            self.swap_in_local_weights()
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Deprecated name of `global_weights`, until version 0.3."""
+        return self.global_weights()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -129,21 +133,21 @@ class Engine(ABC):
         """Whether there is anything to save."""
         return self.active
 
-    def manifest(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return what a checkpoint says of all ranks alike, in plain types."""
         return {"steps": self.steps}
 
-    def header(self) -> dict[str, Any]:
-        """Return the manifest, and what any engine's begins with."""
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        """Return the metadata, with the entries that all engines have."""
         nodes = [list(node) for node in self.topology.nodes]
         told = {"version": VERSION, "kind": self.kind, "nodes": nodes, "config": self.config.to_dict()}
-        return {**told, **(self.manifest() if self.saves else {})}
+        return {**told, **(self.metadata() if self.saves else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.distributed.checkpoint.save`` and ``async_save`` write of this device, given the engine
         itself; ``lightning_sparse.strategy.resume`` reads it. Every rank calls it."""
         mine = {f"rank{self.topology.rank}": self.device_state()} if self.saves else {}
-        return {"manifest": (self.header(),), **mine}
+        return {"metadata": (self.checkpoint_metadata(),), **mine}
 
     def device_state(self) -> dict[str, Any]:
         """Return what a loop without Lightning saves of this device."""
@@ -166,15 +170,15 @@ class Engine(ABC):
         """Return what this device alone knows."""
 
     @abstractmethod
-    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+    def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
         """Return whether this device can go on exactly where that state was saved."""
 
     @abstractmethod
-    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+    def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
         """Go on where this device was saved, on the same nodes; None: with nothing pending. Every rank calls it."""
 
     @abstractmethod
-    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+    def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         """Take up what another cluster saved, or this one under other options: the states of its devices, by node.
         Every rank calls it."""
 
@@ -186,13 +190,13 @@ class Engine(ABC):
         """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
         return
 
-    def holds(self, parameters: Collection[int]) -> bool:
+    def owns_any(self, parameters: Collection[int]) -> bool:
         """Return whether one of these parameters, given by ``id()``, is of this engine's module."""
         return any(id(p) in parameters for p in self.module.parameters())
 
-    def follows(self, optimizer: Optimizer) -> bool:
+    def tracks_optimizer(self, optimizer: Optimizer) -> bool:
         """Return whether it is to be told of the optimizer's steps."""
-        return self.holds({id(parameter) for parameter in parameters_of(optimizer)})
+        return self.owns_any({id(parameter) for parameter in parameters_of(optimizer)})
 
     # -- what a callback reports ---------------------------------------------------------------------------------------
 

@@ -24,13 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.checkpoint.state import Piece, State, layout_of, total
+from lightning_sparse.checkpoint.state import Piece, State, layout_of, sum_slice_over_nodes
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, ExchangeConfig, Shard
 from lightning_sparse.exchange.communicator import average
 from lightning_sparse.gradients.config import GradientsConfig, Warmup
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.optimizers import objection, warning_of
+from lightning_sparse.optimizers import sparse_gradient_objection, sparse_gradient_warning
 from lightning_sparse.sharding import check_sharded, local_of, part_of
 from lightning_sparse.topology import Topology, device_type, undisturbed
 
@@ -171,7 +171,7 @@ def _uses(module: nn.Module) -> Counter[int]:
     return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 
-class Managed:
+class FSDPParamGroup:
     """What one FSDP2 module reduces at once.
 
     Args:
@@ -223,7 +223,7 @@ class Managed:
             if parameter.grad is not None:
                 earlier = local_of(parameter.grad)
                 view.add_(earlier.flatten())
-                keep_for_stream(earlier)
+                record_stream_use(earlier)
                 parameter.grad = None
 
     def new_residual(self) -> Tensor:
@@ -273,8 +273,8 @@ class ShardedGradients(Engine):
     """
 
     kind = "gradients of shards"
-    kept = "the mean of the residuals over nodes is kept"
-    lost = "residuals begin at zero, and what waited is lost"
+    reshard_message = "the mean of the residuals over nodes is kept"
+    loss_message = "residuals begin at zero, and what waited is lost"
 
     def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
         if config.path is None:
@@ -285,7 +285,7 @@ class ShardedGradients(Engine):
         topology = undisturbed(topology)
         self.module, self.config, self.topology = model, config, topology
         self.active = topology.kind == "hierarchical"
-        self.managed: list[Managed] = []
+        self.managed: list[FSDPParamGroup] = []
         self.log_once = LogOnce(topology.rank)
         self.epoch, self.warmup = 0, Warmup()
         if isinstance(config, GradientsConfig):
@@ -297,11 +297,11 @@ class ShardedGradients(Engine):
         self.exchange = Exchange(config, topology, device, sum(p.numel() for p in model.parameters()), self.log_once)
         names = {id(p): name for name, p in model.named_parameters()}
         for name, each in model.named_modules():
-            if isinstance(each, FSDPModule) and (managed := managed_by(each, names)):
-                self._attach(each, Managed(name, managed))
-        self.exchange.communicator.begin_with_first([*model.parameters(), *model.buffers()])
+            if isinstance(each, FSDPModule) and (managed := params_of(each, names)):
+                self._attach(each, FSDPParamGroup(name, managed))
+        self.exchange.communicator.broadcast_from_rank0([*model.parameters(), *model.buffers()])
 
-    def _attach(self, module: FSDPModule, managed: Managed) -> None:
+    def _attach(self, module: FSDPModule, managed: FSDPParamGroup) -> None:
         module.set_all_reduce_hook(partial(self._reduce, managed))
         always_all = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.15
         if always_all is not None:
@@ -317,7 +317,7 @@ class ShardedGradients(Engine):
         finally:
             self._accumulating = False
 
-    def take_over(self, before: ShardedGradients) -> None:
+    def adopt_residuals(self, before: ShardedGradients) -> None:
         """Go on with the residuals of an earlier set-up of the same parameters, and with its warm-up."""
         if before.module is self.module:
             self.steps, self.epoch, self.warmup = before.steps, before.epoch, before.warmup
@@ -329,13 +329,13 @@ class ShardedGradients(Engine):
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Warn about optimizers that do not tolerate gradients with missing entries."""
-        objected = objection(optimizers) if self.active and self.config.leaves_entries_out else ""
+        objected = sparse_gradient_objection(optimizers) if self.active and self.config.leaves_entries_out else ""
         if objected:
             way_out = "exchange='dense16', which sends everything, or exchange updates (send='updates')"
-            self.log_once(warning_of(self.config.exchange, objected, way_out), logging.WARNING)
+            self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
 
     @torch.no_grad()
-    def show_shared(self, wait: bool = True) -> None:
+    def swap_in_global_weights(self, wait: bool = True) -> None:
         """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm; weights are
         the same anyway. A collective of the world, if there are any."""
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
@@ -367,14 +367,14 @@ class ShardedGradients(Engine):
                 layouts[name] = layout_of(parameter)
         return State({"residual": pieces}, layouts)
 
-    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+    def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
         saved = [piece.place for piece in state.pieces["residual"]]
         mine = [(name, *part_of(p)[1:]) for managed in self.managed for name, p in managed.parameters.items()]
         return self.active and (not saved or saved == mine)
 
     @torch.no_grad()
-    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
-        self.steps = manifest["steps"]
+    def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
+        self.steps = metadata["steps"]
         found = {piece.name: piece.tensor for piece in state.pieces["residual"]} if state is not None else {}
         for managed in self.managed:
             for name, _, view in managed.views(managed.new_residual()):
@@ -382,33 +382,33 @@ class ShardedGradients(Engine):
                     view.copy_(found[name])
 
     @torch.no_grad()
-    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+    def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         if not self.active:
-            if manifest["config"]["exchange"] != "dense":  # which leaves nothing
+            if metadata["config"]["exchange"] != "dense":  # which leaves nothing
                 self.log_once("the saved residuals are lost: one node has nothing to send", logging.WARNING)
             return
-        self.steps = manifest["steps"]
+        self.steps = metadata["steps"]
         for managed in self.managed:
             for name, parameter, view in managed.views(managed.new_residual()):
                 _, begin, end = part_of(parameter)
-                found = total(nodes, residual_of, name, begin, end, layout_of(parameter))
+                found = sum_slice_over_nodes(nodes, residual_of, name, begin, end, layout_of(parameter))
                 if found is not None:
                     view.copy_(found.div_(len(nodes)))
 
     @torch.no_grad()
-    def _reduce(self, managed: Managed, flat_S: Tensor) -> None:
+    def _reduce(self, managed: FSDPParamGroup, flat_S: Tensor) -> None:
         """The hook: the mean over nodes takes the place of this node's gradients."""
         self.exchange.refuse_capture()
         managed.check(flat_S.numel())
         if self._accumulating:
             return
-        keep_for_stream(flat_S)
+        record_stream_use(flat_S)
         managed.take_accumulated(flat_S)
         exchange = self.exchange
-        exchange.communicator.where = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
+        exchange.communicator.error_context = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
         work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
         path = exchange.choice.path(work, self.warmup.density(self.config.density, self.epoch, self.steps))
-        residual_S, next_S = managed.residuals() if path.leaves != "nothing" else (None, None)
+        residual_S, next_S = managed.residuals() if path.residual_kind != "nothing" else (None, None)
         total_S = exchange.sum(path, Shard(flat_S, residual_S, next_S))
         if next_S is not None:
             managed.swap()
@@ -417,14 +417,14 @@ class ShardedGradients(Engine):
         flat_S.div_(self.topology.num_nodes)
 
 
-def keep_for_stream(tensor: Tensor) -> None:
+def record_stream_use(tensor: Tensor) -> None:
     """Tell the allocator that the current stream uses the tensor: FSDP2's hook runs on another stream than the one that
     owns its memory, and once it is dropped the next reduce-scatter could take that memory too early."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def managed_by(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
+def params_of(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
     """The parameters that FSDP2 manages with a module: those that it holds and no FSDP2 module inside it does, in the
     order in which FSDP2 lays out their gradients.
 

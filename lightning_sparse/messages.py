@@ -15,13 +15,13 @@ from lightning_sparse.internals import default_store
 
 log = logging.getLogger("lightning_sparse")
 SHOWN = 3  # names in a log line
-PATIENCE = timedelta(seconds=10)
+SLOW_AFTER = timedelta(seconds=10)
 """After so long a rank says what it waits for."""
 CONNECT_SECONDS = 5.0
 """Time in which the ranks of a job usually connect."""
 
 
-def show_log_lines() -> None:
+def ensure_log_handler() -> None:
     """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())
@@ -55,16 +55,16 @@ def human_bytes(number: float) -> str:
 
 
 @contextmanager
-def said_if_long(what: str) -> Iterator[None]:
-    """Log what this rank is doing once it has taken `PATIENCE`: it may wait for another one."""
-    seconds = PATIENCE.total_seconds()
+def log_if_slow(what: str) -> Iterator[None]:
+    """Log what this rank is doing once it has taken `SLOW_AFTER`: it may wait for another one."""
+    seconds = SLOW_AFTER.total_seconds()
     line = "%s has taken %.0f s so far: this rank works on it, or waits for others"
     with _later(seconds, log.warning, line, what, seconds):
         yield
 
 
 @contextmanager
-def said_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
+def log_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
     """Log where this node waits for others, if the ranks of a job do not connect within `CONNECT_SECONDS`.
 
     Args:
@@ -95,7 +95,7 @@ def _later(seconds: float, function: Callable[..., None], *args: Any) -> Iterato
 _OTHER = {"pytorch_lightning": ("lightning", "lightning.pytorch"), "lightning": ("pytorch_lightning",) * 2}
 
 
-def described(cls: type, options: Mapping[str, Any]) -> str:
+def class_repr(cls: type, options: Mapping[str, Any]) -> str:
     """Return what an object of a flavour's class is printed as. Lightning prints it when it is given one of the other
     flavour, so it names the way out where that is imported."""
     other, root = _OTHER.get(cls.__module__.rpartition(".")[2], ("", ""))
@@ -135,7 +135,7 @@ MOST_NAMED = 4
 
 @contextmanager
 def waiting(place: str) -> Iterator[None]:
-    """Log where this rank and others wait: once the wait has taken `PATIENCE`, and again after changes.
+    """Log where this rank and others wait: once the wait has taken `SLOW_AFTER`, and again after changes.
 
     Args:
         place: where this rank is, such as "in step 7".
@@ -155,8 +155,8 @@ def waiting(place: str) -> Iterator[None]:
 
 def _watch(over: threading.Event, published: threading.Event, place: str) -> None:
     said, passed = "", 0.0
-    while not over.wait(PATIENCE.total_seconds()) and dist.is_initialized():
-        passed += PATIENCE.total_seconds()
+    while not over.wait(SLOW_AFTER.total_seconds()) and dist.is_initialized():
+        passed += SLOW_AFTER.total_seconds()
         published.set()
         others = _others(place)
         if others != said:

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
-Response = Literal["linear", "adaptive", "unknown"]
+Scaling = Literal["linear", "adaptive", "unknown"]
 
 _LINEAR = {"sgd", "lars", "asgd", "sgdw", "sgdp"}
 _ADAPTIVE = (
@@ -25,7 +25,7 @@ _ADAPTIVE = (
 _INNER = ("base_optimizer", "_base_optimizer", "optimizer", "inner_optimizer", "_optimizer", "optim")
 
 
-def response_of(optimizer: Optimizer) -> Response:
+def gradient_scaling_of(optimizer: Optimizer) -> Scaling:
     """How an optimizer, or the one inside it, responds to the size of a gradient."""
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls not in (Optimizer, object)]
     if any(word in name for name in names for word in _ADAPTIVE):
@@ -33,12 +33,12 @@ def response_of(optimizer: Optimizer) -> Response:
     if _LINEAR.intersection(names):
         return "linear"
     inner = [getattr(optimizer, name, None) for name in _INNER]
-    return next((response_of(each) for each in inner if isinstance(each, Optimizer)), "unknown")
+    return next((gradient_scaling_of(each) for each in inner if isinstance(each, Optimizer)), "unknown")
 
 
-def objection(optimizers: Iterable[Optimizer]) -> str:
+def sparse_gradient_objection(optimizers: Iterable[Optimizer]) -> str:
     """Why entries of gradients should not be left out for these optimizers; empty where nothing is known against it."""
-    found = {type(each).__name__: response_of(each) for each in optimizers}
+    found = {type(each).__name__: gradient_scaling_of(each) for each in optimizers}
     adaptive = [name for name, response in found.items() if response == "adaptive"]
     unknown = [name for name, response in found.items() if response == "unknown"]
     if adaptive:
@@ -48,7 +48,7 @@ def objection(optimizers: Iterable[Optimizer]) -> str:
     return ""
 
 
-def warning_of(exchange: str, objected: str, way_out: str) -> str:
+def sparse_gradient_warning(exchange: str, objected: str, way_out: str) -> str:
     """Return the warning for a user who sends only some entries."""
     return f"exchange={exchange!r}: {objected}. Compare the loss with the single-node baseline, or use {way_out}"
 

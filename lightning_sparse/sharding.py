@@ -1,9 +1,9 @@
 """Who holds which elements of a parameter: their order in memory, the division of a step over ranks, FSDP2's shards.
 
-Everything flat in this package lies in *memory order*: the elements of a parameter in the order of its memory, whatever
-the order of its dims (channels_last) is. A `Part` is a range of that. Parts come from two places: `divide` assigns the
-parameters of an optimizer to ranks that all hold them whole, as a pure function that all ranks compute alike; `part_of`
-tells the shard of a parameter that FSDP2 has sharded.
+All flat tensors of this package are in *memory order*: the elements of a parameter in the order of its memory, whatever
+the order of its dims (channels_last). A `Part` is a range of these elements. Parts come from two functions. `partition`
+assigns the parameters of an optimizer to ranks that all hold them whole; all ranks compute the same result. `part_of`
+returns the shard of a parameter that FSDP2 has sharded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-GRAIN = 64
+ALIGNMENT = 64
 """Parts begin at multiples of this many elements, so that vectorised optimizers give bit-identical results."""
 BALANCED = 1.1
 """Ratio of the largest share to the mean up to which no parameter is divided."""
@@ -37,19 +37,19 @@ Parts = tuple[Part, ...]
 # -- memory order ------------------------------------------------------------------------------------------------------
 
 
-def dims_in_memory(tensor: Tensor) -> list[int]:
+def dim_order(tensor: Tensor) -> list[int]:
     """Return the dims as they are in memory, the outermost first."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
-def memory_of(tensor: Tensor) -> Tensor:
+def flat_view(tensor: Tensor) -> Tensor:
     """Return a flat view of the tensor's memory, for any order of dims.
 
     Raises:
         ValueError: if its elements do not fill its memory.
     """
-    in_memory = tensor.detach().permute(dims_in_memory(tensor))
+    in_memory = tensor.detach().permute(dim_order(tensor))
     if not in_memory.is_contiguous():
         raise ValueError(
             f"a parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in "
@@ -58,9 +58,9 @@ def memory_of(tensor: Tensor) -> Tensor:
     return in_memory.view(-1)
 
 
-def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+def flatten_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Flatten the tensor in the order of the parameter's memory; a view if the layouts match."""
-    return tensor.detach().permute(dims_in_memory(parameter)).reshape(-1)
+    return tensor.detach().permute(dim_order(parameter)).reshape(-1)
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:
@@ -74,7 +74,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def trained_by(optimizer: Optimizer, known: Collection[int] = ()) -> list[Tensor]:
+def trainable_params(optimizer: Optimizer, known: Collection[int] = ()) -> list[Tensor]:
     """Return those of its parameters that a step can change: not what is frozen, unless it was trained before.
 
     Args:
@@ -86,7 +86,9 @@ def trained_by(optimizer: Optimizer, known: Collection[int] = ()) -> list[Tensor
 # -- the division of a step over ranks ---------------------------------------------------------------------------------
 
 
-def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cuttable: Sequence[bool]) -> list[Parts]:
+def partition(
+    numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cuttable: Sequence[bool]
+) -> list[Parts]:
     """Assign whole parameters if that balances the ranks; else divide the costliest ones among all ranks.
 
     Args:
@@ -97,22 +99,22 @@ def divide(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cu
     Returns:
         The parts of each parameter, ascending.
 
-    >>> divide([10, 6, 4], [10, 6, 4], loads=[0, 0], cuttable=[True] * 3)
+    >>> partition([10, 6, 4], [10, 6, 4], loads=[0, 0], cuttable=[True] * 3)
     [(Part(owner=0, begin=0, end=10),), (Part(owner=1, begin=0, end=6),), (Part(owner=1, begin=0, end=4),)]
-    >>> divide([900, 100], [900, 100], loads=[0, 0], cuttable=[True] * 2)[0]
+    >>> partition([900, 100], [900, 100], loads=[0, 0], cuttable=[True] * 2)[0]
     (Part(owner=0, begin=0, end=448), Part(owner=1, begin=448, end=900))
     """
     cut: set[int] = set()
     while True:
-        parts = _deal(numels, costs, loads, cut)
+        parts = _greedy_partition(numels, costs, loads, cut)
         totals = [a + b for a, b in zip(loads, loads_of(parts, costs, len(loads)), strict=True)]
-        whole = [i for i, numel in enumerate(numels) if cuttable[i] and i not in cut and numel > GRAIN]
+        whole = [i for i, numel in enumerate(numels) if cuttable[i] and i not in cut and numel > ALIGNMENT]
         if not whole or max(totals) * len(loads) <= BALANCED * sum(totals):
             return parts
         cut.add(max(whole, key=lambda i: costs[i]))
 
 
-def divide_new(
+def partition_new(
     parameters: Sequence[Tensor],
     known: Mapping[int, Parts],
     size: int,
@@ -129,19 +131,19 @@ def divide_new(
     kept = [p for p in parameters if id(p) in known]
     new = [p for p in parameters if id(p) not in known]
     loads = loads_of([known[id(p)] for p in kept], list(map(cost, kept)), size)
-    divided = divide([p.numel() for p in new], list(map(cost, new)), loads, list(map(cuttable, new)))
+    divided = partition([p.numel() for p in new], list(map(cost, new)), loads, list(map(cuttable, new)))
     parts = {**known, **dict(zip(map(id, new), divided, strict=True))}
     return [parts[id(p)] for p in parameters]
 
 
-def assign(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+def assign_to_least_loaded(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Return the owner of each piece: the costliest first, each to the rank with the least load.
 
     The largest load is at most the mean plus the costliest piece. Ties go to the earlier piece and the lower rank.
 
-    >>> assign([3, 10, 4, 4], loads=[0, 0])
+    >>> assign_to_least_loaded([3, 10, 4, 4], loads=[0, 0])
     [1, 0, 1, 1]
-    >>> assign([5], loads=[7, 0, 0])
+    >>> assign_to_least_loaded([5], loads=[7, 0, 0])
     [1]
     """
     totals = list(loads)
@@ -167,18 +169,18 @@ def loads_of(parts: Sequence[Parts], costs: Sequence[int], size: int) -> list[in
     return loads
 
 
-def _deal(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cut: set[int]) -> list[Parts]:
+def _greedy_partition(numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cut: set[int]) -> list[Parts]:
     size, totals = len(loads), list(loads)
     in_parts = {i: tuple(Part(rank, *bounds) for rank, bounds in enumerate(_bounds(numels[i], size))) for i in cut}
     for index, parts in in_parts.items():
         totals = [a + b for a, b in zip(totals, loads_of([parts], [costs[index]], size), strict=True)]
     whole = [i for i in range(len(numels)) if i not in cut]
-    owner_of = dict(zip(whole, assign([costs[i] for i in whole], totals), strict=True))
+    owner_of = dict(zip(whole, assign_to_least_loaded([costs[i] for i in whole], totals), strict=True))
     return [in_parts.get(i) or (Part(owner_of[i], 0, numel),) for i, numel in enumerate(numels)]
 
 
 def _bounds(numel: int, count: int) -> list[tuple[int, int]]:
-    step = max(GRAIN, round(numel / count / GRAIN) * GRAIN)
+    step = max(ALIGNMENT, round(numel / count / ALIGNMENT) * ALIGNMENT)
     begins = list(range(0, numel, step))[:count]
     return list(zip(begins, [*begins[1:], numel], strict=True))
 
@@ -201,11 +203,11 @@ def part_of(parameter: Tensor) -> Part:
     return Part(index, begin * row, end * row) if begin < end else Part(index, 0, 0)
 
 
-def memory_of_part(parameter: Tensor, part: Part) -> Tensor:
+def flat_view_of_part(parameter: Tensor, part: Part) -> Tensor:
     """Return a flat view of the memory of a part that this device holds."""
     if isinstance(parameter, DTensor):
-        return memory_of(parameter.to_local())
-    return memory_of(parameter)[part.begin : part.end]
+        return flat_view(parameter.to_local())
+    return flat_view(parameter)[part.begin : part.end]
 
 
 def drop_gathered(module: nn.Module) -> None:

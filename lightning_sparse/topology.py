@@ -103,7 +103,7 @@ class Topology:
     intra: ProcessGroup | None = None
     inter: ProcessGroup | None = None
     world: ProcessGroup | None = None
-    outward: ProcessGroup | None = None
+    intra_gather: ProcessGroup | None = None
     timeout: timedelta | None = field(default=None, compare=False, repr=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
@@ -184,7 +184,7 @@ class Topology:
         return f"{self.num_nodes} node(s) x {devices} device(s)"
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """What a process states of itself."""
 
     node_rank: int
@@ -193,7 +193,7 @@ class Place(NamedTuple):
     node_name: str | None = None
 
 
-def nodes_from_places(places: Iterable[tuple[int, str, int] | Place]) -> tuple[tuple[int, ...], ...]:
+def nodes_from_places(places: Iterable[tuple[int, str, int] | RankInfo]) -> tuple[tuple[int, ...], ...]:
     """Group ranks into nodes.
 
     Args:
@@ -208,10 +208,10 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | Place]) -> tuple[t
 
     >>> nodes_from_places([(0, "a", 0), (1, "b", 0), (0, "a", 1), (1, "b", 1)])  # assigned round-robin
     ((0, 2), (1, 3))
-    >>> nodes_from_places([Place(0, "a", 0, "rack 2"), Place(1, "b", 0, "rack 2"), Place(2, "c", 0, "rack 1")])
+    >>> nodes_from_places([RankInfo(0, "a", 0, "rack 2"), RankInfo(1, "b", 0, "rack 2"), RankInfo(2, "c", 0, "rack 1")])
     ((0, 1), (2,))
     """
-    stated = [Place(*place) for place in places]
+    stated = [RankInfo(*place) for place in places]
     nameless = [rank for rank, place in enumerate(stated) if not place.node_name]
     if 0 < len(nameless) < len(stated):
         raise ValueError(
@@ -245,11 +245,11 @@ def discover(
     Raises:
         ValueError: when torch.distributed is not initialised, or ranks differ in ``config``.
     """
-    found = locate(node_rank=node_rank, local_rank=local_rank, node_name=node_name, config=config)
+    found = find_nodes(node_rank=node_rank, local_rank=local_rank, node_name=node_name, config=config)
     return with_groups(found.nodes, timeout=timeout)
 
 
-def locate(
+def find_nodes(
     *,
     node_rank: int | None = None,
     local_rank: int | None = None,
@@ -259,13 +259,13 @@ def locate(
     """As discover(), without creating groups. A collective: every rank of the world calls it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("topology.discover() needs an initialised process group: call init_process_group() first.")
-    place = Place(
+    place = RankInfo(
         _from_environment(_NODE_RANK_VARIABLES) if node_rank is None else node_rank,
         socket.gethostname(),
         _from_environment(_LOCAL_RANK_VARIABLES) if local_rank is None else local_rank,
         str(node_name or os.environ.get(NODE_VARIABLE) or "") or None,
     )
-    stated: list[tuple[Place, dict[str, Any]]] = [(place, {})] * dist.get_world_size()
+    stated: list[tuple[RankInfo, dict[str, Any]]] = [(place, {})] * dist.get_world_size()
     dist.all_gather_object(stated, (place, dict(config or {})))
     compare([each for _, each in stated])
     return Topology(nodes_from_places(each for each, _ in stated), dist.get_rank())
@@ -286,18 +286,18 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
             f"describe every rank, or leave it to topology.discover()."
         )
     in_threads = "cpu:" in dist.get_backend_config()  # some collectives, on CPU tensors
-    world = own_group([tuple(range(plain.world_size))], timeout, "all ranks") if in_threads else None
+    world = new_subgroup([tuple(range(plain.world_size))], timeout, "all ranks") if in_threads else None
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
     return Topology(
         nodes,
         rank,
-        intra=own_group(nodes, timeout, "inside the node"),
-        inter=own_group(
+        intra=new_subgroup(nodes, timeout, "inside the node"),
+        inter=new_subgroup(
             [tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout, "between nodes", max_ctas=MAX_CTAS
         ),
         world=world,
-        outward=own_group(nodes, timeout, "inside the node, at the end"),
+        intra_gather=new_subgroup(nodes, timeout, "inside the node, at the end"),
         timeout=timeout,
     )
 
@@ -352,7 +352,7 @@ def device_type(backends: str) -> str:
     return "cuda" if "cuda:" in backends and "cuda:gloo" not in backends else "cpu"
 
 
-def own_group(
+def new_subgroup(
     partition: Iterable[tuple[int, ...]], timeout: timedelta | None, name: str, *, max_ctas: int | None = None
 ) -> ProcessGroup | None:
     """This rank's group, of groups that have no rank in common. A collective: every rank of the world calls it.

@@ -25,10 +25,10 @@ def test_what_torch_lacks_is_named() -> None:
 
 def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = Lines().lines
-    monkeypatch.setattr(messages, "PATIENCE", timedelta(seconds=0.05))
-    with messages.said_if_long("reading"):
+    monkeypatch.setattr(messages, "SLOW_AFTER", timedelta(seconds=0.05))
+    with messages.log_if_slow("reading"):
         time.sleep(0.5)
-    with messages.said_if_long("writing"):
+    with messages.log_if_slow("writing"):
         pass
     time.sleep(0.1)
     assert ["reading has taken" in line for line in lines] == [True]

@@ -17,7 +17,7 @@ none             plain DDP over all ranks
                  lacks, are matrices of [out, in * height * width]
 ================ =====================================================================================================
 
-Validation sees what a user would get: the shared weights, or the mean of the nodes' models.
+Validation sees what a user would get: the global weights, or the mean of the nodes' models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.exchange import Work
+from lightning_sparse.exchange import TensorSpec
 from lightning_sparse.exchange.paths import Dense
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology
@@ -110,7 +110,7 @@ class Way:
         if self.topology.num_nodes == 1:
             return 0.0
         # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
-        work = Work(self.topology.num_nodes, self.topology.num_devices, self.numel)
+        work = TensorSpec(self.topology.num_nodes, self.topology.num_devices, self.numel)
         return self.rounds * self.topology.num_devices * Dense(work).bytes()
 
 
@@ -171,7 +171,7 @@ class Updates(Way):
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        with self.updates.shared_weights():
+        with self.updates.global_weights():
             yield
 
     def finish(self) -> None:

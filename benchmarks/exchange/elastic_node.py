@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.convergence import text
 from benchmarks.convergence.runs import Run
-from lightning_sparse.elastic.rounds import Round, Rounds
-from lightning_sparse.elastic.updates import ElasticConfig, ElasticDifference, ElasticUpdates
+from lightning_sparse.elastic.rounds import Round, RoundProtocol
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, ElasticUpdateState
 from lightning_sparse.topology import discover
 
 NODES = 3
@@ -59,19 +59,19 @@ class Held:
 
     def __init__(self) -> None:
         self.token, self.number = "", 0
-        add, take_over = ElasticDifference._add_round, Rounds.take_over
+        add, take_over = ElasticUpdateState._add_round, RoundProtocol.set_version
 
-        def added(state: ElasticDifference, found: Round, target_S: Tensor) -> None:
+        def added(state: ElasticUpdateState, found: Round, target_S: Tensor) -> None:
             add(state, found, target_S)
-            if target_S is state.shared_S:
+            if target_S is state.global_S:
                 self.token, self.number = found.token, found.number
 
-        def taken_over(rounds: Rounds, token: str, number: int, history: Sequence[str]) -> Any:
+        def taken_over(rounds: RoundProtocol, token: str, number: int, history: Sequence[str]) -> Any:
             self.token, self.number = token, number
             return take_over(rounds, token, number, history)
 
-        ElasticDifference._add_round = added  # type: ignore[assignment, method-assign]
-        Rounds.take_over = taken_over  # type: ignore[assignment, method-assign]
+        ElasticUpdateState._add_round = added  # type: ignore[assignment, method-assign]
+        RoundProtocol.set_version = taken_over  # type: ignore[assignment, method-assign]
 
 
 def learner_of(corpus: text.Corpus, seed: int, steps: int, place: int = 0) -> text.TextLearner:
@@ -93,7 +93,7 @@ def main() -> None:
     held = Held()
     config = ElasticConfig(lighthouse=node.lighthouse, density=0.01)
     updates = ElasticUpdates(learner.model, learner.optimizer, config, discover(), name=f"node{node.place}")
-    step = 0 if updates.taken is None else int(updates.taken["extra"]["step"])
+    step = 0 if updates.snapshot is None else int(updates.snapshot["extra"]["step"])
     told_to_leave = list[int]()
     signal.signal(signal.SIGTERM, lambda number, _: told_to_leave.append(number))
     tell(begins=step)
@@ -111,9 +111,9 @@ def main() -> None:
         updates.serve(partial(dict, step=step))
         seconds = time.perf_counter() - begin
         if step % KEPT_EVERY == 0 and step < node.steps:
-            with updates.shared_weights():
+            with updates.global_weights():
                 torch.save(learner.model.state_dict(), folder / f"{step}.pt")
-        digest = hashlib.sha1(updates._state.shared_S.numpy().tobytes()).hexdigest()[:12]
+        digest = hashlib.sha1(updates._state.global_S.numpy().tobytes()).hexdigest()[:12]
         told: dict[str, Any] = {"token": held.token, "digest": digest} if held.token else {}
         tell(step=step, number=held.number, seconds=seconds, loss=loss.item(), **told, **updates.gauges())
     updates.finish()

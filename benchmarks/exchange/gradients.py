@@ -233,7 +233,7 @@ def measure(
     auto, dense = ways["auto 1 %"].state, ways["2-D dense"].state
     assert auto is not None
     assert dense is not None
-    auto.layout.settle(dense.layout.settled)
+    auto.layout.fix(dense.layout.settled)
     auto.layout.previous = dense.layout.settled
     begin, repeats = time.perf_counter(), 0
     while True:

@@ -20,7 +20,7 @@ from benchmarks.exchange.gradients import NOTHING
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli.plan import path_of
 from lightning_sparse.cli.report import format_table
-from lightning_sparse.exchange import Work
+from lightning_sparse.exchange import TensorSpec
 from lightning_sparse.exchange.rates import Link, Rates
 
 NUMEL, BUCKETS = 25_557_032, 5
@@ -36,7 +36,7 @@ MEASURED: dict[str, tuple[str, float, int]] = {
 }
 
 
-def seconds(way: str, work: Work, rates: Rates, density: float) -> float:
+def seconds(way: str, work: TensorSpec, rates: Rates, density: float) -> float:
     """Time of a round of the whole model."""
     each = work._replace(numel=-(-work.numel // BUCKETS))
     return BUCKETS * path_of(way, each, density).seconds(rates)
@@ -54,7 +54,7 @@ def against(rows: Rows) -> Rows:
         nominal = replace(rates, inter=Rates.of_link(gbps, devices).inter, add=0.0)
         only_wire = Rates(Link(0.0, rates.inter.seconds_per_byte), Link(0.0, 0.0))
         for way, (path, density, itemsize) in MEASURED.items():
-            work = Work(nodes, devices, NUMEL, itemsize)
+            work = TensorSpec(nodes, devices, NUMEL, itemsize)
             copies, measured = here[NOTHING]["sync s"], here[way]["sync s"]
             probed, set_ = (seconds(path, work, each, density) + copies for each in (rates, nominal))
             row: dict[str, Any] = {"": f"{cluster}, {gbps:g} Gbit/s: {way}"}

@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.frontier.models import Models
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.exchange.paths import Sparse, Work
+from lightning_sparse.exchange.paths import Sparse, TensorSpec
 from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.kernels.wire import TWO_BIT
 from lightning_sparse.messages import LogOnce
@@ -199,7 +199,7 @@ class Updates(Way):
     def after_step(self, step: int, lr: float) -> None:
         since = step % self._config.sync_every
         if since == 0:
-            self._all(lambda state: state.advance())
+            self._all(lambda state: state.exchange_step())
         elif self._config.settles(since, self.models.num):
             self._all(lambda state: state.settle(since))
         self.bits = 8 * self._exchanges[0].stats.bytes_between_nodes / self.received_times
@@ -286,7 +286,7 @@ class SparseOuter(Outer):
     def __init__(self, models: Models, every: int, density: float, decay: float = 0.95, outer_lr: float = 1.0) -> None:
         super().__init__(models, every, outer_lr)
         self._decay = decay
-        path = Sparse.of(Work(self.models.num, 1, self.models.numel), density, TWO_BIT)
+        path = Sparse.of(TensorSpec(self.models.num, 1, self.models.numel), density, TWO_BIT)
         assert path is not None
         self._path = path
         self._error_MN = torch.zeros_like(self.models.flat_MN)

@@ -27,13 +27,13 @@ from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-d
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_sparse.agree import all_agree
-from lightning_sparse.messages import said_if_long
+from lightning_sparse.messages import log_if_slow
 
 META = "meta.pt"  # Lightning's name
 
 
 @contextmanager
-def whole_or_none(path: Path, device: torch.device) -> Iterator[Path]:
+def atomic_directory(path: Path, device: torch.device) -> Iterator[Path]:
     """Yield the temporary name of a folder that all ranks write; when all have, it takes the place of ``path``. A
     collective of the world.
 
@@ -45,22 +45,22 @@ def whole_or_none(path: Path, device: torch.device) -> Iterator[Path]:
             as it was.
     """
     partial, rank = path.with_name(f".{path.name}.part"), dist.get_rank()
-    with together(path, device):
+    with raise_on_all_ranks(path, device):
         if rank == 0:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-    with together(path, device):
+    with raise_on_all_ranks(path, device):
         if rank > 0:
-            _see(partial)
-    with together(path, device):
+            _require_shared_directory(partial)
+    with raise_on_all_ranks(path, device):
         yield partial
-    with together(path, device):
+    with raise_on_all_ranks(path, device):
         if rank == 0:
             _replace(path, partial)
 
 
-def _see(made: Path) -> None:
+def _require_shared_directory(made: Path) -> None:
     """Raise where a folder that rank 0 has made is not there."""
     try:
         made.mkdir()  # asks the server, where exists() may answer from what a client of NFS remembers
@@ -77,10 +77,10 @@ def _see(made: Path) -> None:
 
 
 @contextmanager
-def together(path: Path, device: torch.device) -> Iterator[None]:
+def raise_on_all_ranks(path: Path, device: torch.device) -> Iterator[None]:
     """Leave when all ranks do; where one raises inside, all do."""
     error: Exception | None = None
-    with said_if_long(f"writing {path}"):
+    with log_if_slow(f"writing {path}"):
         try:
             yield
         except CheckpointException as raised:  # torch's, of the ranks that failed, is no Exception
@@ -100,7 +100,7 @@ def verify(path: Path, device: torch.device) -> None:
     Raises:
         RuntimeError: on all ranks, for one that is damaged.
     """
-    with said_if_long(f"verifying {path}"):
+    with log_if_slow(f"verifying {path}"):
         damaged = _damaged(path)
         whole = all_agree(not damaged, dist.all_reduce, device)
     if not whole:
@@ -153,7 +153,7 @@ def verify_file(path: Path) -> None:
     if not (path.is_file() and zipfile.is_zipfile(path)):
         return
     try:
-        with zipfile.ZipFile(path) as archive, said_if_long(f"verifying {path}"):
+        with zipfile.ZipFile(path) as archive, log_if_slow(f"verifying {path}"):
             wrong = archive.testzip()
     except Exception as error:  # whatever the parser stumbled over
         wrong = f"{type(error).__name__}: {error}"
@@ -179,7 +179,7 @@ def _replace(path: Path, whole: Path) -> None:
     if not path.exists():
         whole.rename(path)
         return
-    if not _exchanged(path, whole):
+    if not _swap_atomically(path, whole):
         old = path.with_name(f".{path.name}.old")
         shutil.rmtree(old, ignore_errors=True)  # of a kill between the two: what stands at the path is newer
         path.rename(old)
@@ -188,7 +188,7 @@ def _replace(path: Path, whole: Path) -> None:
     shutil.rmtree(whole)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _swap_atomically(one: Path, other: Path) -> bool:
     """Exchange two names at once, on Linux; return whether that worked."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_sparse.checkpoint.verdict import Reports, decide
 from lightning_sparse.internals import default_store
-from lightning_sparse.messages import PATIENCE
+from lightning_sparse.messages import SLOW_AFTER
 
 
 def why_not_saved(steps: int, broken: str) -> str:
@@ -22,7 +22,7 @@ def why_not_saved(steps: int, broken: str) -> str:
     """
     try:
         number = default_store().add(f"lightning_sparse/interruptions/{dist.get_rank()}", 1)
-        return decide(f"lightning_sparse/interruption {number}", f"{steps} {broken}", _reason, PATIENCE)[0]
+        return decide(f"lightning_sparse/interruption {number}", f"{steps} {broken}", _reason, SLOW_AFTER)[0]
     except RuntimeError as error:  # the process that has the store is gone
         return f"the store of the process group does not answer ({error})"
 
@@ -30,7 +30,7 @@ def why_not_saved(steps: int, broken: str) -> str:
 def _reason(reports: Reports) -> str:
     missing = [str(rank) for rank, report in enumerate(reports) if report is None]
     if missing:
-        return f"rank(s) {', '.join(missing)} did not reach the save within {PATIENCE.total_seconds():.0f} s"
+        return f"rank(s) {', '.join(missing)} did not reach the save within {SLOW_AFTER.total_seconds():.0f} s"
     parts = [report.partition(" ") for report in reports if report is not None]
     if len({steps for steps, _, _ in parts}) > 1:
         return "ranks stopped in different steps"

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.agree import all_agree, differing
-from lightning_sparse.checkpoint.side_files import KEY, Saved, _listed
+from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY, EngineCheckpoint, _listed
 from lightning_sparse.checkpoint.state import VERSION, State
 from lightning_sparse.engine import Engine
-from lightning_sparse.messages import said_if_long
+from lightning_sparse.messages import log_if_slow
 
 
-def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any] | None:
+def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> dict[str, Any] | None:
     """Let an engine go on from what a checkpoint has of it. A collective of the world.
 
     Args:
@@ -33,7 +33,7 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
     """
     check_version(saved)
     agree = partial(all_agree, reduce=partial(dist.all_reduce, group=engine.topology.world), device=device)
-    with said_if_long(f"restoring {saved.path}"):
+    with log_if_slow(f"restoring {saved.path}"):
         side = _restore(engine, saved, agree, device)
         parts = engine.global_parts()
         differ = bool(parts) and differing(parts, partial(dist.all_reduce, group=engine.topology.inter), device) != []
@@ -42,7 +42,7 @@ def restore(engine: Engine, saved: Saved, device: torch.device) -> dict[str, Any
         raise RuntimeError(
             f"nodes hold different global weights after {saved.path} was loaded: what they would train is not one "
             f"model. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
-            f"{KEY!r} from this one to go on from its weights alone."
+            f"{CHECKPOINT_KEY!r} from this one to go on from its weights alone."
         )
     return side
 
@@ -55,45 +55,47 @@ class Plan(Enum):
     RESHARD = "each device loads its share of the states of all devices"
 
 
-def _plan(engine: Engine, saved: Saved, own: State | None, agree: Callable[[bool], bool]) -> Plan:
+def _plan(engine: Engine, saved: EngineCheckpoint, own: State | None, agree: Callable[[bool], bool]) -> Plan:
     """Return the plan of all ranks. Every branch depends on values that are equal on all ranks."""
-    manifest = saved.manifest
-    if agree(own is not None and engine.fits(manifest, own)):
+    metadata = saved.metadata
+    if agree(own is not None and engine.fits(metadata, own)):
         return Plan.EXACT
     some_are_missing = not agree(own is not None)
-    may_begin_anew = saved.is_of(engine.topology) and some_are_missing and not engine.needs_all
-    if may_begin_anew and agree(own is None or engine.fits(manifest, own)):
+    may_begin_anew = saved.is_of(engine.topology) and some_are_missing and not engine.requires_all_ranks
+    if may_begin_anew and agree(own is None or engine.fits(metadata, own)):
         return Plan.PARTIAL
     return Plan.RESHARD
 
 
 def _restore(
-    engine: Engine, saved: Saved, agree: Callable[[bool], bool], device: torch.device
+    engine: Engine, saved: EngineCheckpoint, agree: Callable[[bool], bool], device: torch.device
 ) -> dict[str, Any] | None:
-    topology, manifest = engine.topology, saved.manifest
+    topology, metadata = engine.topology, saved.metadata
     own = State.from_dict(saved.side) if saved.is_of(topology) and saved.side is not None else None
-    _log_changes(engine, manifest)
+    _log_changes(engine, metadata)
     plan = _plan(engine, saved, own, agree)
     if plan is not Plan.RESHARD:
-        engine.load(manifest, own)
+        engine.load(metadata, own)
         if own is None:
             line = f"rank {topology.rank}: no readable residual beside {saved.path}; it starts from zero"
-            engine.log_once(f"{line}, so {engine.lost}", logging.WARNING, every_rank=True)
+            engine.log_once(f"{line}, so {engine.loss_message}", logging.WARNING, every_rank=True)
         return saved.side if plan is Plan.EXACT else None
     nodes = saved.read_all(device)
-    missing = sum(map(len, manifest["nodes"])) - sum(map(len, nodes))
-    if missing and engine.needs_all:
-        engine.log_once(f"no readable files of all ranks beside {saved.path}: {engine.lost}", logging.WARNING)
+    missing = sum(map(len, metadata["nodes"])) - sum(map(len, nodes))
+    if missing and engine.requires_all_ranks:
+        engine.log_once(f"no readable files of all ranks beside {saved.path}: {engine.loss_message}", logging.WARNING)
         return None
-    engine.load_from(manifest, nodes)
-    engine.log_once(f"{len(nodes)} node(s) were saved and {topology.num_nodes} resume: {engine.kept}")
+    engine.load_from(metadata, nodes)
+    engine.log_once(f"{len(nodes)} node(s) were saved and {topology.num_nodes} resume: {engine.reshard_message}")
     if missing:
-        engine.log_once(f"{missing} side file(s) of {saved.path} are not readable: {engine.lost}", logging.WARNING)
+        engine.log_once(
+            f"{missing} side file(s) of {saved.path} are not readable: {engine.loss_message}", logging.WARNING
+        )
     return None
 
 
-def _log_changes(engine: Engine, manifest: Mapping[str, Any]) -> None:
-    differences = engine.config.differences(manifest["config"]).items()
+def _log_changes(engine: Engine, metadata: Mapping[str, Any]) -> None:
+    differences = engine.config.differences(metadata["config"]).items()
     changes = [f"{name}: {was!r} -> {now!r}" for name, (was, now) in differences]
     if changes:
         engine.log_once(
@@ -101,11 +103,11 @@ def _log_changes(engine: Engine, manifest: Mapping[str, Any]) -> None:
         )
 
 
-def check_loaded_by_all(saved: Saved | None) -> None:
+def check_loaded_by_all(saved: EngineCheckpoint | None) -> None:
     """Raise ValueError unless all ranks have loaded the same save, or none of them one. A collective of the world."""
-    mine = None if saved is None else saved.manifest["save_id"]
+    mine = None if saved is None else saved.metadata["save_id"]
     loaded: list[str | None] = [mine] * dist.get_world_size()
-    with said_if_long("comparing which checkpoint each rank has loaded"):
+    with log_if_slow("comparing which checkpoint each rank has loaded"):
         dist.all_gather_object(loaded, mine)
     other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
     if other:
@@ -116,11 +118,11 @@ def check_loaded_by_all(saved: Saved | None) -> None:
         )
 
 
-def check_version(saved: Saved) -> None:
+def check_version(saved: EngineCheckpoint) -> None:
     """Raise ValueError for a format that this version does not read."""
-    version = saved.manifest["version"]
+    version = saved.metadata["version"]
     if version != VERSION:
         raise ValueError(
             f"{saved.path} was written in format {version} of lightning_sparse, this one reads {VERSION}: use the "
-            f"version that wrote it, or remove the entry {KEY!r} to go on from its weights alone."
+            f"version that wrote it, or remove the entry {CHECKPOINT_KEY!r} to go on from its weights alone."
         )

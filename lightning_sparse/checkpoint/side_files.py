@@ -1,6 +1,6 @@
 """What ranks know alone, beside a checkpoint: written without a collective, taken up by any number of ranks.
 
-    epoch=3.ckpt                                  checkpoint["lightning_sparse"] = manifests, each with a save id
+    epoch=3.ckpt                                  checkpoint["lightning_sparse"] = metadata_list, each with a save id
     epoch=3.ckpt.residual/<save id>/rank00002.pt  the `State` of one device
 
 A checkpoint that is a folder has them inside (`lightning_sparse.checkpoint.folder`).
@@ -36,46 +36,46 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_sparse.checkpoint.state import VERSION, State, pickled
+from lightning_sparse.checkpoint.state import VERSION, State, serialize_checked
 from lightning_sparse.checkpoint.verdict import Reports, decide
 from lightning_sparse.engine import Engine
 from lightning_sparse.messages import log
 from lightning_sparse.topology import Topology
 
-KEY = "lightning_sparse"
+CHECKPOINT_KEY = "lightning_sparse"
 
 
 @dataclass
-class Saved:
+class EngineCheckpoint:
     """What a checkpoint has of one engine, until that exists.
 
     Attributes:
-        manifest: what all ranks know alike.
+        metadata: what all ranks know alike.
         path: of the main file.
         side: what this rank alone knew; None if its file is missing, damaged, or of another save.
     """
 
-    manifest: dict[str, Any]
+    metadata: dict[str, Any]
     path: str
     side: dict[str, Any] | None
 
     @property
     def kind(self) -> str:
         """Kind of the engine."""
-        return str(self.manifest["kind"])
+        return str(self.metadata["kind"])
 
     def is_of(self, topology: Topology) -> bool:
         """Return whether it is of a cluster of the same ranks in the same nodes."""
-        return tuple(map(tuple, self.manifest["nodes"])) == topology.nodes
+        return tuple(map(tuple, self.metadata["nodes"])) == topology.nodes
 
     def read(self, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
         """Return what that rank alone knew."""
-        return read_side_file(self.path, self.manifest["save_id"], rank, verify=verify)
+        return read_side_file(self.path, self.metadata["save_id"], rank, verify=verify)
 
     def read_all(self, device: torch.device) -> list[list[State]]:
         """Return the states of all ranks by node, without those that some rank cannot read. Local files are mapped, and
         each is verified by one rank, so that none reads them all. A collective of the world."""
-        here, size, nodes = dist.get_rank(), dist.get_world_size(), self.manifest["nodes"]
+        here, size, nodes = dist.get_rank(), dist.get_world_size(), self.metadata["nodes"]
         files = {rank: self.read(rank, verify=rank % size == here) for node in nodes for rank in node}
         unread = torch.tensor([files[rank] is None for rank in sorted(files)], dtype=torch.uint8, device=device)
         dist.all_reduce(unread, op=dist.ReduceOp.MAX)
@@ -84,7 +84,7 @@ class Saved:
         return [[State.from_dict(each) for each in node if each is not None] for node in readable]
 
 
-class Saves:
+class SideFileWriter:
     """Side files of the checkpoints of one strategy on one rank.
 
     Args:
@@ -97,7 +97,7 @@ class Saves:
 
     def __init__(self, kind: str) -> None:
         self.run_id = ""
-        self.loaded: list[Saved] = []
+        self.loaded: list[EngineCheckpoint] = []
         self._kind = kind
         self._counts: Counter[tuple[int, int]] = Counter()
         self._looked = False
@@ -108,7 +108,7 @@ class Saves:
     def saving(
         self, path: Any, engines: Sequence[Engine], timeout: timedelta | None, entries: Mapping[str, Any]
     ) -> Iterator[list[dict[str, Any]] | None]:
-        """Write this rank's side files, then the caller writes the main file with the manifests that are yielded;
+        """Write this rank's side files, then the caller writes the main file with the metadata_list that are yielded;
         afterwards those of earlier saves are removed.
 
         Args:
@@ -122,13 +122,13 @@ class Saves:
                 file would replace a whole checkpoint.
         """
         path = os.fspath(path)
-        manifests = [self.manifest_of(engine, index) for index, engine in enumerate(engines)]
-        ids = [manifest["save_id"] for manifest in manifests]
-        if manifests:
+        metadata_list = [self.metadata_of(engine, index) for index, engine in enumerate(engines)]
+        ids = [metadata["save_id"] for metadata in metadata_list]
+        if metadata_list:
             self._write(path, engines, ids, timeout, entries)
             if dist.get_rank() > 0 and engines[0].topology.device_index == 0:
-                _clean_own_folder(path, but=ids)
-        yield manifests or None
+                _remove_stale_local_saves(path, but=ids)
+        yield metadata_list or None
         if not dist.is_initialized() or dist.get_rank() == 0:
             remove_side_files(path, but=ids)
 
@@ -160,9 +160,9 @@ class Saves:
             paths = [json.loads(each)["path"] for each in reports if each is not None]
             _warn_of_reports(path, paths, len(reports))
             if len(set(paths)) == 1:  # a launcher that gives each rank a folder of its own collects them
-                self._look_for_all(path, ids[0])
+                self._warn_if_not_shared(path, ids[0])
 
-    def _look_for_all(self, path: str, save_id: str) -> None:
+    def _warn_if_not_shared(self, path: str, save_id: str) -> None:
         """On rank 0, at the first save: warn if it does not see the files of other nodes."""
         if self._looked:
             return
@@ -179,12 +179,12 @@ class Saves:
                 folder,
             )
 
-    def manifest_of(self, engine: Engine, index: int = 0) -> dict[str, Any]:
+    def metadata_of(self, engine: Engine, index: int = 0) -> dict[str, Any]:
         """Return what the main file says of an engine; each call names another save."""
         self._counts[index, engine.rounds] += 1  # a later fit may come to the same round
         return {
             "save_id": f"{self.run_id}-{index}-{engine.rounds}-{self._counts[index, engine.rounds]}",
-            **engine.header(),
+            **engine.checkpoint_metadata(),
         }
 
     # -- loading -------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Saves:
         """Read this rank's side files, for engines that exist now or later."""
         self.take(load(checkpoint, os.fspath(path), rank), path, rank)
 
-    def take(self, found: Sequence[Saved], path: Any, rank: int) -> None:
+    def take(self, found: Sequence[EngineCheckpoint], path: Any, rank: int) -> None:
         """Keep what a checkpoint has of this strategy's engines."""
         self.loaded = [each for each in found if each.kind == self._kind]
         other = next((each.kind for each in found if each.kind != self._kind), None)
@@ -208,7 +208,7 @@ class Saves:
     def entries(self, topology: Topology) -> dict[str, Any]:
         """Return what the first rank of this node added to its file; empty on another cluster, and of another format,
         which `restore` refuses."""
-        if not self.loaded or not self.loaded[0].is_of(topology) or self.loaded[0].manifest["version"] != VERSION:
+        if not self.loaded or not self.loaded[0].is_of(topology) or self.loaded[0].metadata["version"] != VERSION:
             return {}
         side = self.loaded[0].read(topology.nodes[topology.node_index][0])
         return {} if side is None else dict(side["entries"])
@@ -228,7 +228,7 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
     Raises:
         ValueError: for content that a safe load would refuse when it is needed.
     """
-    buffer = pickled({**content, "save_id": save_id})
+    buffer = serialize_checked({**content, "save_id": save_id})
     fs, path = _side_path(checkpoint_path, save_id, rank)
     fs.makedirs(os.path.dirname(path), exist_ok=True)
     if isinstance(fs, LocalFileSystem):
@@ -254,7 +254,7 @@ def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> Non
             fs.rm(folder, recursive=True)
 
 
-def _clean_own_folder(checkpoint_path: str, *, but: Collection[str]) -> None:
+def _remove_stale_local_saves(checkpoint_path: str, *, but: Collection[str]) -> None:
     """Remove what rank 0 does not see: earlier saves in a folder that nodes do not share, which has no files of rank 0.
     This node's last save stays, for rank 0 may not have replaced the main file yet."""
     fs, folder = _folder(checkpoint_path)
@@ -265,10 +265,13 @@ def _clean_own_folder(checkpoint_path: str, *, but: Collection[str]) -> None:
             fs.rm(each, recursive=True)
 
 
-def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[Saved]:
+def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[EngineCheckpoint]:
     """Return what the checkpoint has of each engine, with this rank's side files; empty without such a strategy."""
-    manifests = checkpoint.get(KEY) or []
-    return [Saved(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank)) for each in manifests]
+    metadata_list = checkpoint.get(CHECKPOINT_KEY) or []
+    return [
+        EngineCheckpoint(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank))
+        for each in metadata_list
+    ]
 
 
 def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
@@ -313,7 +316,7 @@ def _content(file: Path | IO[bytes], verify: bool) -> dict[str, Any]:
 
 def _folder(checkpoint_path: str) -> tuple[Any, str]:
     fs, path = fsspec.core.url_to_fs(checkpoint_path)
-    return fs, f"{path}/{KEY}" if fs.isdir(path) else f"{path}.residual"
+    return fs, f"{path}/{CHECKPOINT_KEY}" if fs.isdir(path) else f"{path}.residual"
 
 
 def _target(checkpoint_path: str) -> str:

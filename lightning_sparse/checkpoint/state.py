@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.sharding import dims_in_memory
+from lightning_sparse.sharding import dim_order
 
 VERSION = 8
 """Of what a checkpoint holds."""
@@ -80,7 +80,7 @@ class State:
                 yield Piece(name, first, last, piece.tensor[first - piece.begin : last - piece.begin])
 
 
-def pickled(content: Any) -> io.BytesIO:
+def serialize_checked(content: Any) -> io.BytesIO:
     """Return what torch.save() makes of it.
 
     Raises:
@@ -102,7 +102,7 @@ def pickled(content: Any) -> io.BytesIO:
 def for_folder(state: State) -> dict[str, Any]:
     """Return the state for `torch.distributed.checkpoint`, which does not check what a safe load would refuse."""
     saved = state.to_dict()
-    pickled(saved["rest"])
+    serialize_checked(saved["rest"])
     return saved
 
 
@@ -114,7 +114,7 @@ def layout_of(parameter: Tensor) -> Layout:
     """Return the layout of a parameter, or of its gradient in a bucket: complex numbers are pairs of real ones."""
     shape, dims = list(parameter.shape), list(range(parameter.dim()))
     if isinstance(parameter, DTensor) or torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        dims = dims_in_memory(parameter)
+        dims = dim_order(parameter)
     if parameter.is_complex():
         shape, dims = [*shape, 2], [*dims, len(shape)]
     return shape, dims
@@ -125,11 +125,13 @@ def flattened(whole: Tensor, layout: Layout) -> Tensor:
     return whole.permute(layout[1]).reshape(-1)
 
 
-Cut = Callable[[State, str, int, int], Iterable[Piece]]
+SliceReader = Callable[[State, str, int, int], Iterable[Piece]]
 """Returns what a device has of elements [begin, end) of a parameter."""
 
 
-def read(devices: Sequence[State], cut: Cut, name: str, begin: int, end: int, layout: Layout) -> Tensor | None:
+def read_slice(
+    devices: Sequence[State], cut: SliceReader, name: str, begin: int, end: int, layout: Layout
+) -> Tensor | None:
     """Read elements of a parameter from the pieces of a node's devices, no others: files may be mapped, and larger than
     this machine's memory.
 
@@ -157,9 +159,11 @@ def read(devices: Sequence[State], cut: Cut, name: str, begin: int, end: int, la
     return flattened(whole, layout)[begin:end]
 
 
-def total(nodes: Iterable[Sequence[State]], cut: Cut, name: str, begin: int, end: int, layout: Layout) -> Tensor | None:
+def sum_slice_over_nodes(
+    nodes: Iterable[Sequence[State]], cut: SliceReader, name: str, begin: int, end: int, layout: Layout
+) -> Tensor | None:
     """Return the sum over nodes of what ``read`` reads of each; a node that has none counts as zero."""
-    found = (read(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
+    found = (read_slice(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
     parts = (part for part in found if part is not None)
     first = next(parts, None)
     return None if first is None else functools.reduce(Tensor.add_, parts, first)

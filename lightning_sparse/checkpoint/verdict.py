@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.internals import default_store, default_timeout
-from lightning_sparse.messages import PATIENCE, log
+from lightning_sparse.messages import SLOW_AFTER, log
 
 Reports = Sequence[str | None]
 """By rank; None for a rank that did not report in time."""
@@ -43,11 +43,11 @@ def decide(
     keys = [f"{key}/{other}" for other in range(dist.get_world_size())]
     store.set(keys[rank], report or _NONE)
     timeout = timeout or default_timeout
-    if not _has_all(store, keys, min(timeout, PATIENCE)) and timeout > PATIENCE:
+    if not _has_all(store, keys, min(timeout, SLOW_AFTER)) and timeout > SLOW_AFTER:
         if task:
             missing = [other for other, other_key in enumerate(keys) if not store.check([other_key])]
             log.warning("waiting for rank(s) %s to %s", ", ".join(map(str, missing)), task)
-        _has_all(store, keys, timeout - PATIENCE)
+        _has_all(store, keys, timeout - SLOW_AFTER)
     reports = [store.get(key).decode().removeprefix(_NONE) if store.check([key]) else None for key in keys]
     verdict = store.compare_set(f"{key}/verdict", "", judge(reports) or _NONE).decode()
     return verdict.removeprefix(_NONE), reports

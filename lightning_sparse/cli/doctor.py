@@ -30,7 +30,7 @@ from lightning_sparse.cli.ranks import join, launched, leave
 from lightning_sparse.data.cache.commands import caches
 from lightning_sparse.data.cache.segment import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
-from lightning_sparse.elastic.lighthouse import COMMAND, VARIABLE, last_quorum
+from lightning_sparse.elastic.lighthouse import COMMAND, VARIABLE, read_quorum
 from lightning_sparse.exchange import ExchangeConfig, HierCommunicator
 from lightning_sparse.exchange.cost import MARGIN, PathChoice, probe
 from lightning_sparse.exchange.paths import PATHS, Flat
@@ -217,7 +217,7 @@ def _lighthouse() -> Iterator[Finding]:
     if not address:
         return
     try:
-        members = last_quorum(address)
+        members = read_quorum(address)
     except (OSError, ValueError, HTTPException) as error:
         yield Finding(
             "bad", "lighthouse", f"no lighthouse answers at {address} ({error}): start one there with `{COMMAND}`"
@@ -327,7 +327,7 @@ def advice(topology: Topology, rates: Rates) -> Finding:
     choice = PathChoice(config, topology, BUCKET_NUMEL, lambda line: None)
     choice.rates = rates
     work = choice.work(BUCKET_NUMEL, torch.float32)
-    paths = [kind.of(work, config.density, VALUES) for kind in PATHS if kind.automatic]
+    paths = [kind.of(work, config.density, VALUES) for kind in PATHS if kind.in_auto]
     times = ", ".join(
         f"{_LABELS.get(path.name, path.name)} {1e3 * path.seconds(rates):.3g}" for path in paths if path is not None
     )

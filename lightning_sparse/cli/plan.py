@@ -28,12 +28,12 @@ from lightning_sparse.cli import models
 from lightning_sparse.cli.report import format_table, need, processor
 from lightning_sparse.exchange import paths
 from lightning_sparse.exchange.cost import MARGIN, kernel_costs
-from lightning_sparse.exchange.paths import PATHS, Dense, Flat, Work
+from lightning_sparse.exchange.paths import PATHS, Dense, Flat, TensorSpec
 from lightning_sparse.exchange.rates import Link, Rates, rate
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.updates import UpdatesConfig
 
-_OURS = {kind.name: kind for kind in PATHS if kind.by_shard}
+_OURS = {kind.name: kind for kind in PATHS if kind.reduces_shards}
 UPDATES = {"updates": "sparse", "updates regional": "regional"}
 """Methods that exchange updates, after the optimizer, and the path of each."""
 WAYS = ("ddp", "ddp16", *_OURS, *UPDATES)
@@ -177,7 +177,7 @@ def predict(scenario: Scenario, nodes: int, way: str, density: float = 1.0) -> R
         raise ValueError(f"density={density} must be in (0, 1]: the fraction of entries to send.")
     if way in UPDATES and nodes > 1:
         return _of_updates(scenario, nodes, way, density)
-    work = Work(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
+    work = TensorSpec(nodes, scenario.devices, -(-scenario.numel // scenario.buckets), scenario.itemsize)
     path = path_of(way, work, density)
     sync_s, node_bytes = scenario.buckets * path.seconds(scenario.rates), 0.0
     if nodes > 1:
@@ -195,7 +195,7 @@ def _of_updates(scenario: Scenario, nodes: int, way: str, density: float) -> Row
     Inside the node, gradients are averaged and updated slices are gathered.
     """
     rates, devices = scenario.rates, scenario.devices
-    work = Work(nodes, devices, scenario.numel)
+    work = TensorSpec(nodes, devices, scenario.numel)
     path = _OURS[UPDATES[way]].of(work, density, UPDATE_VALUES) or Dense(work)
     between = path.seconds_between(rates)
     sliced = rates.intra.seconds(devices - 1, (devices - 1) * path.work.shard_numel * 4)
@@ -209,7 +209,7 @@ def _of_updates(scenario: Scenario, nodes: int, way: str, density: float) -> Row
     return Row(*row, inside + between, devices * path.bytes(), *steps, *(compute / step for step in steps))
 
 
-def path_of(way: str, work: Work, density: float) -> paths.Path:
+def path_of(way: str, work: TensorSpec, density: float) -> paths.Path:
     """The path of each bucket."""
     if work.num_nodes == 1:
         return Dense(work)  # one ring, inside the node
@@ -310,11 +310,11 @@ def expect(found: Sequence[Row], steps: int) -> str:
 
 
 def _selects(way: str) -> bool:
-    return way in UPDATES or (way in _OURS and _OURS[way].leaves == "entries")
+    return way in UPDATES or (way in _OURS and _OURS[way].residual_kind == "entries")
 
 
 def _is_comparable(way: str) -> bool:
-    return way not in UPDATES and (way not in _OURS or _OURS[way].automatic)
+    return way not in UPDATES and (way not in _OURS or _OURS[way].in_auto)
 
 
 def _advice(row: Row) -> str:

@@ -18,7 +18,7 @@ from lightning_sparse.data.config import CacheConfig, ImageOptions, SampleOption
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.data.sources.listing import classes_of
-from lightning_sparse.messages import described
+from lightning_sparse.messages import class_repr
 
 if TYPE_CHECKING:
 
@@ -144,7 +144,7 @@ class CachedMixin(DataModuleMixin):
         self._num_classes: int | None = None
 
     def __str__(self) -> str:
-        return described(type(self), {"source": self._options.cache.source})
+        return class_repr(type(self), {"source": self._options.cache.source})
 
     @property
     def num_classes(self) -> int:

@@ -39,7 +39,7 @@ from lightning_sparse.data.sample import Format
 from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
-from lightning_sparse.messages import log, show_log_lines
+from lightning_sparse.messages import ensure_log_handler, log
 from lightning_sparse.topology import Topology
 
 
@@ -437,7 +437,7 @@ def open_session(
     Raises:
         ValueError, DataError: if the source or the cache cannot be used.
     """
-    show_log_lines()
+    ensure_log_handler()
     topology = find_topology(*position)
     session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}), backend=backend)
     try:

@@ -46,7 +46,7 @@ from lightning_sparse.data.windows import (
     mixed,
     split,
 )
-from lightning_sparse.messages import described, log, show_log_lines
+from lightning_sparse.messages import class_repr, ensure_log_handler, log
 from lightning_sparse.topology import Topology
 
 __all__ = ["TokenDataModuleMixin", "TokenStream", "cu_seqlens", "document_mask", "files_of", "prepare"]
@@ -183,7 +183,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         return self._vocab_size
 
     def __str__(self) -> str:
-        return described(type(self), {"train": ", ".join(self._weights)})
+        return class_repr(type(self), {"train": ", ".join(self._weights)})
 
     def setup(self, stage: str) -> None:
         """Write missing ids to the cache, then open the files. A collective.
@@ -192,7 +192,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             ValueError: if a file cannot be used, or differs between ranks.
             DataError: if storage or the cache folder cannot be used.
         """
-        show_log_lines()
+        ensure_log_handler()
         self._average_exactly()
         self._close()
         self._topology = topology = find_topology(*self._position)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_sparse.elastic.direct import is_loopback, listener, network_name, open_page, own_address
-from lightning_sparse.elastic.sampling import Drawn
+from lightning_sparse.elastic.sampling import SampleProgress
 from lightning_sparse.messages import log
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -32,7 +32,7 @@ PAUSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Said:
+class NodeStatus:
     """What a node says of itself.
 
     Args:
@@ -70,7 +70,7 @@ class Said:
     wants: str = ""
     server: str = ""
     network: str = ""
-    drawn: Drawn = Drawn()
+    drawn: SampleProgress = SampleProgress()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ class Member(NamedTuple):
 
     name: str
     store: str
-    said: Said
+    said: NodeStatus
 
     @property
     def is_local(self) -> bool:
@@ -123,10 +123,10 @@ class Lighthouse:
         self._timeout = timedelta(seconds=timeout)
         self._asks_again, self._is_answered = 0.0, True
         self._left = threading.Event()
-        self._thread = threading.Thread(target=_beat, args=(beats, self.name, self._left), daemon=True)
+        self._thread = threading.Thread(target=_heartbeat, args=(beats, self.name, self._left), daemon=True)
         self._thread.start()
 
-    def quorum(self, said: Said) -> list[Member] | None:
+    def quorum(self, said: NodeStatus) -> list[Member] | None:
         """Return the nodes of the next quorum in the order of their names, this one among them; None for none within
         the timeout. It is there once all nodes of the last one that are alive have asked."""
         if time.monotonic() < self._asks_again:
@@ -162,7 +162,7 @@ class Lighthouse:
         self._thread.join()
 
 
-def last_quorum(address: str) -> list[tuple[str, int]]:
+def read_quorum(address: str) -> list[tuple[str, int]]:
     """Return the nodes of the last quorum that a lighthouse gave, and the rounds that each said it has behind it: what
     its page for people says.
 
@@ -179,13 +179,17 @@ def _with_scheme(address: str) -> str:
     return address if "://" in address else f"http://{address}"
 
 
-def _said(data: Any) -> Said:
+def _said(data: Any) -> NodeStatus:
     """Return what a node said; of one of another version what is known, for its facts differ."""
-    said = Said(**_known(Said, data or {}))
-    return replace(said, drawn=Drawn(**_known(Drawn, said.drawn))) if isinstance(said.drawn, dict) else said
+    said = NodeStatus(**_known(NodeStatus, data or {}))
+    return (
+        replace(said, drawn=SampleProgress(**_known(SampleProgress, said.drawn)))
+        if isinstance(said.drawn, dict)
+        else said
+    )
 
 
-def _known(of: type[Said | Drawn], told: Mapping[str, Any]) -> dict[str, Any]:
+def _known(of: type[NodeStatus | SampleProgress], told: Mapping[str, Any]) -> dict[str, Any]:
     names = {each.name for each in fields(of)}
     return {name: value for name, value in told.items() if name in names}
 
@@ -204,7 +208,7 @@ def _connect(address: str) -> Any:
         ) from error
 
 
-def _beat(client: Any, name: str, left: threading.Event) -> None:
+def _heartbeat(client: Any, name: str, left: threading.Event) -> None:
     while not left.wait(BEAT_SECONDS):
         try:
             client.heartbeat(name)

@@ -1,4 +1,4 @@
-"""Rounds between nodes that come and go: who takes part, whether a round counts, and what a node that joins needs.
+"""Rounds between nodes that join and leave: who takes part, whether a round counts, and what a joining node needs.
 
 The global weights have a name, a *token*, which each round that counts changes. The first token names the *run*: nodes
 with weights of another run, from its checkpoint, are refused. One round goes so:
@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.elastic.lighthouse import Lighthouse, Member, Said
-from lightning_sparse.elastic.sampling import Deals, Drawn
+from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus
+from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.internals import gloo_group
 from lightning_sparse.messages import log
@@ -82,8 +82,8 @@ class Outcome:
 
     rounds: list[Round] = field(default_factory=list)
     returned: list[Tensor] = field(default_factory=list)
-    wanted: list[str] = field(default_factory=list)
-    asked: list[str] | None = None
+    requests_for_me: list[str] = field(default_factory=list)
+    open_requests: list[str] | None = None
     alone: bool = False
     behind: bool = False
     left_out: bool = False
@@ -155,7 +155,7 @@ class RoundStats:
     healing_s: float = 0.0
 
 
-class Rounds:
+class RoundProtocol:
     """The rounds of one device.
 
     Args:
@@ -205,7 +205,7 @@ class Rounds:
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
         self.stats, self.first = RoundStats(), True
-        self.deals = Deals(self.name)
+        self.deals = SampleAssigner(self.name)
         self._tries = self._broken = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)
@@ -228,7 +228,7 @@ class Rounds:
         """Whether it is known of all rounds whether they count."""
         return self._unsettled is None
 
-    def goes_on(self, wanted: bool) -> bool:
+    def first_device_wants(self, wanted: bool) -> bool:
         """Whether the node's first device wants another round. A collective of the node's devices."""
         return bool(self._from_first(lambda: wanted))
 
@@ -287,7 +287,7 @@ class Rounds:
         """Return the next quorum; None for none, or one without weights or with too few nodes."""
         began, is_last = time.monotonic(), payload is not None and payload.is_last
         while True:
-            said = Said(
+            said = NodeStatus(
                 token=self.token,
                 number=self.number,
                 run=self.run,
@@ -302,7 +302,7 @@ class Rounds:
                 exchanges=0 if payload is None else payload.exchanges,
                 wants=self.wants,
                 server=self._server,
-                drawn=self.deals.say(),
+                drawn=self.deals.report(),
                 facts=self.facts,
             )
             members, waited = self._from_first(partial(self._ask, said, began))
@@ -310,11 +310,11 @@ class Rounds:
             too_few = self._are_few(members, quorum)  # the same on all devices
             if too_few:
                 time.sleep(IDLE_SECONDS)
-            if not too_few or payload is None or is_last or outcome.wanted or waited > self._timeout:
+            if not too_few or payload is None or is_last or outcome.requests_for_me or waited > self._timeout:
                 self.stats.waited_s += waited
                 return None if too_few else quorum
 
-    def _ask(self, said: Said, began: float) -> tuple[list[Member] | None, float]:
+    def _ask(self, said: NodeStatus, began: float) -> tuple[list[Member] | None, float]:
         """Return the members of the next quorum, and the seconds since ``began``."""
         members = None if self._lighthouse is None else self._lighthouse.quorum(said)
         return members, time.monotonic() - began
@@ -339,14 +339,14 @@ class Rounds:
         if self.facts != quorum.facts:
             raise ValueError(_refusal(self.facts, quorum.facts))
         self._check_place(members, quorum)
-        self.deals.follow([each.name for each in quorum.members], quorum.drawn)
+        self.deals.update([each.name for each in quorum.members], quorum.drawn)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
         if self.in_step:
             self.run, self._trains = quorum.run, True
         outcome.behind = not self.in_step
         self._assign_snapshots(quorum, outcome)
-        self._tell(quorum)
+        self._log_membership(quorum)
         return quorum
 
     def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
@@ -372,7 +372,7 @@ class Rounds:
             whole = False
             log.debug("round %d failed before its messages were there: %s", quorum.number + 1, error)
         if not self._all_devices(whole):
-            self._break_up()
+            self._abort_group()
             return None
         places = [place for place, each in enumerate(quorum.members) if each in sparse]
         return rows_PB[places, len(tag) :], dense
@@ -395,7 +395,7 @@ class Rounds:
             told = False
             log.debug("a round failed while nodes said that they have its messages: %s", error)
         if not self._all_devices(told):
-            self._break_up()
+            self._abort_group()
             return False
         return True
 
@@ -451,7 +451,7 @@ class Rounds:
             self._group_of = key
         return self._group
 
-    def _break_up(self) -> None:
+    def _abort_group(self) -> None:
         """Close connections, so that other nodes see it."""
         self._broken += 1
         self._group = self._group_of = None
@@ -480,7 +480,7 @@ class Rounds:
             return self.observed[tokens.index(token) :]
         return [] if token == self._now else None
 
-    def take_over(self, token: str, number: int, history: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
+    def set_version(self, token: str, number: int, history: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Go on with the weights of that name. Returns what ``reconcile`` does."""
         self.history = deque([*history, token], maxlen=REMEMBERED)
         self.token, self.number, self.wants, self.observed = token, number, "", []
@@ -501,13 +501,13 @@ class Rounds:
         return returned, had
 
     def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
-        outcome.asked = [each.said.wants for each in quorum.members if each.said.wants]
+        outcome.open_requests = [each.said.wants for each in quorum.members if each.said.wants]
         sources = quorum.contributors or [each for each in quorum.training if not each.said.wants]
         for member in quorum.members:
             if member.said.wants and sources:
                 source = sources[int(member.said.wants[:8], 16) % len(sources)]
                 if source.name == self.name:
-                    outcome.wanted.append(member.said.wants)
+                    outcome.requests_for_me.append(member.said.wants)
                 if member.name == self.name:
                     self.source = source.said.server
 
@@ -515,11 +515,11 @@ class Rounds:
 
     def leave(self) -> None:
         """Leave the other nodes."""
-        self._break_up()
+        self._abort_group()
         if self._lighthouse is not None:
             self._lighthouse.leave()
 
-    def _tell(self, quorum: Quorum) -> None:
+    def _log_membership(self, quorum: Quorum) -> None:
         """Log who has come and gone."""
         names = tuple(each.name for each in quorum.training)  # also one that validates
         self.first = quorum.training[0].name == self.name  # also while it only observes, to write a checkpoint, say
@@ -586,9 +586,12 @@ class Quorum:
     unreached: list[Member]
 
     @property
-    def drawn(self) -> list[Drawn]:
+    def drawn(self) -> list[SampleProgress]:
         """What members have drawn; not what one that joins others has loaded."""
-        return [each.said.drawn if each.said.drawn.deal or each in self.training else Drawn() for each in self.members]
+        return [
+            each.said.drawn if each.said.drawn.deal or each in self.training else SampleProgress()
+            for each in self.members
+        ]
 
     def row_of(self, held: Tensor | None, sizes: Sizes) -> Tensor:
         """Return the bytes that a member gathers: its own bytes, then zeros. The length follows from the statements of

@@ -24,7 +24,7 @@ REMEMBERED = 64  # deals
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampleProgress:
     """What a node says.
 
     Args:
@@ -43,8 +43,8 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Places of the line from ``begin`` on are dealt to these nodes, one by one. Deals are numbered."""
+class Assignment:
+    """Places of the line from ``begin`` on are dealt to these nodes, one by one. SampleAssigner are numbered."""
 
     begin: int = 0
     names: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Deal:
         return hashlib.sha1(repr((self.begin, self.names, self.number)).encode()).hexdigest()[:16]
 
 
-class Deals:
+class SampleAssigner:
     """The deals that one node knows, of which the last ones count.
 
     Args:
@@ -69,7 +69,7 @@ class Deals:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._deals: tuple[Deal, ...] = ()  # replaced as a whole: threads read it
+        self._deals: tuple[Assignment, ...] = ()  # replaced as a whole: threads read it
         self._size = 0  # of an epoch
         self._heard = 0  # from here on no node of the last quorum draws before the next one
         self._end = self.ahead = self.reached = 0
@@ -79,10 +79,10 @@ class Deals:
         """Go on where a checkpoint was saved."""
         self._heard = self.reached = place
 
-    def say(self) -> Drawn:
+    def report(self) -> SampleProgress:
         """Return what this node says with its next request."""
         if not self._deals:
-            return Drawn(self._heard, reached=self.reached, ahead=self.ahead)
+            return SampleProgress(self._heard, reached=self.reached, ahead=self.ahead)
         now = max(self._end, self._deals[0].begin)
         holds = next(place for place, each in reversed(list(enumerate(self._deals))) if each.begin <= now)
         strides = [len(each.names) for each in self._deals[holds:]]
@@ -91,17 +91,17 @@ class Deals:
         # also what a node may have drawn that is gone now
         last, reached = self._deals[-1], max(self._end, self.reached)
         self._told = max(end, self._heard)
-        return Drawn(self._told, last.name, last.number, reached, self.ahead)
+        return SampleProgress(self._told, last.name, last.number, reached, self.ahead)
 
-    def follow(self, names: Sequence[str], said: Sequence[Drawn]) -> None:
-        """Deal anew if nodes have come or gone. All nodes of a quorum conclude the same from what they said."""
-        last = self._deals[-1] if self._deals else Deal()
+    def update(self, names: Sequence[str], said: Sequence[SampleProgress]) -> None:
+        """Assignment anew if nodes have come or gone. All nodes of a quorum conclude the same from what they said."""
+        last = self._deals[-1] if self._deals else Assignment()
         newest = max(said, key=lambda each: (each.number, each.deal))
         self._heard, self.reached = max(each.end for each in said), max(each.reached for each in said)
         if last.names == tuple(names) and {each.deal for each in said} == {last.name}:
             return
         before = self._deals if newest.deal == last.name else ()  # what was dealt while it was away
-        self._deals = (*before, Deal(self._heard, tuple(names), newest.number + 1))[-REMEMBERED:]
+        self._deals = (*before, Assignment(self._heard, tuple(names), newest.number + 1))[-REMEMBERED:]
         # who was away draws from this deal on, and could not say so
         self._heard += len(names) * max((each.ahead for each in said if each.deal != newest.deal), default=0)
         self._told = max(self._told, self._heard, self._deals[-1].begin + len(names) * self.ahead)
@@ -111,7 +111,7 @@ class Deals:
         None without one."""
         mine = self._find(place, end)
         if mine is not None:
-            self._take(mine)
+            self._record_outcome(mine)
         return mine
 
     def leaves(self, epoch: int, samples: int) -> bool:
@@ -140,7 +140,7 @@ class Deals:
             place = until
         return None
 
-    def _take(self, mine: int) -> None:
+    def _record_outcome(self, mine: int) -> None:
         self._end = max(self._end, mine + 1)
         if mine >= self._told and not self._warned:
             self._warned = True
@@ -213,14 +213,14 @@ class DealtLoader(Dealt, Protocol):
     batch_size: int
 
 
-def dealt_by(loader: Any) -> Dealt | None:
+def sampler_of(loader: Any) -> Dealt | None:
     """Return what a loader deals with: the sampler of torch's, one of a bundled DataModule itself; None for others."""
     if isinstance(loader, DataLoader):
         return loader.sampler if isinstance(loader.sampler, ElasticSampler) else None
     return loader if isinstance(loader, DealtLoader) else None
 
 
-def least_samples(loader: Any) -> int:
+def min_samples_per_round(loader: Any) -> int:
     """Return the size of the smallest batch that the loader yields on one device."""
     whole = loader.drop_last if isinstance(loader, DataLoader) else True
     return int(loader.batch_size or 1) if whole else 1

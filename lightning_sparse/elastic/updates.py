@@ -24,23 +24,23 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse._version import __version__
 from lightning_sparse.elastic.lighthouse import Lighthouse
-from lightning_sparse.elastic.rounds import Outcome, Payload, Round, Rounds, from_first
-from lightning_sparse.elastic.sampling import dealt_by, least_samples
+from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol, from_first
+from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.exchange import Exchange, Transfer
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.config import is_number
-from lightning_sparse.exchange.lanes import FifoLanes, HostCopy
+from lightning_sparse.exchange.lanes import AsyncHostTensor, FifoLanes
 from lightning_sparse.kernels.wire import nonfinite_of
-from lightning_sparse.messages import PATIENCE, log
-from lightning_sparse.sharding import trained_by
+from lightning_sparse.messages import SLOW_AFTER, log
+from lightning_sparse.sharding import trainable_params
 from lightning_sparse.topology import Topology
-from lightning_sparse.updates.agreement import Agreement
+from lightning_sparse.updates.agreement import UpdateCorrelation
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.local import LocalUpdates, facts_of
-from lightning_sparse.updates.optimizer_state import plain
+from lightning_sparse.updates.local import LocalUpdates, fingerprint
+from lightning_sparse.updates.optimizer_state import to_python
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import Delivery, Difference
+from lightning_sparse.updates.state import Delivery, SparseUpdateState
 
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
@@ -149,7 +149,7 @@ class ElasticUpdates(LocalUpdates):
         self._devices = _own_group(topology)
         lighthouse = _connect(self._devices, config, name)
         self._server = SnapshotServer(lighthouse.host) if lighthouse is not None else None
-        self.peers = Rounds(
+        self.peers = RoundProtocol(
             lighthouse,
             self._devices,
             _facts(module, optimizers, config, topology),
@@ -158,9 +158,9 @@ class ElasticUpdates(LocalUpdates):
             server=self._server.address if self._server is not None else "",
             host=lighthouse.host if lighthouse is not None else "",
         )
-        self._watch = Watch(self.peers)
+        self._watch = RoundObserver(self.peers)
         self._least = 0  # samples that the node needs for a batch
-        self.taken: Any = None
+        self.snapshot: Any = None
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
@@ -181,14 +181,14 @@ class ElasticUpdates(LocalUpdates):
     def _make_up(self) -> None:
         """Do nothing: a node that makes fewer steps misses rounds, and downloads the weights of other nodes."""
 
-    def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticDifference:
+    def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticUpdateState:
         assert isinstance(config, ElasticConfig)
-        return ElasticDifference(slices, exchange, config, self.peers)
+        return ElasticUpdateState(slices, exchange, config, self.peers)
 
     @property
-    def _state(self) -> ElasticDifference:
+    def _state(self) -> ElasticUpdateState:
         state = self.optimizers[0].state
-        assert isinstance(state, ElasticDifference)
+        assert isinstance(state, ElasticUpdateState)
         return state
 
     @property
@@ -217,13 +217,13 @@ class ElasticUpdates(LocalUpdates):
             self._catch_up()
 
     @torch.no_grad()
-    def show_shared(self, wait: bool = True) -> None:
+    def swap_in_global_weights(self, wait: bool = True) -> None:
         if not self._shown:
             self._shows = self.version
-        super().show_shared()
+        super().swap_in_global_weights()
 
     @torch.no_grad()
-    def show_own(self) -> None:
+    def swap_in_local_weights(self) -> None:
         """Put this node's own weights back. Changes before the first step are lost on a node that joined others: it
         goes on from their weights."""
         if self._shown and self.steps == 0 and self._joined:
@@ -233,7 +233,7 @@ class ElasticUpdates(LocalUpdates):
                     "a hook changed the weights before the first step of this node, but the node has joined nodes that "
                     "train: their weights stay. Set weights before the fit, or in the nodes that begin a run."
                 )
-        super().show_own()
+        super().swap_in_local_weights()
 
     def _settle_changes(self) -> tuple[bool, bool]:
         """Other nodes do not take part: a change is an update of this node, except before a new run begins."""
@@ -256,14 +256,14 @@ class ElasticUpdates(LocalUpdates):
                 f"batches={batches!r} must be a whole number of batches between two steps, at least 1: other nodes are "
                 f"told how far this one may draw."
             )
-        dealt = dealt_by(loader)
+        dealt = sampler_of(loader)
         if dealt is None:
             return
         if isinstance(loader, DataLoader):
             dealt.ahead = loader.num_workers * (loader.prefetch_factor or 0)
         batch_size = loader.batch_size or 1
         deals, devices = self.peers.deals, self._devices
-        self._least = max(self._least, least_samples(loader) * devices.size)
+        self._least = max(self._least, min_samples_per_round(loader) * devices.size)
         ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
         if ahead > deals.ahead:
             deals.ahead = ahead
@@ -289,28 +289,28 @@ class ElasticUpdates(LocalUpdates):
             extra: returns what else they are to have, on the first device; all devices call it if a node asks.
         """
         state = self._state
-        names, state.wanted = [each for each in state.wanted if each not in state.served], []
-        if state.asked is not None:
-            state.served = [each for each in state.served if each in state.asked]
+        names, state.requests_for_me = [each for each in state.requests_for_me if each not in state.answered], []
+        if state.open_requests is not None:
+            state.answered = [each for each in state.answered if each in state.open_requests]
             if self._server is not None:
-                self._server.keep(state.asked)
+                self._server.keep(state.open_requests)
         if not names:
             return
-        state.served += names
+        state.answered += names
         given = {
-            "optimizer": plain(self.optimizers[0].division.optimizer_state()),
-            "extra": None if extra is None else plain(extra()),
+            "optimizer": to_python(self.optimizers[0].division.optimizer_state()),
+            "extra": None if extra is None else to_python(extra()),
             "version": tuple(self.version[:2]),  # where samples are dealt the next quorum says
             "run": self.peers.run,
             "history": list(self.peers.history),
         }
-        with self.shared_weights():
+        with self.global_weights():
             if self._server is not None:
                 self._server.offer(names, {**given, "weights": self.module.state_dict()})
 
     def finish(self) -> None:
         """Send everything that is pending. Every device of the node calls it."""
-        self.show_own()
+        self.swap_in_local_weights()
         self._stop_watching()
         self._all_sent = False  # not all of it is, where rounds failed
         super().finish()
@@ -344,7 +344,7 @@ class ElasticUpdates(LocalUpdates):
         began = self.peers.token
         self.peers.ask()
         self._watch.start()
-        if not self._take_up(pending_S=None):
+        if not self._load_snapshot(pending_S=None):
             log.info("this node goes on from %s", "its checkpoint" if began else "its own weights: it is the first one")
 
     def _catch_up(self) -> None:
@@ -353,7 +353,7 @@ class ElasticUpdates(LocalUpdates):
         pending_S = self._state.collect()
         self.peers.ask()
         self._watch.start()
-        if not self._take_up(pending_S):  # the others are gone, and these weights are the ones to go on with
+        if not self._load_snapshot(pending_S):  # the others are gone, and these weights are the ones to go on with
             self._state.go_on(pending_S, *self.peers.reconcile())
             self.optimizers[0].gather()
         self._stop_watching()
@@ -374,7 +374,7 @@ class ElasticUpdates(LocalUpdates):
                     each.zero_()
         self.optimizers[0].gather()
 
-    def _take_up(self, pending_S: Tensor | None) -> bool:
+    def _load_snapshot(self, pending_S: Tensor | None) -> bool:
         """Take up a peer's snapshot and the rounds since; False if the next round changes this node's own weights."""
         while True:
             began = time.monotonic()
@@ -417,12 +417,12 @@ class ElasticUpdates(LocalUpdates):
         self.module.load_state_dict(given["weights"])
         if pending_S is None:
             one.optimizer.load_state_dict(given["optimizer"])
-            self.taken = given
+            self.snapshot = given
             self._joined, self._begins = True, False
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
         self.peers.run = given["run"]
         history = [*given["history"], *(each.token for each in rounds)]
-        returned, had = self.peers.take_over(token, number, history)
+        returned, had = self.peers.set_version(token, number, history)
         state.start_from(rounds, pending_S, returned, had)
         one.gather()
 
@@ -431,7 +431,7 @@ class ElasticUpdates(LocalUpdates):
         if self._watch.running:
             self._watch.stop()
             self._watch.check()
-            self._state.arrive(self._watch.take())
+            self._state.arrive(self._watch.drain())
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         """Beside the rounds, which have a group of their own."""
@@ -464,15 +464,15 @@ class Wait:
                 f"this node gave up joining the others after {now - self._began:.0f} s: {cause}. Make sure that nodes "
                 f"reach one another on all ports, then start this node again."
             )
-        if now - self._said > PATIENCE.total_seconds():
+        if now - self._said > SLOW_AFTER.total_seconds():
             self._said = now
             log.warning("joining the other nodes has taken %.0f s so far: %s", now - self._began, cause)
 
 
-class Watch:
+class RoundObserver:
     """Observes rounds in a thread, so that the others do not wait for this node."""
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: RoundProtocol) -> None:
         self._peers = rounds
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -489,7 +489,7 @@ class Watch:
         """Begin."""
         if self._thread is None:
             self._stopped.clear()
-            self._thread = threading.Thread(target=self._observe, name="lightning_sparse", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -511,15 +511,15 @@ class Watch:
             error, self._error = self._error, None
             raise error
 
-    def take(self) -> Outcome:
+    def drain(self) -> Outcome:
         """Return what it has seen."""
         seen, self._seen = self._seen, Outcome()
         return seen
 
-    def _observe(self) -> None:
+    def _run(self) -> None:
         kept = 0
         try:
-            while self._peers.goes_on(not self._stopped.is_set() and kept < WATCHED_BYTES):
+            while self._peers.first_device_wants(not self._stopped.is_set() and kept < WATCHED_BYTES):
                 self._begun += 1
                 with torch.no_grad():
                     outcome = self._peers.round()
@@ -527,12 +527,12 @@ class Watch:
                 kept += sum(each.nbytes for found in outcome.rounds for each in (found.messages_MB, *found.dense))
                 self._seen.rounds += outcome.rounds
                 self._seen.returned += outcome.returned
-                self._seen.wanted += outcome.wanted
+                self._seen.requests_for_me += outcome.requests_for_me
         except BaseException as error:
             self._error = error
 
 
-class ElasticDifference(Difference):
+class ElasticUpdateState(SparseUpdateState):
     """The state of one device.
 
     Attributes:
@@ -545,7 +545,7 @@ class ElasticDifference(Difference):
 
     _messages: Outcome | None  # type: ignore[assignment]
 
-    def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, rounds: Rounds) -> None:
+    def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, rounds: RoundProtocol) -> None:
         self._peers, self._flush_every = rounds, config.flush_every
         super().__init__(slices, exchange, config)
 
@@ -554,25 +554,25 @@ class ElasticDifference(Difference):
         if self.slices.numel == 0:
             raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
         self.alone = self.behind = self.left_out = False
-        self.asked: list[str] | None = None
-        self.wanted: list[str] = []
-        self.served: list[str] = []
+        self.open_requests: list[str] | None = None
+        self.requests_for_me: list[str] = []
+        self.answered: list[str] = []
         self._num_nodes, self._changed = 0, False  # M of the last round, and whether it was another one before
         self._number = self._seen = 0  # of the last round, and of that before the last exchange
         sample_bytes = 0
         if self._config.measures_ahead(3):
-            self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
-            sample_bytes = self._agreement.sample_bytes
+            self._correlation, self.local_fraction = UpdateCorrelation(self.slices.numel), 1.0
+            sample_bytes = self._correlation.sample_bytes
         self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
 
-    def advance(self, occasion: int = 0) -> None:
+    def exchange_step(self, step_id: int = 0) -> None:
         every, before, self._seen = self._flush_every, self._seen, self._number
         # by the number of a round: all nodes flush in the same one
         due = every is not None and self._number // every > before // every
         if due or (self.alone and self._messages is None):
             self._flush()
         else:
-            super().advance(occasion)
+            super().exchange_step(step_id)
 
     def may_settle(self, since: int) -> bool:
         return True
@@ -591,10 +591,10 @@ class ElasticDifference(Difference):
 
     def _flush(self, leaves: bool = False) -> bool:
         pending_S = self.collect()
-        self.own_S.add_(pending_S)
+        self.local_S.add_(pending_S)
         outcome = self._peers.round(Payload(pending_S, is_last=leaves), finite=bool(pending_S.isfinite().all()))
-        self._take(outcome, pending_S.nbytes)
-        self._take_messages()
+        self._record_outcome(outcome, pending_S.nbytes)
+        self._apply_received()
         self.begin()
         return not outcome.returned and self._peers.settled
 
@@ -606,7 +606,7 @@ class ElasticDifference(Difference):
         """Continue from the global weights without pending updates."""
         self.collect()
         self.left_out = False
-        self.set_pending(torch.zeros_like(self.shared_S))
+        self.set_pending(torch.zeros_like(self.global_S))
         self.begin()
 
     def start_from(
@@ -615,10 +615,10 @@ class ElasticDifference(Difference):
         """Go on from the weights that the parameters hold, and the rounds since."""
         self.receive()
         self._messages = self._sent = self._samples = None
-        self.slices.copy_to(self.shared_S)
+        self.slices.copy_to(self.global_S)
         for each in rounds:
-            self._add_round(each, self.shared_S)
-        self.go_on(torch.zeros_like(self.shared_S) if pending_S is None else pending_S, returned, had)
+            self._add_round(each, self.global_S)
+        self.go_on(torch.zeros_like(self.global_S) if pending_S is None else pending_S, returned, had)
 
     def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], had: Sequence[Tensor]) -> None:
         """Put this node's model into the parameters.
@@ -631,13 +631,13 @@ class ElasticDifference(Difference):
         self._num_nodes = 0  # others have counted without this node
         self._number = self._seen = self._peers.number
         self.set_pending(pending_S)
-        self._take_back(returned, self.own_S)
-        self._take_back(had, self.own_S, -1.0)
+        self._return_unsent(returned, self.local_S)
+        self._return_unsent(had, self.local_S, -1.0)
         self.begin()
 
     def arrive(self, seen: Outcome) -> None:
         """Add rounds that came while this node only watched, with the next exchange."""
-        self.wanted += seen.wanted
+        self.requests_for_me += seen.requests_for_me
         if seen.rounds or seen.returned:
             self.receive()
             self._num_nodes = 0  # others have counted without this node
@@ -646,13 +646,13 @@ class ElasticDifference(Difference):
 
     @property
     def pending_S(self) -> Tensor:
-        own_S = self.own_S.clone()
-        self._add_sent(own_S)
+        local_S = self.local_S.clone()
+        self._add_sent(local_S)
         if self._messages is not None:
-            self._take_back(self._messages.returned, own_S)
-        return self.shared_S - own_S
+            self._return_unsent(self._messages.returned, local_S)
+        return self.global_S - local_S
 
-    def take_over(self, before: Any) -> None:
+    def migrate_from(self, before: Any) -> None:
         raise ValueError(
             "parameters were added to an optimizer, or are frozen no more, in the middle of a run, and nodes that join "
             "would not know: give the optimizer all parameters at the start, none of them frozen that will be trained, "
@@ -662,16 +662,16 @@ class ElasticDifference(Difference):
     def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
         return RoundJob(self._exchange, transfer, sample_B, self._peers, self._exchanges)
 
-    def _keep(self, delivery: Delivery) -> None:
+    def _store_received(self, delivery: Delivery) -> None:
         assert isinstance(delivery, RoundJob)
         rounds = delivery.outcome.rounds
-        self._take(delivery.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
+        self._record_outcome(delivery.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
 
-    def _take(self, outcome: Outcome, own_bytes: int) -> None:
+    def _record_outcome(self, outcome: Outcome, own_bytes: int) -> None:
         """Keep what a round brought, its own included, until it is added."""
-        self.alone, self.behind, self.asked = outcome.alone, outcome.behind, outcome.asked
+        self.alone, self.behind, self.open_requests = outcome.alone, outcome.behind, outcome.open_requests
         self.left_out |= outcome.left_out
-        self.wanted += outcome.wanted
+        self.requests_for_me += outcome.requests_for_me
         before = self._messages or Outcome()
         self._messages = Outcome([*before.rounds, *outcome.rounds], [*before.returned, *outcome.returned])
         if not outcome.rounds:
@@ -688,18 +688,18 @@ class ElasticDifference(Difference):
         self._changed = changed
         beside = last.messages_MB[:, self._path.message_bytes :]
         if beside.numel() and len(beside) == last.num_nodes:
-            self._samples = HostCopy(beside.contiguous())
+            self._samples = AsyncHostTensor(beside.contiguous())
 
-    def _follow_agreement(self) -> None:
-        if self._agreement is not None and self._num_nodes and not self._config.measures_ahead(self._num_nodes):
-            self.ahead, self._samples = self._config.ahead(self._num_nodes), None
+    def _update_local_fraction(self) -> None:
+        if self._correlation is not None and self._num_nodes and not self._config.measures_ahead(self._num_nodes):
+            self.local_fraction, self._samples = self._config.ahead(self._num_nodes), None
         else:
-            super()._follow_agreement()
+            super()._update_local_fraction()
 
     def _add_mean(self, messages: Outcome | None) -> None:  # type: ignore[override]
         if messages is not None:
             super()._add_mean(messages)  # type: ignore[arg-type]
-            self._take_back(messages.returned, self.own_S)
+            self._return_unsent(messages.returned, self.local_S)
 
     def _add_messages(self, messages: Outcome, target_S: Tensor) -> None:  # type: ignore[override]
         for each in messages.rounds:
@@ -713,13 +713,13 @@ class ElasticDifference(Difference):
         for each in found.dense:
             target_S.add_(each.to(target_S.device), alpha=mean)
 
-    def _take_back(self, returned: Sequence[Tensor], own_S: Tensor, times: float = 1.0) -> None:
+    def _return_unsent(self, returned: Sequence[Tensor], local_S: Tensor, times: float = 1.0) -> None:
         """Make pending again what no node took."""
         for each in returned:
             if each.dtype == torch.uint8:
-                self._path.add(each[: self._path.message_bytes].view(1, -1).to(own_S.device), own_S, -times)
+                self._path.add(each[: self._path.message_bytes].view(1, -1).to(local_S.device), local_S, -times)
             else:
-                own_S.sub_(each, alpha=times)
+                local_S.sub_(each, alpha=times)
 
 
 class RoundJob(Delivery):
@@ -732,14 +732,14 @@ class RoundJob(Delivery):
     outcome: Outcome
 
     def __init__(
-        self, exchange: Exchange, transfer: Transfer, sample_B: Tensor | None, rounds: Rounds, exchanges: int
+        self, exchange: Exchange, transfer: Transfer, sample_B: Tensor | None, rounds: RoundProtocol, exchanges: int
     ) -> None:
         super().__init__(exchange, transfer, sample_B=sample_B)
         self._peers, self._exchanges = rounds, exchanges
 
     def transfer(self) -> Sequence[Tensor]:
         """Take part in a round."""
-        message_B = self._transfer.carried
+        message_B = self._transfer.payload
         finite = not nonfinite_of(message_B)
         self.outcome = self._peers.round(Payload(message_B, self._exchanges), finite=finite)
         return self._transfer.tensors
@@ -772,7 +772,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What must be the same on all nodes."""
     names = {id(p): each for each, p in module.named_parameters()}
-    facts = facts_of(module, names, optimizers, config)
+    facts = fingerprint(module, names, optimizers, config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
     facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
     return {**facts, "devices": topology.world_size}
@@ -786,7 +786,7 @@ def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
         )
     if len(optimizers) != 1:
         raise ValueError(f"{len(optimizers)} optimizers: one is exchanged between nodes that come and go.")
-    odd = sorted({str(p.dtype) for p in trained_by(optimizers[0]) if p.dtype != torch.float32})
+    odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype != torch.float32})
     if odd:
         raise ValueError(
             f"parameters of {', '.join(odd)}: a node that joins receives the weights as the module holds them, so hold "

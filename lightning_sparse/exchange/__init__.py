@@ -6,9 +6,9 @@ It imports no DDP, no optimizer and no Lightning.
 from lightning_sparse.exchange.communicator import CommunicationError, HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
 from lightning_sparse.exchange.engine import CommStats, Exchange, Transfer
-from lightning_sparse.exchange.paths import Path, Shard, Work
+from lightning_sparse.exchange.paths import Path, Shard, TensorSpec
 
 __all__ = [
     "CommStats", "CommunicationError", "Exchange", "ExchangeConfig", "HierCommunicator", "Path", "Shard", "Transfer",
-    "Work",
+    "TensorSpec",
 ]  # fmt: skip

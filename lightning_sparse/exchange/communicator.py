@@ -135,9 +135,9 @@ class GlooCollectives(Collectives):
                 arriving.append((step < last, chunk, dist.irecv(chunk, group=group.handle, group_src=source)))
         chunks = torch.split(rows_MB[own], CHUNK) if last else ()
         sending = [dist.isend(chunk, group=group.handle, group_dst=to) for chunk in chunks]
-        for goes_on, chunk, work in arriving:
+        for first_device_wants, chunk, work in arriving:
             _wait(work)
-            if goes_on:
+            if first_device_wants:
                 sending.append(dist.isend(chunk, group=group.handle, group_dst=to))
         for sent in sending:
             _wait(sent)
@@ -181,17 +181,17 @@ class HierCommunicator:
         self._place = threading.local()
 
     @property
-    def where(self) -> str:
+    def error_context(self) -> str:
         """Told in errors; the hook keeps it up to date. Each thread has its own: they work on different buckets."""
         return getattr(self._place, "where", "before the first round")
 
-    @where.setter
-    def where(self, place: str) -> None:
-        self._place.where = place
+    @error_context.setter
+    def error_context(self, place: str) -> None:
+        self._place.error_context = place
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for waiting. If the wait takes long, it logs where ranks wait."""
-        return waiting(self.where) if self.topology.kind == "hierarchical" else nullcontext()
+        return waiting(self.error_context) if self.topology.kind == "hierarchical" else nullcontext()
 
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
         """Sum over the node's devices; each keeps its shard_S. With one device that is the input itself."""
@@ -227,7 +227,7 @@ class HierCommunicator:
         """
         if self.node.size == 1:
             return shard_S
-        group = self.node._replace(handle=self.topology.outward) if last else self.node
+        group = self.node._replace(handle=self.topology.intra_gather) if last else self.node
         numel = group.size * shard_S.numel()
         grad_LS = into if into is not None and into.numel() == numel else shard_S.new_empty(numel)
         with self._named("all-gather inside the node", group):
@@ -236,12 +236,12 @@ class HierCommunicator:
 
     def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
         """Start a broadcast to the devices of the node, in place, and return a function that waits for it."""
-        source, where = self.node.ranks[device_index], self.where
+        source, where = self.node.ranks[device_index], self.error_context
         with self._named("broadcast inside the node", self.node):
             work = dist.broadcast(tensor, src=source, group=self.node.handle, async_op=True)
 
         def wait() -> None:
-            self.where = where
+            self.error_context = where
             with self._named("broadcast inside the node", self.node):
                 _wait(work)
 
@@ -253,7 +253,7 @@ class HierCommunicator:
             dist.all_reduce(tensor, op=op, group=self.world.handle)
 
     @torch.no_grad()
-    def begin_with_first(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_from_rank0(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks what rank 0 has of these tensors; of a sharded one all nodes what the first has."""
         for tensor in tensors:
             to, group = ("nodes", self.peers) if isinstance(tensor, DTensor) else ("ranks", self.world)
@@ -277,7 +277,8 @@ class HierCommunicator:
             raise
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed {self.where}. "
+                f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed "
+                f"{self.error_context}. "
                 f"A rank died, its link is down, or it stalled past the process group's timeout: look for the first "
                 f"error among those ranks. The backend said: {error}"
             ) from error

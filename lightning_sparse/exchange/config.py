@@ -70,7 +70,7 @@ class ExchangeConfig:
     @property
     def leaves_entries_out(self) -> bool:
         """Whether the path that is asked for sends some entries only."""
-        return self.path is not None and self.path.leaves == "entries"
+        return self.path is not None and self.path.residual_kind == "entries"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_sparse.agree import largest
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig
-from lightning_sparse.exchange.paths import PATHS, Dense, Dense16, Path, Shard, Work
+from lightning_sparse.exchange.paths import PATHS, Dense, Dense16, Path, Shard, TensorSpec
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.topology import Topology
@@ -34,7 +34,7 @@ class PathChoice:
 
     Attributes:
         rates: what ``"auto"`` decides by; None until the first round has measured them.
-        keeps_all: ``"auto"`` leaves no entries out: set for optimizers that cannot bear it.
+        forbid_sparse: ``"auto"`` leaves no entries out: set for optimizers that cannot bear it.
         by_shard: ``"auto"`` forms the sums of a node, which an all-reduce over all ranks never does: set where
             something is kept with them.
     """
@@ -43,14 +43,14 @@ class PathChoice:
         given = config.inter_gbps
         self.config = config
         self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
-        self.keeps_all = self.by_shard = False
+        self.forbid_sparse = self.reduces_shards = False
         self._topology, self._numel, self._log_once = topology, numel, log_once
 
-    def work(self, numel: int, dtype: torch.dtype) -> Work:
+    def work(self, numel: int, dtype: torch.dtype) -> TensorSpec:
         """A tensor of so many elements on this cluster."""
-        return Work(self._topology.num_nodes, self._topology.num_devices, numel, dtype.itemsize)
+        return TensorSpec(self._topology.num_nodes, self._topology.num_devices, numel, dtype.itemsize)
 
-    def path(self, work: Work, density: float, *, exact: bool = False) -> Path:
+    def path(self, work: TensorSpec, density: float, *, exact: bool = False) -> Path:
         """The path of a shard.
 
         Args:
@@ -58,26 +58,26 @@ class PathChoice:
             exact: nothing may be left, not even rounding errors, whatever the configuration says.
         """
         if exact:
-            return self._fastest(work, density, rounded=False, keeps_all=True)
+            return self._fastest(work, density, rounded=False, forbid_sparse=True)
         given = self.config.path
         if given is None:
             rounded = self.config.value_dtype != "float32" and work.itemsize >= 4
-            return self._fastest(work, density, rounded=rounded, keeps_all=self.keeps_all)
+            return self._fastest(work, density, rounded=rounded, forbid_sparse=self.forbid_sparse)
         path = given.of(work, density, self.config.dtype)
         return Dense(work) if path is None else path
 
-    def _fastest(self, work: Work, density: float, *, rounded: bool, keeps_all: bool) -> Path:
+    def _fastest(self, work: TensorSpec, density: float, *, rounded: bool, forbid_sparse: bool) -> Path:
         rates = self.rates or Rates.of_link(1.0, work.num_devices)  # probed for "auto" alone
-        refused = {"rounding": not rounded, "entries": keeps_all}
+        refused = {"rounding": not rounded, "entries": forbid_sparse}
         best, least = None, float("inf")
         for kind in PATHS:
-            if not kind.automatic or refused.get(kind.leaves) or (self.by_shard and not kind.by_shard):
+            if not kind.in_auto or refused.get(kind.residual_kind) or (self.reduces_shards and not kind.reduces_shards):
                 continue
             path = kind.of(work, density, self.config.dtype)
             if path is None:
                 continue
             seconds = path.seconds(rates)
-            if best is None or seconds < least * (1.0 if kind.leaves == "nothing" else MARGIN):
+            if best is None or seconds < least * (1.0 if kind.residual_kind == "nothing" else MARGIN):
                 best, least = path, seconds
         assert best is not None
         return best
@@ -85,7 +85,7 @@ class PathChoice:
     # -- what it rests on ----------------------------------------------------------------------------------------------
 
     @property
-    def must_measure(self) -> bool:
+    def needs_probe(self) -> bool:
         """Whether rates are to be measured before the next round; the same on all ranks."""
         return self.rates is None and self.config.path is None and self._topology.kind == "hierarchical"
 
@@ -93,7 +93,7 @@ class PathChoice:
         """Measure the rates, on all ranks at the same place. A collective of the world; no exchange may be under way,
         for it would use the networks."""
         communicator = HierCommunicator(self._topology)  # its times are no round's
-        communicator.where = f"in round {round_index}"
+        communicator.error_context = f"in round {round_index}"
         self.rates = probe(communicator, device, self.config.dtype, self._numel // self._topology.num_devices)
         self._log_once(f"measured: {self.rates.describe(self._topology.num_devices)}")
 
@@ -174,7 +174,7 @@ def _kernel_times(
     grad_S, residual_S, next_S = shards
     message = compress(grad_S, residual_S, next_S, pairs, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
-    rounded, one = Dense16(Work(2, 1, numel)), torch.ones((), dtype=torch.float32, device=device)
+    rounded, one = Dense16(TensorSpec(2, 1, numel)), torch.ones((), dtype=torch.float32, device=device)
     shard = Shard(grad_S, residual_S, next_S, one)
 
     def cast() -> None:  # S elements in each of the three, however many nodes share them

@@ -123,23 +123,23 @@ class Transfer:
 
     def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:
         self.path, self.shard, self._communicator = path, shard, communicator
-        self._where = communicator.where  # stages may run on threads, each with a place of its own
-        self.carried = path.select(communicator, shard)
+        self._where = communicator.error_context  # stages may run on threads, each with a place of its own
+        self.payload = path.select(communicator, shard)
 
     def transfer(self) -> None:
         """Communicate with other nodes."""
-        self._communicator.where = self._where
-        self.carried = self.path.transfer(self._communicator, self.carried, self.shard)
+        self._communicator.error_context = self._where
+        self.payload = self.path.transfer(self._communicator, self.payload, self.shard)
 
     def apply(self) -> Tensor:
         """Return the sum over nodes: fp32, or for a path ``in_place`` ``shard.sum_S``."""
-        self._communicator.where = self._where
-        return self.path.apply(self.carried, self.shard)
+        self._communicator.error_context = self._where
+        return self.path.apply(self.payload, self.shard)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What the methods to come use."""
-        return (self.carried, *self.shard.used_to_the_end)
+        return (self.payload, *self.shard.used_to_the_end)
 
 
 @dataclass

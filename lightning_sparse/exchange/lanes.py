@@ -56,7 +56,7 @@ class Job(Protocol):
         """Communicate between nodes."""
 
     def apply(self) -> Sequence[Tensor]:
-        """Work inside the node with what has arrived."""
+        """Work inside the node with the received messages."""
 
 
 class Runner:
@@ -322,7 +322,7 @@ def _work(
 # events that are read once the device has passed them.
 
 
-class HostCopy:
+class AsyncHostTensor:
     """Copies a tensor to the host, which goes on meanwhile, and waits when it reads it."""
 
     def __init__(self, tensor: Tensor) -> None:

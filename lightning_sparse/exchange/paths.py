@@ -49,10 +49,10 @@ from lightning_sparse.kernels import (
 )
 from lightning_sparse.kernels.wire import Regions, decode, indices_of_regions
 
-Loss = Literal["nothing", "rounding", "entries"]
+ResidualKind = Literal["nothing", "rounding", "entries"]
 
 
-class Work(NamedTuple):
+class TensorSpec(NamedTuple):
     """One tensor on one cluster: M nodes, L devices per node, N elements of ``itemsize`` bytes."""
 
     num_nodes: int
@@ -104,15 +104,15 @@ class Path(ABC):
     """
 
     name: ClassVar[str]
-    leaves: ClassVar[Loss] = "nothing"
+    residual_kind: ClassVar[ResidualKind] = "nothing"
     in_place: ClassVar[bool] = False
-    by_shard: ClassVar[bool] = True
-    automatic: ClassVar[bool] = True
+    reduces_shards: ClassVar[bool] = True
+    in_auto: ClassVar[bool] = True
 
-    work: Work
+    work: TensorSpec
 
     @classmethod
-    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Path | None:
+    def of(cls, work: TensorSpec, density: float, value_dtype: torch.dtype) -> Path | None:
         """The path for this work, or None where it cannot take it."""
         return cls(work)
 
@@ -317,7 +317,7 @@ class Sparse(Path):
     value_dtype: torch.dtype
 
     @classmethod
-    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Self | None:
+    def of(cls, work: TensorSpec, density: float, value_dtype: torch.dtype) -> Self | None:
         return cls(work, num_selected(density, work.shard_numel), value_dtype)
 
     @property
@@ -403,7 +403,7 @@ class Regional(Sparse):
     automatic = False  # it applies fewer entries than `Sparse`, so time alone does not compare the two
 
     @classmethod
-    def of(cls, work: Work, density: float, value_dtype: torch.dtype) -> Self | None:
+    def of(cls, work: TensorSpec, density: float, value_dtype: torch.dtype) -> Self | None:
         return None if work.shard_numel < work.num_nodes else super().of(work, density, value_dtype)
 
     @property

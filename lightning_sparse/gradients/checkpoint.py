@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.checkpoint.state import Layout, Piece, State, layout_of, total
+from lightning_sparse.checkpoint.state import Layout, Piece, State, layout_of, sum_slice_over_nodes
 from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.gradients.residual import Entry, ResidualStore
 from lightning_sparse.gradients.tracking import Parameters
@@ -76,16 +76,16 @@ def load(
 
 def load_shares(
     stores: Sequence[ResidualStore],
-    manifest: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     nodes: Sequence[Sequence[State]],
     parameters: Parameters,
     num_nodes: int,
 ) -> None:
     """Fill empty stores with 1 / ``num_nodes`` of the sum over the saved nodes. It waits by parameter until groups take
     it up."""
-    totals = [_totals(nodes, quantity, parameters) for quantity, _ in zip(QUANTITIES, manifest["stores"], strict=False)]
+    totals = [_totals(nodes, quantity, parameters) for quantity, _ in zip(QUANTITIES, metadata["stores"], strict=False)]
     if len(totals) > len(stores):
-        totals = [_without_velocity(totals[0], totals[1], manifest["momentum"])]
+        totals = [_without_velocity(totals[0], totals[1], metadata["momentum"])]
     for store, by_name in zip(stores, totals, strict=False):
         shares = {name: value / num_nodes for name, value in by_name.items()}
         store.by_name.update({name: share.to(parameters[name].device) for name, share in shares.items()})
@@ -101,17 +101,19 @@ def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Paramet
             yield Piece(name, begin, end, parked[name][begin:end])
 
     numels = parameters.numels.items()
-    found = {name: total(nodes, cut, name, 0, numel, layout_of(parameters[name])) for name, numel in numels}
+    found = {
+        name: sum_slice_over_nodes(nodes, cut, name, 0, numel, layout_of(parameters[name])) for name, numel in numels
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _without_velocity(
-    residual: dict[str, Tensor], velocity: dict[str, Tensor], tails: Mapping[str, Sequence[float]]
+    residual: dict[str, Tensor], velocity: dict[str, Tensor], momentum_equivalents: Mapping[str, Sequence[float]]
 ) -> dict[str, Tensor]:
-    """Return what is to be sent where SGD keeps its momentum itself (MomentumCorrection.tails)."""
-    sent = {name: value * tails.get(name, (1.0, 0.0))[0] for name, value in residual.items()}
+    """Return what is to be sent where SGD keeps its momentum itself (MomentumCorrection.momentum_equivalents)."""
+    sent = {name: value * momentum_equivalents.get(name, (1.0, 0.0))[0] for name, value in residual.items()}
     for name, value in velocity.items():
-        tail = value * tails.get(name, (1.0, 0.0))[1]
+        tail = value * momentum_equivalents.get(name, (1.0, 0.0))[1]
         sent[name] = sent[name] + tail if name in sent else tail
     return sent
 

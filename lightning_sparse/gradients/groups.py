@@ -187,14 +187,14 @@ class Layout:
         self.excluded = excluded
         self.previous: tuple[ParamGroup, ...] = ()
         self._current: list[ParamGroup] = []
-        self.settle(())
+        self.fix(())
 
-    def settle(self, groups: Iterable[ParamGroup]) -> None:
+    def fix(self, groups: Iterable[ParamGroup]) -> None:
         """Take these groups as settled."""
         self.settled = tuple(groups)
         self._known = frozenset(self.settled)
 
-    def parts(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
+    def groups_in(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
         """The settled groups that a bucket's group consists of, in settled order; the group itself if it is none."""
         if group in self._known:
             return (group,)
@@ -211,7 +211,7 @@ class Layout:
         """Whether the group is the excluded part of a bucket."""
         return bool(self.excluded) and self.excluded.issuperset(group.names)
 
-    def cut(self, groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
+    def split_excluded(self, groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
         """Each group as two, without the excluded parameters and of them alone; what is empty is left out."""
         if not self.excluded:
             return tuple(group for group in groups if group.names)
@@ -220,7 +220,7 @@ class Layout:
 
     def record(self, group: ParamGroup) -> None:
         """Note a bucket's group of the running round."""
-        self._current.extend(self.cut([group]))
+        self._current.extend(self.split_excluded([group]))
 
     def abandon_round(self) -> bool:
         """Forget a round that was cut short; True when there was one."""
@@ -235,7 +235,7 @@ class Layout:
         self.previous = current
         if not repeated or self._known == set(current):
             return False
-        self.settle(current)
+        self.fix(current)
         return True
 
 

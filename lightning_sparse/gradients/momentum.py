@@ -98,8 +98,8 @@ class MomentumCorrection:
             self.store.clear()  # a new optimizer begins without momentum
         self._optimizer, self._terms = optimizer, {}
         self._handles = [
-            optimizer.register_step_pre_hook(self._take_out),
-            optimizer.register_step_post_hook(self._put_back),
+            optimizer.register_step_pre_hook(self._disable_momentum),
+            optimizer.register_step_post_hook(self._restore_momentum),
             optimizer.register_state_dict_post_hook(self._correct_saved),
             optimizer.register_load_state_dict_post_hook(self._look_at_loaded),
         ]
@@ -110,7 +110,7 @@ class MomentumCorrection:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._put_back()
+        self._restore_momentum()
 
     def begin_round(self, waiting: Set[str]) -> None:
         """Read what the optimizer's options are now: schedulers change them at any step.
@@ -130,7 +130,7 @@ class MomentumCorrection:
                 f"no_sync(), as Trainer(accumulate_grad_batches=...) does, or leave momentum_correction out."
             )
 
-    def tails(self) -> dict[str, tuple[float, float]]:
+    def momentum_equivalents(self) -> dict[str, tuple[float, float]]:
         """By name, what a checkpoint must say so that another run can give SGD its momentum back: a gradient of
         ``tail[0] * v + tail[1] * u``, met by SGD's own momentum, moves the parameter as far as v and u would have."""
         if self._optimizer is not None:
@@ -198,13 +198,13 @@ class MomentumCorrection:
                 name = self._parameters.name_of(parameter)
                 self._terms[name], self._decays[name] = moving, decay
 
-    def _take_out(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._put_back()  # after a step that raised
+    def _disable_momentum(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._restore_momentum()  # after a step that raised
         self._in_step = [{name: group[name] for name in _TAKEN_OUT} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group.update(_TAKEN_OUT)
 
-    def _put_back(self, *_: Any) -> None:
+    def _restore_momentum(self, *_: Any) -> None:
         if self._optimizer is not None:
             for group, given in zip(self._optimizer.param_groups, self._in_step, strict=False):
                 group.update(given)

@@ -54,7 +54,7 @@ class Reduction:
     def select(self) -> Sequence[Tensor]:
         """Steps 1 and 2, and with the last bucket an agreement on what was used."""
         bucket, unused, comm = self._bucket, self._state.unused, self._state.exchange.communicator
-        comm.where = f"in round {self._state.round}, bucket {bucket.index}"
+        comm.error_context = f"in round {self._state.round}, bucket {bucket.index}"
         if unused is not None:
             for name in bucket.unused:  # DDP will keep these gradients if no rank used their parameters
                 unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
@@ -96,7 +96,7 @@ class Reduction:
     def _begin(self, part: BucketGroup) -> Transfer:
         part.read()
         transfer, momentum = self._state.exchange.begin(part.path, self._contribution(part)), self._state.momentum
-        if momentum is not None and (sent := part.path.indices(transfer.carried)) is not None:
+        if momentum is not None and (sent := part.path.indices(transfer.payload)) is not None:
             momentum.stop(part.group, sent)
         return transfer
 
@@ -110,11 +110,11 @@ class Reduction:
             grad_N.mul_(share)
             share = 1.0
         residual_S = self._residual(part)
-        sum_S = comm.reduce_scatter(grad_N) if path.by_shard else grad_N
+        sum_S = comm.reduce_scatter(grad_N) if path.reduces_shards else grad_N
         if not path.in_place:
             sum_S, factor = self._averaged(part, sum_S, share)
             return Shard(sum_S, residual_S, state.store.buffer(part.group, grad_N.device), factor)
-        if state.momentum is not None and path.by_shard:
+        if state.momentum is not None and path.reduces_shards:
             sum_S = state.rescale(self._averaged(part, sum_S, share)[0]).to(grad_N.dtype)
         return Shard(sum_S, None if residual_S is None else state.rescale(residual_S.clone()))
 
@@ -148,7 +148,7 @@ class Reduction:
     def _sum(self, part: BucketGroup, transfer: Transfer) -> None:
         """Bring the sum over nodes to the bucket."""
         comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.apply()
-        if not part.path.by_shard:
+        if not part.path.reduces_shards:
             return  # it is in the bucket
         shard_S = sum_S if part.path.in_place else self._state.rescale(sum_S).to(grad_N.dtype)
         grad_LS = comm.gather(shard_S, last=True, into=grad_N)
@@ -188,5 +188,5 @@ def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tens
         CommunicationError: when a collective failed, naming the step, the ranks, the round and the bucket. With overlap
             it is raised at the end of the backward pass.
     """
-    received = state.receive(bucket)
+    received = state.on_bucket(bucket)
     return state.exchange.runner.run(Reduction(state, received), received.flat_N)

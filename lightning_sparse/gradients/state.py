@@ -21,7 +21,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exp
 
 from lightning_sparse.checkpoint.state import State
 from lightning_sparse.engine import Engine
-from lightning_sparse.exchange import Exchange, Path, Work
+from lightning_sparse.exchange import Exchange, Path, TensorSpec
 from lightning_sparse.exchange.paths import Dense, Flat
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.gradients import checkpoint
@@ -42,7 +42,7 @@ from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.optimizers import objection, warning_of
+from lightning_sparse.optimizers import sparse_gradient_objection, sparse_gradient_warning
 from lightning_sparse.topology import Topology, undisturbed
 
 
@@ -66,8 +66,8 @@ class HierState(Engine):
     """
 
     kind = "gradients"
-    kept = "the sum of residuals over nodes is kept, shared out equally"
-    lost = "what waited in their residuals is lost"
+    reshard_message = "the sum of residuals over nodes is kept, shared out equally"
+    loss_message = "what waited in their residuals is lost"
 
     def __init__(
         self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
@@ -88,7 +88,7 @@ class HierState(Engine):
         self.layout = Layout(excluded if self.active and config.exchange != "dense" else frozenset())
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.momentum = self._momentum() if config.momentum_correction else None
-        self.exchange.choice.by_shard = self.momentum is not None  # a velocity moves by its node's sum
+        self.exchange.choice.reduces_shards = self.momentum is not None  # a velocity moves by its node's sum
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.unused: UnusedParameters | None = None
         self._shares: dict[tuple[float, torch.device], Tensor] = {}  # one fill less a bucket
@@ -97,7 +97,7 @@ class HierState(Engine):
         self._steps = StepTracker(self.parameters, self.store.undecided_names)
         self._round_is_open = False  # buckets are to come
         self._is_reducing = False  # from the first bucket on, until the last one was reduced
-        self._bypass = ""
+        self._reason_for_dense = ""
 
     def _momentum(self) -> MomentumCorrection | None:
         if not self.active:
@@ -108,42 +108,42 @@ class HierState(Engine):
 
     # -- the life of a round ------------------------------------------------------------------------------------------
 
-    def before_backward(self, bypass: str = "") -> None:
+    def before_backward(self, reason_for_dense: str = "") -> None:
         """Settle the last round and set how the next one goes. Call it before each backward, on all ranks.
 
         Args:
-            bypass: a reason to reduce the next round as DDP would, leaving residuals alone; empty for none.
+            reason_for_dense: a reason to reduce the next round as DDP would, leaving residuals alone; empty for none.
         """
         self.exchange.refuse_capture()
-        waiting = self.settle()
+        waiting = self.commit_round()
         if self.momentum is not None:
             self.momentum.begin_round(waiting)
-        self._bypass = bypass
-        if bypass:
-            self.log_once(f"reducing as plain DDP does, without residuals: {bypass}")
+        self._reason_for_dense = reason_for_dense
+        if reason_for_dense:
+            self.log_once(f"reducing as plain DDP does, without residuals: {reason_for_dense}")
 
-    def receive(self, bucket: GradBucket) -> Bucket:
+    def on_bucket(self, bucket: GradBucket) -> Bucket:
         """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
         self.exchange.refuse_capture()
         flat_N, last = bucket.buffer(), bucket.is_last()
         if not self._round_is_open:
-            self.settle()
-            if self.exchange.choice.must_measure:
+            self.commit_round()
+            if self.exchange.choice.needs_probe:
                 self.exchange.runner.wait()  # for another module, wrapped with the same topology
                 self.exchange.choice.measure(flat_N.device, self.round)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
         unused = frozenset[str]() if self.unused is None else self.unused.take(group)
-        received = Bucket(group, flat_N, bucket.index(), last, frozenset() if self._bypass else unused)
-        received.spends_parked = not self.active and not self._bypass
+        received = Bucket(group, flat_N, bucket.index(), last, frozenset() if self._reason_for_dense else unused)
+        received.spends_parked = not self.active and not self._reason_for_dense
         self.layout.record(group)
-        received.groups = [self._part(received, each) for each in self.layout.parts(group) if each.numel]
+        received.groups = [self._part(received, each) for each in self.layout.groups_in(group) if each.numel]
         if last:
             self._round_is_open = False
         return received
 
     def _part(self, bucket: Bucket, group: ParamGroup) -> BucketGroup:
-        if self._bypass:
+        if self._reason_for_dense:
             return BucketGroup(bucket, group, Flat(self._work(group)), has_residual=False)
         return BucketGroup(bucket, group, self.path(group), has_residual=self.is_sharded(group))
 
@@ -161,7 +161,7 @@ class HierState(Engine):
         self.round += 1
         self._is_reducing = False
 
-    def settle(self) -> set[str]:
+    def commit_round(self) -> set[str]:
         """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
         gone they return to what they were; where it is still there to be stepped, the choice stays open. A round that
         an exception cut short is as if it had not been. Returns the parameters whose choice stays open."""
@@ -199,8 +199,8 @@ class HierState(Engine):
         self._steps.watch(optimizers)
         if self.momentum is not None:
             self.momentum.watch(optimizers)
-        objected = objection(optimizers) if self.active else ""
-        self.exchange.choice.keeps_all = bool(objected)
+        objected = sparse_gradient_objection(optimizers) if self.active else ""
+        self.exchange.choice.forbid_sparse = bool(objected)
         if objected and self.config.exchange == "auto":
             self.log_once(
                 f"exchange='auto' sends everything: {objected}. To send only the largest entries all the same, use "
@@ -208,7 +208,7 @@ class HierState(Engine):
             )
         elif objected and self.config.leaves_entries_out:
             way_out = "exchange='auto', which sends everything here"
-            self.log_once(warning_of(self.config.exchange, objected, way_out), logging.WARNING)
+            self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
 
     def end(self) -> None:
         """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the
@@ -245,7 +245,7 @@ class HierState(Engine):
             return choice.path(work, 1.0, exact=True)
         return choice.path(work, self._density)
 
-    def _work(self, group: ParamGroup) -> Work:
+    def _work(self, group: ParamGroup) -> TensorSpec:
         return self.exchange.choice.work(group.numel, self.parameters.dtypes[group.names[0]])
 
     @property
@@ -311,7 +311,7 @@ class HierState(Engine):
     def rounds(self) -> int:
         return self.round
 
-    def holds(self, parameters: Collection[int]) -> bool:
+    def owns_any(self, parameters: Collection[int]) -> bool:
         return not self.parameters.names.keys().isdisjoint(parameters)
 
     @property
@@ -324,14 +324,14 @@ class HierState(Engine):
         """One node has nothing to send, and a warm-up to go on with."""
         return True
 
-    def manifest(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         rates = self.exchange.choice.rates
         known = [sorted(store.entries, key=lambda group: group.names) for store in self.settled_stores()]
         return {
             "round": self.round,
             "rates": None if rates is None else rates.to_list(),
             "warmup": [self.warmup.epochs, self.warmup.rounds],
-            "momentum": {} if self.momentum is None else self.momentum.tails(),
+            "momentum": {} if self.momentum is None else self.momentum.momentum_equivalents(),
             "parameters": dict(self.parameters.numels),
             "settled": checkpoint.plain(self.layout.settled),
             "previous": checkpoint.plain(self.layout.previous),
@@ -342,36 +342,36 @@ class HierState(Engine):
         """Return this device's residuals as settle() would leave them now, without settling."""
         return checkpoint.state_of(self.settled_stores(), self.parameters)
 
-    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+    def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
         """Return whether it was saved for these parameters in this memory order, and nothing that is not kept here."""
-        same = manifest["parameters"] == self.parameters.numels and len(manifest["stores"]) <= len(self.stores)
+        same = metadata["parameters"] == self.parameters.numels and len(metadata["stores"]) <= len(self.stores)
         return same and state.layouts == checkpoint.layouts_of(self.parameters)
 
-    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+    def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
         """Go on where this device was saved; what the state holds is forgotten."""
-        self._load_manifest(manifest)
+        self._load_metadata(metadata)
         choice = self.exchange.choice
-        if choice.rates is None and manifest["rates"] is not None:
-            choice.rates = Rates.from_list(manifest["rates"])  # measured again, they might decide otherwise
-        checkpoint.load(self.stores, manifest["stores"], state, self.parameters)
+        if choice.rates is None and metadata["rates"] is not None:
+            choice.rates = Rates.from_list(metadata["rates"])  # measured again, they might decide otherwise
+        checkpoint.load(self.stores, metadata["stores"], state, self.parameters)
 
-    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+    def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         """Go on with an equal share of what all nodes had not sent."""
-        self._load_manifest(manifest)
-        checkpoint.load_shares(self.stores, manifest, nodes, self.parameters, self.topology.num_nodes)
+        self._load_metadata(metadata)
+        checkpoint.load_shares(self.stores, metadata, nodes, self.parameters, self.topology.num_nodes)
 
-    def _load_manifest(self, manifest: Mapping[str, Any]) -> None:
+    def _load_metadata(self, metadata: Mapping[str, Any]) -> None:
         self.restart()
-        self.round = self.exchange.stats.rounds = manifest["round"]
+        self.round = self.exchange.stats.rounds = metadata["round"]
         # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
-        self.layout.settle(self.layout.cut(checkpoint.groups_of(manifest["settled"])))
-        self.layout.previous = self.layout.cut(checkpoint.groups_of(manifest["previous"]))
+        self.layout.fix(self.layout.split_excluded(checkpoint.groups_of(metadata["settled"])))
+        self.layout.previous = self.layout.split_excluded(checkpoint.groups_of(metadata["previous"]))
         if self.config.warmup_epochs is None and self.config.warmup_steps is None:
-            self.warmup = Warmup(*manifest["warmup"])  # by the estimate of the run that began it
+            self.warmup = Warmup(*metadata["warmup"])  # by the estimate of the run that began it
 
     def restart(self) -> None:
         """Drop all residuals, and the round that may be open."""
-        self.settle()
+        self.commit_round()
         for store in self.stores:
             store.clear()
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.exchange.communicator import MAX, HierCommunicator
-from lightning_sparse.exchange.lanes import HostCopy
+from lightning_sparse.exchange.lanes import AsyncHostTensor
 from lightning_sparse.gradients.groups import ParamGroup, flat_numel, parameter_names
 from lightning_sparse.sharding import parameters_of
 
@@ -89,7 +89,7 @@ class StepTracker:
         self._parameters, self._open_names = parameters, open_names
         self._hooks: list[Callable[[], Any]] = []  # each takes one off
         self._begun: dict[int, set[str]] = {}  # by the optimizer's id(): what had a gradient
-        self._steps: list[tuple[set[str], HostCopy | None]] = []  # with what a scaler found
+        self._steps: list[tuple[set[str], AsyncHostTensor | None]] = []  # with what a scaler found
         self._stepped: set[str] = set()  # by steps that were looked at since the last clear()
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
@@ -163,7 +163,7 @@ class StepTracker:
         names &= self._open_names() - self._stepped
         if names:
             found_inf = getattr(optimizer, "found_inf", None)
-            self._steps.append((names, None if found_inf is None else HostCopy(found_inf)))
+            self._steps.append((names, None if found_inf is None else AsyncHostTensor(found_inf)))
         if len(self._steps) > MANY_STEPS:
             self.stepped()
 

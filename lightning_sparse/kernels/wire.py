@@ -10,7 +10,7 @@ so the all-gather needs no exchange of sizes. Little-endian:
     12      4       i32  value code: 0 fp32, 1 bf16, 2 fp16, 3 two bits
     16      8       i64  S
     24      8       i64  k
-    32      8       i64  what the sender exchanged on, which others compare (`mark`); zero where nobody says
+    32      8       i64  what the sender exchanged on, which others compare (`write_step_id`); zero where nobody says
     40      24      zero
     64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
     *       8*B     f32  lower and upper level of each block (two bits a value only)
@@ -213,12 +213,12 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
     return values_K, indices_K.clamp(0, numel - 1), valid
 
 
-def mark(message: Tensor, number: int) -> None:
+def write_step_id(message: Tensor, number: int) -> None:
     """Write into a message what it was made on."""
     message[_MARK].view(torch.int64).fill_(number)
 
 
-def marks_of(messages_MB: Tensor) -> Tensor:
+def read_step_ids(messages_MB: Tensor) -> Tensor:
     """Return what each message was made on, int64 [M]."""
     return messages_MB[:, _MARK].contiguous().view(torch.int64).view(-1)
 

@@ -1,7 +1,7 @@
 """Share the optimizer step: each rank steps a part of the parameters, and the updated parameters are gathered.
 
 After the gradient reduction, all ranks of a data-parallel run hold the same parameters and gradients. The W ranks of a
-scope (a node, or the world) divide the step among them. `ShardedStep` adds hooks to the user's optimizer: before a
+scope (a node, or the world) partition the step among them. `ShardedStep` adds hooks to the user's optimizer: before a
 step, it runs the closure and sets the gradients of parameters that other ranks own to None; after it, it restores these
 gradients and all-gathers the parameters in flat, padded buffers.
 

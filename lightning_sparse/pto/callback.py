@@ -47,7 +47,7 @@ class PTOMixin:
             return
         strategy = trainer.strategy
         engine = getattr(strategy, "engine", None)
-        if engine is not None and engine.has_own_weights:
+        if engine is not None and engine.has_local_weights:
             raise ValueError(
                 f"PTOCallback shares a step whose gradients are the same on every rank, and with "
                 f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step "

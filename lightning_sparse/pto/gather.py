@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.communicator import Group, HierCommunicator
 from lightning_sparse.internals import tree_leaves, tree_map, tree_map_only
-from lightning_sparse.sharding import Part, Parts, in_order_of, memory_of
+from lightning_sparse.sharding import Part, Parts, flat_view, flatten_like
 
 ALIGN = 16
 PIECE = 16 * 2**20
@@ -109,7 +109,7 @@ class FlatGather:
         shares: dict[torch.device, list[list[Tensor]]] = {}  # by device, in order of first appearance; then by owner
         for parameter, parts in zip(self._parameters, self._parts, strict=True):
             for part in parts if parameter.numel() else ():
-                flat = memory_of(parameter)[part.begin : part.end].view(torch.uint8)
+                flat = flat_view(parameter)[part.begin : part.end].view(torch.uint8)
                 if flat.numel() >= self._in_place_from and flat.device.type == "cpu":
                     self._large.append((part.owner, flat))
                 else:
@@ -252,7 +252,7 @@ def cut_state(state: Any, parameter: Tensor, part: Part) -> Any:
     def cut(leaf: Tensor) -> Tensor:
         if leaf.shape != parameter.shape:
             return leaf
-        return in_order_of(parameter, leaf)[part.begin : part.end].clone()
+        return flatten_like(parameter, leaf)[part.begin : part.end].clone()
 
     return tree_map_only(Tensor, cut, state)
 
@@ -265,7 +265,7 @@ def join_states(states: Sequence[Any], parameter: Tensor, parts: Sequence[Part])
         if not isinstance(first, Tensor) or first.shape != (parts[0].end - parts[0].begin,):
             return first
         whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=first.dtype, device=first.device)
-        torch.cat(leaves, out=memory_of(whole))
+        torch.cat(leaves, out=flat_view(whole))
         return whole
 
     return tree_map(join, *states)

@@ -23,8 +23,8 @@ from lightning_sparse.internals import runs_first
 from lightning_sparse.messages import log
 from lightning_sparse.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
 from lightning_sparse.pto.gather import FlatGather, State, collect, cut_state, join_states, placed_like
-from lightning_sparse.sharding import Part, Parts, divide_new, in_order_of, loads_of, memory_of, parameters_of
-from lightning_sparse.topology import Topology, own_group
+from lightning_sparse.sharding import Part, Parts, flat_view, flatten_like, loads_of, parameters_of, partition_new
+from lightning_sparse.topology import Topology, new_subgroup
 
 STEPS = 6
 """Steps of each kind that ``scope="auto"`` times. The first one allocates state and memory, and does not count."""
@@ -68,7 +68,7 @@ def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | No
     nodes = tuple(tuple(sorted(node)) for node in topology.nodes)
     handle = topology.intra
     if topology.kind == "unequal nodes":  # the reduction makes no groups for them
-        handle = own_group(nodes, timeout, "the shared step")
+        handle = new_subgroup(nodes, timeout, "the shared step")
     return HierCommunicator(topology, node=Group(nodes[topology.node_index], topology.rank, handle))
 
 
@@ -112,10 +112,10 @@ class ShardedStep:
         self.parts: list[Parts] = []
         self._names = names or {}
         self._uncut = frozenset(uncut)
-        self._choice = Choice() if auto else None
+        self._choice = AutoScope() if auto else None
         self._compared = False
         self._gathers = gather
-        self._share = OwnShare()
+        self._share = LocalShard()
         self._depth = 0  # of nested steps
         self._unfinished = False
         self._consolidated: dict[int, Any] | None = None
@@ -133,7 +133,7 @@ class ShardedStep:
         return self.active and (self._choice is None or self._choice.sharing)
 
     @property
-    def mine(self) -> list[Part | None]:
+    def local_parts(self) -> list[Part | None]:
         """The part of each parameter that this rank steps, or None."""
         here = self.group.place
         return [next((part for part in parts if part.owner == here), None) for parts in self.parts]
@@ -188,7 +188,7 @@ class ShardedStep:
             self._choice.begin(self.device)
         if self.sharing:
             self._unfinished = True
-            self._share.show(self.parameters, self.mine)
+            self._share.show(self.parameters, self.local_parts)
             if replay is not None:
                 replay.only_once = type(self.optimizer).__name__
         return args, kwargs
@@ -200,7 +200,7 @@ class ShardedStep:
         if self.sharing:
             self._share.put_back()
             if self._gathers:
-                self.communicator.where = f"while step {self.steps} gathered the parameters"
+                self.communicator.error_context = f"while step {self.steps} gathered the parameters"
                 self._gather(self.communicator)
         self._unfinished = False
         self.steps += 1
@@ -229,7 +229,7 @@ class ShardedStep:
         size = self.group.size
         known = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
         elementwise = type(self.optimizer) in ELEMENTWISE
-        self.parts = divide_new(
+        self.parts = partition_new(
             parameters, known, size, self._cost, lambda parameter: elementwise and id(parameter) not in self._uncut
         )
         self.parameters = parameters
@@ -258,7 +258,7 @@ class ShardedStep:
 
     # -- scope "auto" --------------------------------------------------------------------------------------------------
 
-    def _choose(self, choice: Choice) -> None:
+    def _choose(self, choice: AutoScope) -> None:
         """After a timed step, start the next phase, or keep the faster step at the end."""
         choice.end(self.device)
         if choice.left == STEPS:
@@ -297,7 +297,9 @@ class ShardedStep:
         if not self.sharing or to not in self.group.ranks:
             return  # every rank, or another scope, has all state
         state = self.optimizer.state
-        owned = [(i, part) for i, part in enumerate(self.mine) if part is not None and self.parameters[i] in state]
+        owned = [
+            (i, part) for i, part in enumerate(self.local_parts) if part is not None and self.parameters[i] in state
+        ]
         mine = {(i, part.begin): state[self.parameters[i]] for i, part in owned}
         collected = collect(mine, self.group, self.device, to)
         self._consolidated = None if collected is None else self._joined(collected)
@@ -338,7 +340,7 @@ class ShardedStep:
         """Return this rank's share of a parameter's state, or None. place: None for state of no parameter."""
         if place is None:
             return state
-        part = self.mine[place]
+        part = self.local_parts[place]
         if part is None:
             return None
         return state if len(self.parts[place]) == 1 else cut_state(state, self.parameters[place], part)
@@ -359,7 +361,7 @@ def has_unfinished_step(optimizer: Optimizer) -> bool:
     return isinstance(owner, ShardedStep) and owner._unfinished
 
 
-class OwnShare:
+class LocalShard:
     """Restricts the optimizer to this rank's share: removes gradients of other parameters and narrows divided ones."""
 
     def __init__(self) -> None:
@@ -383,8 +385,8 @@ class OwnShare:
             self._whole.append((parameter, parameter.data, grad))
             parameter.grad = None
             if part is not None:
-                narrow = in_order_of(parameter, grad)[part.begin : part.end]
-                parameter.data = memory_of(parameter)[part.begin : part.end]
+                narrow = flatten_like(parameter, grad)[part.begin : part.end]
+                parameter.data = flat_view(parameter)[part.begin : part.end]
                 parameter.grad = narrow
 
     def put_back(self) -> None:
@@ -399,7 +401,7 @@ class OwnShare:
 # -- closures: their gradients are needed first, and they must not run twice -------------------------------------------
 
 
-class Replay:
+class CachedClosure:
     """A closure that has already run. The first call returns its result, later calls run it again."""
 
     def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
@@ -421,13 +423,13 @@ class Replay:
 
 def closure_first(
     args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Replay | None, tuple[Any, ...], dict[str, Any]]:
-    """Run the closure of step(optimizer, closure). Return its `Replay`, and the arguments of step() with it."""
+) -> tuple[CachedClosure | None, tuple[Any, ...], dict[str, Any]]:
+    """Run the closure of step(optimizer, closure). Return its `CachedClosure`, and the arguments of step() with it."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None, args, kwargs
     with torch.enable_grad():
-        replay = Replay(closure(), closure)
+        replay = CachedClosure(closure(), closure)
     if "closure" in kwargs:
         return replay, args, {**kwargs, "closure": replay}
     return replay, (args[0], replay, *args[2:]), kwargs
@@ -436,7 +438,7 @@ def closure_first(
 # -- scope "auto": time the full step, then the shared one, and keep the faster ----------------------------------------
 
 
-class Verdict(NamedTuple):
+class Timing(NamedTuple):
     """Seconds per step of the slowest rank: the full step, and the shared step with its gather."""
 
     plain: float
@@ -447,7 +449,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass
-class Choice:
+class AutoScope:
     """Times `STEPS` full steps, then `STEPS` shared ones."""
 
     _taken: list[float] = field(default_factory=list)
@@ -471,12 +473,12 @@ class Choice:
         """Stop timing, after the gather of a shared step."""
         self._taken.append(_now(device) - self._since)
 
-    def verdict(self, communicator: HierCommunicator, device: torch.device) -> Verdict:
+    def verdict(self, communicator: HierCommunicator, device: torch.device) -> Timing:
         """Return the times of the slowest rank. A collective of the world."""
         kinds = [self._taken[1:STEPS], self._taken[STEPS + 1 :]]
         slowest = torch.tensor([statistics.median(kind) for kind in kinds], dtype=torch.float64, device=device)
         communicator.flat_all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return Verdict(*slowest.tolist())
+        return Timing(*slowest.tolist())
 
 
 def _now(device: torch.device) -> float:

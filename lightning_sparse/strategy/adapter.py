@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from datetime import timedelta
 from pathlib import Path
@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.agree import all_agree
-from lightning_sparse.checkpoint.folder import verify, verify_file, whole_or_none
+from lightning_sparse.checkpoint.folder import atomic_directory, verify, verify_file
 from lightning_sparse.checkpoint.restore import restore
-from lightning_sparse.checkpoint.side_files import Saved, Saves, new_run_id
+from lightning_sparse.checkpoint.side_files import EngineCheckpoint, SideFileWriter, new_run_id
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import HierCommunicator
-from lightning_sparse.messages import LogOnce, described, said_if_long, said_if_nodes_missing, show_log_lines
+from lightning_sparse.messages import LogOnce, class_repr, ensure_log_handler, log_if_nodes_missing, log_if_slow
 from lightning_sparse.sharding import local_of
 from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import (
@@ -65,7 +65,7 @@ class Adapter:
     _ddp_comm_state: Any
     _timeout: timedelta | None
     _save_distributed_checkpoint: bool = False
-    _together: bool = False  # whether all ranks read checkpoints at the same time
+    _checkpoints_are_collective: bool = False  # whether all ranks read checkpoints at the same time
     _inside_the_node: ClassVar[bool] = False  # whether DDP averages only inside the node
 
     def _init_common(
@@ -82,18 +82,18 @@ class Adapter:
         self.engines = []
         self._node_name = node_name
         self._topology: Topology | None = None
-        self._saves = Saves(exchanged)
+        self._side_files = SideFileWriter(exchanged)
 
     def __repr__(self) -> str:
         default = type(self.config)().to_dict()
         given = {name: value for name, value in self.config.to_dict().items() if value != default[name]}
-        return described(type(self), {"density": self.config.density, **given})
+        return class_repr(type(self), {"density": self.config.density, **given})
 
     @property
-    def _place(self) -> Topology:
+    def topology(self) -> Topology:
         """The topology, found once. A collective of the world then, which compares the options of all ranks."""
         if self._topology is None:
-            show_log_lines()  # also in a process that did not make the strategy
+            ensure_log_handler()  # also in a process that did not make the strategy
             self._topology = discover(
                 node_rank=self.node_rank,
                 local_rank=self.local_rank,
@@ -101,13 +101,13 @@ class Adapter:
                 config={**self.config.to_dict(), **self._shared_options(), "torch": torch.__version__},
                 timeout=self._timeout,
             )
-            self._saves.run_id = str(self.broadcast(new_run_id()))  # type: ignore[attr-defined]
+            self._side_files.run_id = str(self.broadcast(new_run_id()))  # type: ignore[attr-defined]
         return self._topology
 
     def setup_environment(self) -> None:
         """Connect the ranks, and log if other nodes are missing."""
-        show_log_lines()
-        with said_if_nodes_missing(self.num_nodes, self.cluster_environment):
+        ensure_log_handler()
+        with log_if_nodes_missing(self.num_nodes, self.cluster_environment):
             super().setup_environment()  # type: ignore[misc]
 
     def _shared_options(self) -> dict[str, Any]:
@@ -115,23 +115,27 @@ class Adapter:
         return {}
 
     @contextmanager
-    def shared_weights(self) -> Iterator[None]:
+    def global_weights(self) -> Iterator[None]:
         """Modules hold the global weights inside, and buffers averaged over ranks, as in validation and checkpoints.
         Every rank enters it."""
         with ExitStack() as stack:
             for engine in self.engines:
-                stack.enter_context(engine.shared_weights())
+                stack.enter_context(engine.global_weights())
             yield
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Deprecated name of `global_weights`, until version 0.3."""
+        return self.global_weights()
 
     # -- what is wrapped -----------------------------------------------------------------------------------------------
 
     def _prepare_ddp(self) -> None:
         """Set DDP's options before the host wraps a module, and the logger of a process that did not make the strategy.
         A collective of the world if DDP averages inside the node."""
-        show_log_lines()
+        ensure_log_handler()
         given, group = self._ddp_kwargs, {}
-        if self._inside_the_node and self._place.kind == "hierarchical":
-            group = {"process_group": self._place.intra}
+        if self._inside_the_node and self.topology.kind == "hierarchical":
+            group = {"process_group": self.topology.intra}
         if self._inside_the_node and not self._averages_inside:
             given = {name: value for name, value in given.items() if name not in ABOUT_PARTS}
         # gradients lie in the buckets, so that neither is copied
@@ -142,7 +146,7 @@ class Adapter:
         """Give DistributedDataParallel a bucket size inside, unless the user gave one. A collective."""
         given = self._ddp_kwargs
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        size = bucket_cap_mb(nbytes, self._place, self.root_device)
+        size = bucket_cap_mb(nbytes, self.topology, self.root_device)
         if size is not None and given.get("bucket_cap_mb") is None:
             self._ddp_kwargs = {**given, "bucket_cap_mb": size}
         try:
@@ -153,24 +157,24 @@ class Adapter:
     @property
     def _averages_inside(self) -> bool:
         """Whether DDP inside a node has gradients of several devices to average."""
-        return self._place.kind != "hierarchical" or self._place.num_devices > 1
+        return self.topology.kind != "hierarchical" or self.topology.num_devices > 1
 
-    def _leave_gradients(self, ddp: Any) -> None:
+    def _disable_ddp_sync(self, ddp: Any) -> None:
         """Spare DDP's copies into buckets where it has nothing to average."""
         if not self._averages_inside:
             ddp.require_backward_grad_sync = False
 
     def _new_late_gradients(self) -> LateGradients:
         """Return an object that averages late gradients over the ranks over which DDP averages."""
-        communicator, level = HierCommunicator(self._place), logging.WARNING
+        communicator, level = HierCommunicator(self.topology), logging.WARNING
         if self._inside_the_node:
-            communicator, level = HierCommunicator(self._place, world=communicator.node), logging.INFO
-        corrects = getattr(self.config, "momentum_correction", False) and self._place.kind == "hierarchical"
-        return LateGradients(communicator, LogOnce(self._place.rank), level, refused=MOMENTUM if corrects else "")
+            communicator, level = HierCommunicator(self.topology, world=communicator.node), logging.INFO
+        corrects = getattr(self.config, "momentum_correction", False) and self.topology.kind == "hierarchical"
+        return LateGradients(communicator, LogOnce(self.topology.rank), level, refused=MOMENTUM if corrects else "")
 
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> LocalUpdates:
         """Exchange the updates of these optimizers of a module. A collective of the world."""
-        topology, hierarchical = self._place, self._place.kind == "hierarchical"
+        topology, hierarchical = self.topology, self.topology.kind == "hierarchical"
         for each in module.modules():
             if isinstance(each, nn.SyncBatchNorm) and hierarchical:
                 each.process_group = topology.intra  # statistics of its node: between nodes each forward would wait
@@ -189,7 +193,7 @@ class Adapter:
         found = next((one for one in exchanged if one.optimizer is optimizer), None)
         if found is None:
             return None
-        with said_if_long(f"collecting the state of {type(optimizer).__name__} on the first device of the node"):
+        with log_if_slow(f"collecting the state of {type(optimizer).__name__} on the first device of the node"):
             return found.division.optimizer_state()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -197,23 +201,23 @@ class Adapter:
     def _saved_engines(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.saves]
 
-    def _own_entries(self, saved: Any) -> dict[str, Any]:
+    def _rank_state(self, saved: Any) -> dict[str, Any]:
         """What this rank, or its node, has of its own besides the engines' state."""
         return {}
 
-    def _take_entries(self, entries: dict[str, Any]) -> None:
+    def _load_rank_state(self, entries: dict[str, Any]) -> None:
         """Go on with what this rank had of its own."""
 
     def _main_path(self, path: Any) -> Any:
         """Where all ranks look for a checkpoint and what is beside it."""
-        return self.broadcast(path) if self._together else path  # type: ignore[attr-defined]
+        return self.broadcast(path) if self._checkpoints_are_collective else path  # type: ignore[attr-defined]
 
     def _verify(self, path: Any) -> None:
         """Raise RuntimeError for a checkpoint that is damaged; for a folder on all ranks, by a collective of the world,
         also if some do not see it."""
         path = Path(self._main_path(path))
         folder = (path / ".metadata").is_file()
-        if self._together:
+        if self._checkpoints_are_collective:
             folder = not all_agree(not folder, dist.all_reduce, self.root_device)  # a rank sees one
         if folder:
             verify(path, self.root_device)
@@ -221,7 +225,7 @@ class Adapter:
             verify_file(path)
 
     @contextmanager
-    def _whole(self, path: Any) -> Iterator[Any]:
+    def _checkpoint_target(self, path: Any) -> Iterator[Any]:
         """Yield the name under which a checkpoint is written. Every rank enters it."""
         if not self._save_distributed_checkpoint:
             yield path
@@ -232,14 +236,14 @@ class Adapter:
                 f"{main} is a URL, and a distributed checkpoint is written to a folder that all nodes share: give the "
                 f"path at which it is mounted, or save one file there (save_distributed_checkpoint=False)."
             )
-        with whole_or_none(Path(main), self.root_device) as partial:
+        with atomic_directory(Path(main), self.root_device) as partial:
             yield partial
 
-    def _go_on(self, engine: Engine, saved: Saved) -> None:
+    def _restore_engine(self, engine: Engine, saved: EngineCheckpoint) -> None:
         """Let an engine go on from what a checkpoint has of it. A collective of the world."""
         side = restore(engine, saved, self.root_device)
         if side is not None:
-            self._take_entries(side.get("entries", {}))
+            self._load_rank_state(side.get("entries", {}))
 
 
 ABOUT_PARTS = ("find_unused_parameters", "static_graph")
@@ -257,7 +261,7 @@ def with_tensors(state_dict: dict[str, Any], tensor_of: Callable[[str, Tensor], 
     return changed
 
 
-def detached(state_dict: dict[str, Any]) -> dict[str, Any]:
+def clone_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a copy whose tensors are not the module's; tensors that share memory still do."""
     copies: dict[Any, Tensor] = {}
 

@@ -94,7 +94,7 @@ class CommStatsMixin:
             return
         stats = engine.exchange.stats.since(self._before)
         seconds = engine.exchange.communicator.stopwatch.seconds() - self._seconds_before
-        if engine.has_own_weights and self._norms:  # the fit has ended with an exchange of everything
+        if engine.has_local_weights and self._norms:  # the fit has ended with an exchange of everything
             self._norms = engine.norms()
         if trainer.is_global_zero and self._norms and engine.topology.num_nodes > 1:
             log.info("%s", table(stats, seconds, *map(float, self._norms.values())))

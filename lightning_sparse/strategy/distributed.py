@@ -2,7 +2,7 @@
 
 What ``save`` and ``async_save`` write of an engine that is given to them under the key "updates":
 
-    updates.manifest                                         what all ranks know alike
+    updates.metadata                                         what all ranks know alike
     updates.rank2.engine.pending/layers.0.weight/0-8192      a piece of a parameter
     updates.rank2.engine.rest                                what only this very device can go on with
     updates.rank2.optimizers...                              in the same way, of a node's own optimizers
@@ -11,7 +11,7 @@ What ``save`` and ``async_save`` write of an engine that is given to them under 
 reads the folder itself: of each device's pieces those that this one needs, one at a time, with their checksums, at
 which ``load`` does not look.
 
-A Trainer's checkpoint has the engine as "engine0", without its manifest, and besides:
+A Trainer's checkpoint has the engine as "engine0", without its metadata, and besides:
 
     state_dict.layers.0.weight                               the global weights; torch spreads them over all ranks
     optimizer_states.0.0                                     in the same way, tensors of states that all ranks share,
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-d
 
 from lightning_sparse.checkpoint.folder import META, verify
 from lightning_sparse.checkpoint.restore import restore
-from lightning_sparse.checkpoint.side_files import KEY, Saved
+from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY, EngineCheckpoint
 from lightning_sparse.checkpoint.state import State
 from lightning_sparse.engine import Engine
 from lightning_sparse.internals import tree_leaves, tree_map_only
@@ -49,7 +49,7 @@ from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 WEIGHTS, STATES = "state_dict", "optimizer_states"
 """Of a Trainer's checkpoint."""
-HOLLOW = f"{KEY}_hollow"
+META_TENSORS_KEY = f"{CHECKPOINT_KEY}_hollow"
 """These two without their elements, in meta.pt."""
 
 
@@ -68,16 +68,16 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
     device = torch.device(device_type(dist.get_backend_config()))
     verify(Path(folder), device)
     files = _Files(Path(folder), key)
-    (manifest,) = files.read("manifest")
-    if manifest["kind"] != engine.kind:
+    (metadata,) = files.read("metadata")
+    if metadata["kind"] != engine.kind:
         raise ValueError(
-            f"{key!r} in {folder} is of an engine that exchanges {manifest['kind']}, and this one exchanges "
+            f"{key!r} in {folder} is of an engine that exchanges {metadata['kind']}, and this one exchanges "
             f"{engine.kind}: load the model alone, and begin with nothing pending."
         )
-    if not files.have("rank0.engine.rest"):  # it ran on one node
+    if not files.has("rank0.engine.rest"):  # it ran on one node
         engine.restart()
         return
-    saved = InFolder.of(files, manifest, engine.topology)
+    saved = InFolder.of(files, metadata, engine.topology)
     restore(engine, saved, device)
     if isinstance(engine, LocalUpdates) and engine.active:
         states = saved.optimizers(engine.topology)
@@ -86,33 +86,33 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
 
 
 @dataclass
-class InFolder(Saved):
+class InFolder(EngineCheckpoint):
     """What a folder has of an engine: its tensors are read when they are sliced."""
 
     files: _Files
 
     @staticmethod
-    def of(files: _Files, manifest: dict[str, Any], topology: Topology) -> InFolder:
+    def of(files: _Files, metadata: dict[str, Any], topology: Topology) -> InFolder:
         """Return it with what this rank alone knew, if it is of this cluster."""
-        saved = InFolder(manifest, os.fspath(files.folder), None, files)
+        saved = InFolder(metadata, os.fspath(files.folder), None, files)
         saved.side = saved.read(topology.rank, whole=True) if saved.is_of(topology) else None
         return saved
 
     def read(self, rank: int, *, verify: bool = True, whole: bool = False) -> dict[str, Any]:
         files, more = self.files, f"rank{rank}.entries"
         state = files.state(rank, "engine", whole=whole)
-        return {**state.to_dict(), **({"entries": files.read(more)[0]} if files.have(more) else {})}
+        return {**state.to_dict(), **({"entries": files.read(more)[0]} if files.has(more) else {})}
 
     def optimizers(self, topology: Topology) -> list[State]:
         """Return what the devices of this node had of its optimizers; on another cluster, of the first node."""
-        ranks = self.manifest["nodes"][topology.node_index if self.is_of(topology) else 0]
+        ranks = self.metadata["nodes"][topology.node_index if self.is_of(topology) else 0]
         return [self.files.state(rank, "optimizers") for rank in ranks]
 
 
 # -- checkpoints of a Trainer ------------------------------------------------------------------------------------------
 
 
-def split(
+def split_checkpoint(
     checkpoint: dict[str, Any], engines: Sequence[Engine], entries: Mapping[str, Any], alike: Collection[str]
 ) -> dict[str, Any]:
     """Take out of a checkpoint what ``torch.distributed.checkpoint.save`` is to write of this rank, and return it.
@@ -135,34 +135,34 @@ def split(
     hollow = {WEIGHTS: with_tensors(checkpoint.pop(WEIGHTS), lambda _, tensor: tensor.to("meta"))}
     if STATES in checkpoint:
         hollow[STATES] = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), checkpoint.pop(STATES))
-    checkpoint[HOLLOW] = hollow
+    checkpoint[META_TENSORS_KEY] = hollow
     return pieces
 
 
-def joined(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, Any], list[InFolder]]:
+def merge_checkpoint(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, Any], list[InFolder]]:
     """Read a checkpoint that was split, with options of ``torch.load``, and what it has of each engine.
 
     Raises:
         ValueError: for a folder of another strategy.
     """
     checkpoint: dict[str, Any] = torch.load(folder / META, map_location="cpu", **options)
-    if HOLLOW not in checkpoint:
+    if META_TENSORS_KEY not in checkpoint:
         raise ValueError(
             f"{folder} was written by a strategy of FSDP2, and this one reads folders of 'mstopk_hier' and "
             f"'mstopk_local': resume with the other one, and save a file for this one (save_distributed_checkpoint)."
         )
-    checkpoint |= checkpoint.pop(HOLLOW)
+    checkpoint |= checkpoint.pop(META_TENSORS_KEY)
     weights, states = _Files(folder, WEIGHTS), _Files(folder, STATES)
     checkpoint[WEIGHTS] = with_tensors(checkpoint[WEIGHTS], lambda name, _: weights.read(name))
     if STATES in checkpoint:
         checkpoint[STATES] = [_filled(each, states, at) for at, each in enumerate(checkpoint[STATES])]
-    found = enumerate(checkpoint[KEY])
+    found = enumerate(checkpoint[CHECKPOINT_KEY])
     return checkpoint, [InFolder.of(_Files(folder, f"engine{at}"), each, topology) for at, each in found]
 
 
 def check_sharded(folder: Path, **options: Any) -> None:
     """Raise ValueError for a folder of a strategy that FSDP2 is not inside of."""
-    if (folder / META).is_file() and HOLLOW in torch.load(folder / META, map_location="cpu", **options):
+    if (folder / META).is_file() and META_TENSORS_KEY in torch.load(folder / META, map_location="cpu", **options):
         raise ValueError(
             f"{folder} was written by 'mstopk_hier' or 'mstopk_local', and FSDP2's strategy reads folders of its own: "
             f"resume with the one that saved it, and save a file for this one (save_distributed_checkpoint=False)."
@@ -186,13 +186,13 @@ class _Files:
         self.folder, self._key = folder, key
         self._places = {index.fqn: place for index, place in stored.items()}
 
-    def have(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Return whether there is an entry."""
         return f"{self._key}.{name}" in self._places
 
     def read(self, name: str) -> Any:
         """Return an entry."""
-        if not self.have(name):
+        if not self.has(name):
             raise ValueError(
                 f"{self.folder} has no {self._key}.{name}: give resume() the key under which the engine was saved, "
                 f"as in torch.distributed.checkpoint.save({{key: engine}}, checkpoint_id=folder)."
@@ -202,9 +202,9 @@ class _Files:
             file.seek(place.offset)
             return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
 
-    def look(self, name: str) -> Tensor:
+    def lazy_tensor(self, name: str) -> Tensor:
         """Return a tensor that is read when it is sliced."""
-        return cast(Tensor, _Unread(self, name))
+        return cast(Tensor, _LazyTensor(self, name))
 
     def state(self, rank: int, part: str, *, whole: bool = False) -> State:
         """Return the state of a device. Its tensors are read when they are sliced, unless it is read ``whole``."""
@@ -215,15 +215,15 @@ class _Entries(dict[str, Any]):
     """The entries of one device, read when they are looked up."""
 
     def __init__(self, files: _Files, place: str, whole: bool) -> None:
-        self._files, self._place, self._whole = files, place, whole
+        self._files, self.topology, self._checkpoint_target = files, place, whole
 
     def __missing__(self, name: str) -> Any:
-        read = self._files.read if self._whole or name == "rest" else self._files.look
-        return read(f"{self._place}.{name}")
+        read = self._files.read if self._checkpoint_target or name == "rest" else self._files.lazy_tensor
+        return read(f"{self.topology}.{name}")
 
 
 @dataclass
-class _Unread:
+class _LazyTensor:
     files: _Files
     name: str
 

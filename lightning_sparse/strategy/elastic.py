@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sparse.elastic.sampling import dealt_by
+from lightning_sparse.elastic.sampling import sampler_of
 from lightning_sparse.elastic.snapshots import is_safe
 from lightning_sparse.elastic.updates import ElasticUpdates, Version
 from lightning_sparse.messages import log
@@ -24,7 +24,7 @@ from lightning_sparse.strategy.options import (
     with_options_of,
 )
 from lightning_sparse.strategy.trainer import most_accumulated
-from lightning_sparse.updates.optimizer_state import plain
+from lightning_sparse.updates.optimizer_state import to_python
 
 ELASTIC_KEY = "lightning_sparse_elastic"
 """In a checkpoint of nodes that come and go: the version of its weights."""
@@ -55,18 +55,20 @@ class ElasticAdapter(Adapter):
         kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
         if self._topology is None:  # nothing is trained
             return kwargs
-        return {**kwargs, "seed": int(self._saves.run_id, 16)}
+        return {**kwargs, "seed": int(self._side_files.run_id, 16)}
 
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> ElasticUpdates:
         version, self._loaded = self._loaded, None
-        return ElasticUpdates(module, optimizers, self.config, self._place, name=self._node_name or "", version=version)
+        return ElasticUpdates(
+            module, optimizers, self.config, self.topology, name=self._node_name or "", version=version
+        )
 
     @property
     def _averages_inside(self) -> bool:
-        return self._place.num_devices > 1
+        return self.topology.num_devices > 1
 
     @property
-    def _writes(self) -> bool:
+    def _is_checkpoint_writer(self) -> bool:
         """Whether this node is the one that writes checkpoints."""
         return self.elastic is None or self.elastic.peers.first
 
@@ -100,7 +102,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         super().setup(trainer)
         if trainer.state.fn == "fit":
             trainer.fit_loop._combined_loader = None  # one that configure_optimizers() asked for is dealt to nobody
-            self.engines[-1].show_shared()  # to hooks before the first batch
+            self.engines[-1].swap_in_global_weights()  # to hooks before the first batch
             self.engines[-1].watch()
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -131,16 +133,16 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
 
     def _tell_epoch(self, dataloader: Any) -> bool:
         """Tell a loader whose samples are dealt which epoch is trained; False for others."""
-        dealt = dealt_by(dataloader)
+        dealt = sampler_of(dataloader)
         if dealt is not None:
             dealt.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
         return dealt is not None
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
         updates = super()._new_updates(module, optimizers)
-        if updates.taken is not None:
-            checkpoint = {**updates.taken["extra"], "optimizer_states": [updates.taken["optimizer"]]}
-            updates.taken = None
+        if updates.snapshot is not None:
+            checkpoint = {**updates.snapshot["extra"], "optimizer_states": [updates.snapshot["optimizer"]]}
+            updates.snapshot = None
             connector = self.lightning_module.trainer._checkpoint_connector
             connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it, as of a file
             connector.restore_callbacks()
@@ -175,7 +177,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The first node writes."""
-        if not self._writes:
+        if not self._is_checkpoint_writer:
             self._another_writes = True
             return
         if self._another_writes:
@@ -200,7 +202,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """The first node removes."""
-        if self._writes:
+        if self._is_checkpoint_writer:
             super().remove_checkpoint(filepath)
 
 
@@ -231,7 +233,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
     def setup_environment(self) -> None:
         """Find the node's devices, also for loaders that are set up before the node joins the others."""
         super().setup_environment()
-        _ = self._place
+        _ = self.topology
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Join the other nodes; its module is set up before. Every device of the node calls it.
@@ -257,25 +259,25 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             ValueError: before the optimizer is set up, for other than a dict, for values of a type that nodes do not
                 accept from one another, or if the others share something else.
         """
-        elastic = self._found()
+        elastic = self._require_engine()
         if not isinstance(state, MutableMapping):
             raise ValueError(f"share({state!r}): give a dict of what nodes that join are to have, by name.")
         self._progress = state
-        for name, value in plain(self._told()).items():
+        for name, value in to_python(self._progress_state_dict()).items():
             if not is_safe(value):
                 raise ValueError(
                     f"share() of {name}={value!r}: nodes that join accept tensors, plain values, and lists and dicts "
                     f"of them. Share these, or an object whose state_dict() has no others."
                 )
-        if elastic.taken is None:
+        if elastic.snapshot is None:
             return
-        taken = elastic.taken["extra"] or {}
+        taken = elastic.snapshot["extra"] or {}
         own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
         if taken.keys() != own:
             raise ValueError(
                 f"share() of {sorted(own)}, where the other nodes have {sorted(taken)}: share the same on all nodes."
             )
-        elastic.taken = None
+        elastic.snapshot = None
         for name, value in taken.items():
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(value)
@@ -292,8 +294,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         Raises:
             ValueError: before the optimizer is set up, or for a loader that draws samples of its own.
         """
-        elastic = self._found()
-        if dealt_by(loader) is None:
+        elastic = self._require_engine()
+        if sampler_of(loader) is None:
             raise ValueError(
                 f"deal() of a {type(loader).__name__} that draws samples of its own: give a DataLoader of torch with "
                 f"sampler=ElasticSampler(dataset), or leave deal() out, and each node draws all samples."
@@ -302,7 +304,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Refuse one whose samples are dealt: Fabric numbers its epochs from 0 in each process."""
-        if dealt_by(dataloader) is not None:
+        if sampler_of(dataloader) is not None:
             raise ValueError(
                 "setup_dataloaders() of a loader whose samples are dealt to the nodes that are there would number its "
                 "epochs from 0 on each node: call fabric.strategy.deal(loader) instead, set_epoch() before each epoch, "
@@ -310,7 +312,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             )
         return super().process_dataloader(dataloader)
 
-    def _found(self) -> ElasticUpdates:
+    def _require_engine(self) -> ElasticUpdates:
         if self.elastic is None:
             raise ValueError("no optimizer is set up: call fabric.setup(model, optimizer) before.")
         return self.elastic
@@ -323,18 +325,18 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         """
         if self.elastic is not None:
             self._check_progress(self.elastic)
-            self.elastic.serve(self._told)
+            self.elastic.serve(self._progress_state_dict)
         return super().optimizer_step(optimizer, **kwargs)
 
     def _check_progress(self, elastic: ElasticUpdates) -> None:
-        taken, elastic.taken = elastic.taken, None
+        taken, elastic.snapshot = elastic.snapshot, None
         if taken is not None and taken["extra"]:
             raise ValueError(
                 f"the other nodes share {sorted(taken['extra'])}, and this one would go on without: call "
                 f"fabric.strategy.share(state) after the optimizer is set up, on all nodes."
             )
 
-    def _told(self) -> dict[str, Any]:
+    def _progress_state_dict(self) -> dict[str, Any]:
         told = {}
         for name, each in (self._progress or {}).items():
             if not isinstance(each, (nn.Module, Optimizer)):
@@ -342,10 +344,10 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         return told
 
     @contextmanager
-    def shared_weights(self) -> Iterator[None]:
+    def global_weights(self) -> Iterator[None]:
         """Modules hold the global weights inside, for validation; the other nodes do not wait for it. Every device of
         the node enters it."""
-        with super().shared_weights():
+        with super().global_weights():
             if self.elastic is not None:
                 self.elastic.watch()
             yield
@@ -360,9 +362,9 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """The first node writes; after ``finish`` each does. All devices of the node call it, as ``fabric.save``."""
-        if not self._writes:
+        if not self._is_checkpoint_writer:
             return
-        with self.shared_weights():  # all that is saved is of one version
+        with self.global_weights():  # all that is saved is of one version
             version = {} if self.elastic is None else {ELASTIC_KEY: list(self.elastic.version)}
             super().save_checkpoint(path, {**state, **version}, storage_options, filter)
 

@@ -4,7 +4,7 @@
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
     ...
-    with fabric.strategy.shared_weights():      # all ranks, for validation
+    with fabric.strategy.global_weights():      # all ranks, for validation
         validate(model)
     fabric.strategy.finish()                    # at the end: what is pending is sent
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.checkpoint.side_files import KEY
+from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import Adapter, Host
 from lightning_sparse.strategy.late import LateGradients
@@ -41,7 +41,7 @@ class FabricAdapter(Adapter, Host):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, and tell the engine, whether or not a loss scaler skipped it."""
-        engines = [engine for engine in self.engines if engine.follows(optimizer)]
+        engines = [engine for engine in self.engines if engine.tracks_optimizer(optimizer)]
         for engine in engines:
             engine.before_step(optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
@@ -62,9 +62,9 @@ class FabricAdapter(Adapter, Host):
         optimizer, or the state of one, are taken for weights alone."""
         optimizers = {name: each for name, each in state.items() if isinstance(each, Optimizer)}
         engines = self._saved_engines() if has_optimizer(state) else []
-        entries = self._own_entries(optimizers) if engines else {}  # a collective of the node
-        with self._saves.saving(path, engines, self._timeout, entries) as manifests:
-            yield state if manifests is None else {**state, KEY: manifests}
+        entries = self._rank_state(optimizers) if engines else {}  # a collective of the node
+        with self._side_files.saving(path, engines, self._timeout, entries) as metadata_list:
+            yield state if metadata_list is None else {**state, CHECKPOINT_KEY: metadata_list}
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """What each rank alone knows first, then the main file. All ranks call it, as ``fabric.save``."""
@@ -75,8 +75,8 @@ class FabricAdapter(Adapter, Host):
         """Load the main file, and read what is beside it."""
         self._verify(path)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
-        manifests = rest.pop(KEY, []) if isinstance(rest, dict) else []
-        self._saves.load({KEY: manifests}, self._main_path(path), self.global_rank)
+        metadata_list = rest.pop(CHECKPOINT_KEY, []) if isinstance(rest, dict) else []
+        self._side_files.load({CHECKPOINT_KEY: metadata_list}, self._main_path(path), self.global_rank)
         return rest
 
 
@@ -114,7 +114,7 @@ class UpdatesFabricAdapter(FabricAdapter):
     send: Send = "updates"
     _modules: list[nn.Module]  # that were set up
 
-    def _remember(self, module: nn.Module) -> None:
+    def _register_module(self, module: nn.Module) -> None:
         self._modules = [each for each in self._modules if each is not module] + [module]
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -136,8 +136,8 @@ class UpdatesFabricAdapter(FabricAdapter):
         module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         engine = self._new_updates(module, [optimizer])
         self.engines.append(engine)
-        if self._saves.loaded:
-            self._go_on(engine, self._saves.loaded.pop(0))
+        if self._side_files.loaded:
+            self._restore_engine(engine, self._side_files.loaded.pop(0))
 
     def _drop(self, optimizer: Optimizer) -> None:
         """Another set-up of its parameters takes the place of the one before, which sends what is pending."""
@@ -152,18 +152,18 @@ class UpdatesFabricAdapter(FabricAdapter):
         """Modules and optimizers that are set up go on where this rank was saved; all of them are to be set up."""
         given = state.values() if isinstance(state, Mapping) else [state]
         filled = [p for each in given if isinstance(each, nn.Module) for p in each.parameters()]
-        loaded = [engine for engine in self.engines if engine.holds(set(map(id, filled)))]
+        loaded = [engine for engine in self.engines if engine.owns_any(set(map(id, filled)))]
         for engine in loaded:
-            engine.show_shared()  # for what the load leaves as it was
+            engine.swap_in_global_weights()  # for what the load leaves as it was
         rest = self._load_main(path, state, *args, **kwargs)
         self._load_own_optimizers(state)
         for engine in self.engines:
-            saved = self._saves.loaded.pop(0) if self._saves.loaded else None
+            saved = self._side_files.loaded.pop(0) if self._side_files.loaded else None
             if not any(engine is each for each in loaded):
                 continue  # it trains on
             engine.restart()
             if saved is not None:
-                self._go_on(engine, saved)
+                self._restore_engine(engine, saved)
         return rest
 
     def _load_own_optimizers(self, state: Any) -> None:

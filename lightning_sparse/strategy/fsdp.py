@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_sparse.checkpoint.state import State
 from lightning_sparse.fsdp import ShardedGradients, by_hand, explained_if_mixed, mesh_of, options_for, shard
 from lightning_sparse.gradients.config import Warmup
-from lightning_sparse.messages import said_if_long
+from lightning_sparse.messages import log_if_slow
 from lightning_sparse.sharding import drop_gathered, parameters_of
 from lightning_sparse.strategy import distributed
 from lightning_sparse.strategy.adapter import Adapter
@@ -38,9 +38,9 @@ class ShardsAdapter(Adapter):
 
     send: Send
     _device_mesh: DeviceMesh | None
-    _together = True
+    _checkpoints_are_collective = True
 
-    def _begin_shards(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
+    def _init_fsdp(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
         """Before the host's own constructor; takes its own options out of those that are given."""
         exchanged = LocalUpdates.kind if send == "updates" else ShardedGradients.kind
         self._init_common(FSDP, node_name, given, exchanged, send=send)
@@ -54,29 +54,29 @@ class ShardsAdapter(Adapter):
     def setup_environment(self) -> None:
         """Connect the ranks, and make the mesh for ``configure_model`` or ``parallelize_fn``."""
         super().setup_environment()
-        self._device_mesh = mesh_of(self._place)
+        self._device_mesh = mesh_of(self.topology)
 
     def _new_gradients(self, module: nn.Module, earlier: ShardedGradients | None) -> ShardedGradients:
         """Exchange the gradients of a sharded module, with the residuals of an earlier set-up. A collective of the
         world."""
-        engine = ShardedGradients(module, self.config, self._place)
+        engine = ShardedGradients(module, self.config, self.topology)
         if earlier is not None:
-            engine.take_over(earlier)
+            engine.adopt_residuals(earlier)
         return engine
 
     def _wait_for_writers(self) -> None:
         """Wait until all ranks have written a checkpoint, because then files of earlier saves are removed."""
-        with said_if_long("waiting for all ranks to write a checkpoint"):
+        with log_if_slow("waiting for all ranks to write a checkpoint"):
             dist.barrier()
 
-    def _own_entries(self, saved: Any) -> dict[str, Any]:
+    def _rank_state(self, saved: Any) -> dict[str, Any]:
         """Each device has its part of optimizer states, which differ between nodes; the main file has the first's."""
-        if self._place.node_index == 0:
+        if self.topology.node_index == 0:
             return {}
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
         return {"optimizers": [optimizer_state.state_of(each.optimizers, each.names).to_dict() for each in engines]}
 
-    def _take_entries(self, entries: dict[str, Any]) -> None:
+    def _load_rank_state(self, entries: dict[str, Any]) -> None:
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
         for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
             optimizer_state.load(engine.names, engine.stepped(), [State.from_dict(saved)])
@@ -117,7 +117,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         timeout: timedelta | None = None,
         **kwargs: Any,
     ) -> None:
-        self._begin_shards(send, node_name, kwargs)
+        self._init_fsdp(send, node_name, kwargs)
         given = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -208,14 +208,14 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
         """All ranks write a folder, and its optimizer states are those of the first node."""
         with super()._saving(checkpoint, filepath):
-            if self._save_distributed_checkpoint and self._place.node_index > 0:
+            if self._save_distributed_checkpoint and self.topology.node_index > 0:
                 checkpoint.pop("optimizer_states", None)
             yield
             self._wait_for_writers()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole."""
-        with self._whole(filepath) as path:
+        with self._checkpoint_target(filepath) as path:
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -228,7 +228,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             self.engine.restart()
             self._restore(self.engine)
             self._show()
-        self._saves.loaded = []
+        self._side_files.loaded = []
         return checkpoint
 
 
@@ -268,7 +268,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         node_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._begin_shards(send, node_name, kwargs)
+        self._init_fsdp(send, node_name, kwargs)
         super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
         self._epoch = 0
@@ -279,7 +279,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module inside its node, and exchange its gradients if these are sent. A collective of the world."""
         module = super().setup_module(module)
-        self._remember(module)
+        self._register_module(module)
         if self.send == "gradients":
             earlier = next((each for each in self.engines if each.module is module), None)
             engine = self._new_gradients(module, earlier)
@@ -307,7 +307,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
             )
         optimizer = super().setup_optimizer(optimizer)
         for engine in self.engines if self.send == "gradients" else ():
-            if engine.follows(optimizer):
+            if engine.tracks_optimizer(optimizer):
                 engine.watch([optimizer])
         return optimizer
 
@@ -322,8 +322,8 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:
         """All ranks write a folder of the global weights, and its optimizer states are those of the first node."""
-        with super()._saving(path, state) as whole, self.shared_weights():
-            if self._save_distributed_checkpoint and self._place.node_index > 0:
+        with super()._saving(path, state) as whole, self.global_weights():
+            if self._save_distributed_checkpoint and self.topology.node_index > 0:
                 whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
             yield whole
             self._wait_for_writers()
@@ -340,5 +340,5 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""
-        with self._whole(path) as partial:
+        with self._checkpoint_target(path) as partial:
             super().save_checkpoint(partial, state, storage_options, filter)

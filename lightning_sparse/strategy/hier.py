@@ -40,8 +40,8 @@ class GradientEngines:
 
     def __init__(self, config: HierConfig) -> None:
         self.states: list[HierState] = []
-        self.watched: dict[HierState, list[Optimizer]] = {}
-        self.seen: list[weakref.ref[Optimizer]] = []
+        self.optimizers_by_state: dict[HierState, list[Optimizer]] = {}
+        self.known_optimizers: list[weakref.ref[Optimizer]] = []
         self._config = config
 
     def attach(
@@ -65,7 +65,7 @@ class GradientEngines:
             self.states.append(state)
         elif find_unused:
             state.track_unused(module)
-        self.watched[state] = []  # new optimizers take the place of those before
+        self.optimizers_by_state[state] = []  # new optimizers take the place of those before
         ddp.register_comm_hook(state, hier_hook)
         return state
 
@@ -76,21 +76,23 @@ class GradientEngines:
         for state in self.states:
             own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
             if own:
-                self.watched[state] = _without_replaced(self.watched[state], own) + own
-                state.watch(self.watched[state])
+                self.optimizers_by_state[state] = _drop_superseded(self.optimizers_by_state[state], own) + own
+                state.watch(self.optimizers_by_state[state])
 
-    def watch_also(self, optimizer: Optimizer) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
         """Watch an optimizer, whose module may be set up later."""
-        self.seen = [each for each in self.seen if each() is not None] + [weakref.ref(optimizer)]
+        self.known_optimizers = [each for each in self.known_optimizers if each() is not None] + [
+            weakref.ref(optimizer)
+        ]
         self.watch([optimizer])
 
-    def watch_seen(self) -> None:
+    def attach_known_optimizers(self) -> None:
         """Watch the optimizers that were set up before."""
-        self.watch([each for found in self.seen if (each := found()) is not None])
+        self.watch([each for found in self.known_optimizers if (each := found()) is not None])
 
     def keep_only(self, state: HierState) -> None:
         """Forget the other modules."""
-        self.states[:], self.watched = [state], {state: self.watched[state]}
+        self.states[:], self.optimizers_by_state = [state], {state: self.optimizers_by_state[state]}
 
     def _drop_unused(self, module: nn.Module, fresh: bool) -> None:
         """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
@@ -104,11 +106,11 @@ class GradientEngines:
             if replaced or state.parameters.module is None or (fresh and state.parameters.module is module):
                 state.end()
                 self.states.remove(state)
-                stale = self.watched.pop(state)
-                self.seen = [each for each in self.seen if each() not in stale]
+                stale = self.optimizers_by_state.pop(state)
+                self.known_optimizers = [each for each in self.known_optimizers if each() not in stale]
 
 
-def _without_replaced(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
+def _drop_superseded(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
     taken = {id(parameter) for each in new for parameter in parameters_of(each)}
     return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
 
@@ -150,7 +152,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         **kwargs: Any,
     ) -> None:
         self._init_common(HIER, node_name, kwargs, HierState.kind)
-        self._together = self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._checkpoints_are_collective = self._save_distributed_checkpoint = save_distributed_checkpoint
         self._gradients = GradientEngines(self.config)
         self.engines = self._gradients.states
         # LightningCLI reads this call to know which options a YAML file may give.
@@ -164,7 +166,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
             refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         else:
             # A checkpoint that was loaded for testing does not concern the next fit.
-            self._saves.loaded, self._resumes = [], False
+            self._side_files.loaded, self._resumes = [], False
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -175,7 +177,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
     def _register_ddp_hooks(self) -> None:
         """Lightning registers comm hooks on CUDA only; this one also runs on the CPU."""
         state = self._gradients.attach(
-            self.model, self._place, self.precision_plugin, find_unused=self._finds_unused, fresh=self._resumes
+            self.model, self.topology, self.precision_plugin, find_unused=self._finds_unused, fresh=self._resumes
         )
         self._gradients.keep_only(state)
         self._resume(state)
@@ -193,9 +195,12 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         if state is None or not self._fitting:
             return
         self._gradients.watch(self.optimizers)
-        if not self._gradients.watched[state]:
+        if not self._gradients.optimizers_by_state[state]:
             state.watch([])
-        for warning in (_idle(self.lightning_module, self.optimizers), _unlike_buffers(self.lightning_module)):
+        for warning in (
+            _unoptimized_parameters_warning(self.lightning_module, self.optimizers),
+            _local_buffers_warning(self.lightning_module),
+        ):
             if warning and state.active:
                 state.log_once(warning, logging.WARNING)
 
@@ -216,7 +221,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         state: HierState | None = self.engine
         if state is not None and self._fitting:
             state.epoch = self.lightning_module.current_epoch
-            state.before_backward(_untoggled(self.lightning_module, self.optimizers))
+            state.before_backward(_reason_to_bypass(self.lightning_module, self.optimizers))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Mostly DDP does not exist yet: residuals are kept until it does. In the middle of a fit (the search for a
@@ -238,7 +243,7 @@ def _default_warmup(steps: float) -> Warmup:
     return Warmup(DEFAULT_EPOCHS, math.ceil(DEFAULT_SHARE * steps) if known else None)
 
 
-def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+def _reason_to_bypass(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """Why residuals must wait: with several optimizers a backward that reaches the parameters of more than one leaves
     gradients that the user throws away, and a residual would bring them back later."""
     if module.automatic_optimization:
@@ -249,7 +254,7 @@ def _untoggled(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
     return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"
 
 
-def _unlike_buffers(module: Any) -> str:
+def _local_buffers_warning(module: Any) -> str:
     """A warning about buffers that DDP does not broadcast, empty for none."""
     if module.automatic_optimization or not any(b.is_floating_point() and b.numel() for b in module.buffers()):
         return ""
@@ -260,7 +265,7 @@ def _unlike_buffers(module: Any) -> str:
     )
 
 
-def _idle(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+def _unoptimized_parameters_warning(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """A warning about parameters in no optimizer, empty for none. Their gradients are never zeroed either: they grow,
     take places among the largest entries, and start from zero with a resume."""
     stepped = {id(p) for each in optimizers for p in parameters_of(each)}
@@ -298,40 +303,40 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
             ddp: DistributedDataParallel = super().setup_module(module)
         self._wrapped(ddp)
         known = list(self.engines)
-        state = self._gradients.attach(ddp, self._place, self.precision, find_unused=self._finds_unused)
+        state = self._gradients.attach(ddp, self.topology, self.precision, find_unused=self._finds_unused)
         if state not in known:
             state.epoch = self._epoch
             if state.active and self.config.wants_warmup:
                 state.log_once(NO_WARMUP, logging.WARNING)
             self._restore_first(state)
-            self._gradients.watch_seen()
+            self._gradients.attach_known_optimizers()
         return ddp
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it; where
         both are set up a second time, the module comes first."""
         optimizer = super().setup_optimizer(optimizer)
-        self._gradients.watch_also(optimizer)
+        self._gradients.add_optimizer(optimizer)
         return optimizer
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """Settle the last round, then go backward."""
-        self._drop_what_fits_no_module()
+        self._discard_unmatched_checkpoints()
         for state in self.engines:
             state.before_backward()
         super().backward(tensor, module, *args, **kwargs)
 
     def _steppers(self) -> list[Optimizer]:
-        return [each for state in self.engines for each in self._gradients.watched[state]]
+        return [each for state in self.engines for each in self._gradients.optimizers_by_state[state]]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Modules that are set up get their residuals back now, others when they are, before the next backward pass:
         each the first that fits it, in the order of set-up. Weights loaded without an optimizer leave residuals
         alone."""
-        waiting = self._saves.loaded
+        waiting = self._side_files.loaded
         rest = self._load_main(path, state, *args, **kwargs)
         if state and not has_optimizer(state):  # what was loaded is in it by now
-            self._saves.loaded = waiting
+            self._side_files.loaded = waiting
             return rest
         for each in self.engines:
             self._restore_first(each)
@@ -340,18 +345,20 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
     def _restore_first(self, state: HierState) -> None:
         """Give a state the first of the loaded residuals that fits its parameters."""
         numels = state.parameters.numels
-        found = next((each for each in self._saves.loaded if each.manifest["parameters"] == numels), None)
+        found = next((each for each in self._side_files.loaded if each.metadata["parameters"] == numels), None)
         if found is not None:
-            self._saves.loaded.remove(found)
-            self._go_on(state, found)
+            self._side_files.loaded.remove(found)
+            self._restore_engine(state, found)
 
-    def _drop_what_fits_no_module(self) -> None:
+    def _discard_unmatched_checkpoints(self) -> None:
         """Modules that are to be restored are set up before the first backward pass."""
-        left = [each for each in self._saves.loaded if any(each.manifest["stores"])]  # in the others nothing waited
+        left = [
+            each for each in self._side_files.loaded if any(each.metadata["stores"])
+        ]  # in the others nothing waited
         if left and self.is_global_zero:
             log.warning(
                 "%d residual(s) of %s were saved for modules with other parameters than those set up: they are lost",
                 len(left),
                 left[0].path,
             )
-        self._saves.loaded = []
+        self._side_files.loaded = []

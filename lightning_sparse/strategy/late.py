@@ -59,7 +59,7 @@ class LateGradients:
         late = self._late(optimizers)
         if not late:
             return
-        self._communicator.where = "while averaging the gradients that DistributedDataParallel leaves out"
+        self._communicator.error_context = "while averaging the gradients that DistributedDataParallel leaves out"
         self._begin_equal(late)
         average_gradients(late, self._communicator)
 
@@ -91,7 +91,7 @@ class LateGradients:
             f"from the start of a fit.",
             self._level,
         )
-        self._communicator.begin_with_first(new)
+        self._communicator.broadcast_from_rank0(new)
         self._equal.update({id(p): p for p in new})
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.strategy.adapter import detached
+from lightning_sparse.strategy.adapter import clone_state_dict
 from lightning_sparse.strategy.fabric import ReplicasFabricAdapter, UpdatesFabricAdapter
 from lightning_sparse.strategy.options import (
     LOCAL,
@@ -18,7 +18,7 @@ from lightning_sparse.strategy.options import (
 )
 from lightning_sparse.strategy.trainer import ReplicasAdapter, refuse_static_graph_with_accumulation
 from lightning_sparse.updates import LocalUpdates
-from lightning_sparse.updates.optimizer_state import plain
+from lightning_sparse.updates.optimizer_state import to_python
 
 
 class MSTopKLocalMixin(ReplicasAdapter):
@@ -50,7 +50,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         **kwargs: Any,
     ) -> None:
         self._init_common(self._kind, node_name, kwargs, LocalUpdates.kind)
-        self._together = self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._checkpoints_are_collective = self._save_distributed_checkpoint = save_distributed_checkpoint
         # LightningCLI reads this call to know which options a YAML file may give.
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
@@ -62,11 +62,11 @@ class MSTopKLocalMixin(ReplicasAdapter):
             refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         super().setup(trainer)
         if trainer.state.fn != "fit":
-            self._saves.loaded = []  # a checkpoint that was loaded for testing does not concern the next fit
+            self._side_files.loaded = []  # a checkpoint that was loaded for testing does not concern the next fit
             return
         for before in self.engines:
             before.detach(self.optimizers)
-        self._leave_gradients(self.model)
+        self._disable_ddp_sync(self.model)
         self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._restore(self.engines[0])
         self._show_to_hooks(trainer)
@@ -74,7 +74,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Skip a needless reduction by DDP: in manual optimization Lightning enables it after the first batch."""
         if self._fitting:
-            self._leave_gradients(self.model)
+            self._disable_ddp_sync(self.model)
         super().pre_backward(closure_loss)
 
     def _keep_hook_inside(self) -> None:
@@ -97,16 +97,16 @@ class MSTopKLocalMixin(ReplicasAdapter):
         state = self._optimizer_state(inner)
         return super().optimizer_state(optimizer) if state is None else state
 
-    def _own_entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Each node has optimizer states of its own; the main file has those of the first."""
         own = ("optimizer_states", type(self.precision_plugin).__qualname__)
-        writes = self._place.device_index == 0 and self._place.node_index > 0
-        return plain({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
+        writes = self.topology.device_index == 0 and self.topology.node_index > 0
+        return to_python({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The main file, with the optimizer states of this node in the place of node 0's."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        checkpoint.update(self._saves.entries(self._place))
+        checkpoint.update(self._side_files.entries(self.topology))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -134,9 +134,9 @@ class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
         """Wrap the module inside its node. A collective of the world."""
         self._prepare_ddp()
         ddp: DistributedDataParallel = super().setup_module(module)
-        self._leave_gradients(ddp)
+        self._disable_ddp_sync(ddp)
         self._wrapped(ddp)
-        self._remember(module)
+        self._register_module(module)
         return ddp
 
     def _steppers(self) -> list[Optimizer]:
@@ -144,21 +144,21 @@ class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the global weights. All ranks call it."""
-        with self.shared_weights():
-            return detached(super().get_module_state_dict(module))
+        with self.global_weights():
+            return clone_state_dict(super().get_module_state_dict(module))
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
         state = self._optimizer_state(optimizer)
         return super().get_optimizer_state(optimizer) if state is None else state
 
-    def _own_entries(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
+    def _rank_state(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
         """Each node has optimizer states of its own; the main file has those of the first."""
         states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
-        return plain(states) if self._place.device_index == 0 and self._place.node_index > 0 else {}
+        return to_python(states) if self.topology.device_index == 0 and self.topology.node_index > 0 else {}
 
     def _load_own_optimizers(self, state: Any) -> None:
-        own = self._saves.entries(self._place)
+        own = self._side_files.entries(self.topology)
         for name, each in state.items() if isinstance(state, Mapping) else ():
             if isinstance(each, Optimizer) and name in own:
                 each.load_state_dict(own[name])

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.agree import extremes
-from lightning_sparse.checkpoint.folder import META, together
+from lightning_sparse.checkpoint.folder import META, raise_on_all_ranks
 from lightning_sparse.checkpoint.interrupted import why_not_saved
 from lightning_sparse.checkpoint.restore import check_loaded_by_all
-from lightning_sparse.checkpoint.side_files import KEY, remove_side_files
+from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY, remove_side_files
 from lightning_sparse.checkpoint.state import State
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.step import has_unfinished_step
-from lightning_sparse.sharding import Part, trained_by
+from lightning_sparse.sharding import Part, trainable_params
 from lightning_sparse.strategy import distributed
-from lightning_sparse.strategy.adapter import Adapter, Host, detached
+from lightning_sparse.strategy.adapter import Adapter, Host, clone_state_dict
 from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.updates import LocalUpdates, optimizer_state
 
@@ -42,7 +42,7 @@ class TrainerAdapter(Adapter, Host):
     Lightning calls a strategy's hooks after these hooks, so the loops call the engine first.
     """
 
-    _shows_each_step = _flushes_each_epoch = _shows_between_batches = False
+    _callback_averages_every_step = _callback_averages_every_epoch = _hooks_run_between_batches = False
     _in_batch = _over = False
     _steps_before = _batches_before = 0  # at the start of the epoch
     _not_saved = ""  # why no checkpoint can be saved after an exception
@@ -84,8 +84,10 @@ class TrainerAdapter(Adapter, Host):
             _has_hooks_between_batches(trainer),
         ]
         if self.engine is not None and self.engine.active:  # a callback may be on one rank alone
-            wanted, _ = extremes(wanted, HierCommunicator(self._place).flat_all_reduce, self.root_device)
-        self._shows_each_step, self._flushes_each_epoch, self._shows_between_batches = map(bool, wanted)
+            wanted, _ = extremes(wanted, HierCommunicator(self.topology).flat_all_reduce, self.root_device)
+        self._callback_averages_every_step, self._callback_averages_every_epoch, self._hooks_run_between_batches = map(
+            bool, wanted
+        )
         self._in_batch = self._over = False
         self._steps_before = self._batches_before = 0
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -100,7 +102,7 @@ class TrainerAdapter(Adapter, Host):
             _call_around(fit, "on_run_end", before=self._finish),
         ]
         if self.engine is not None and self.engine.in_step:
-            self.engine.show_shared()
+            self.engine.swap_in_global_weights()
 
     def _release_trainer(self) -> None:
         for owner, name in self._wrapped_methods:
@@ -109,7 +111,7 @@ class TrainerAdapter(Adapter, Host):
 
     def _show(self) -> None:
         if self.engine is not None:
-            self.engine.show_shared()
+            self.engine.swap_in_global_weights()
 
     def _drop_gathered(self) -> None:
         """Let hooks after an evaluation see parameters, not copies of them."""
@@ -129,7 +131,7 @@ class TrainerAdapter(Adapter, Host):
     def _finish(self) -> None:
         if self.engine is not None:
             self.engine.finish()
-            self.engine.show_shared()
+            self.engine.swap_in_global_weights()
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -148,16 +150,16 @@ class TrainerAdapter(Adapter, Host):
         last validation and the last checkpoint have the final weights. Otherwise show the global weights to hooks that
         run between batches."""
         self._in_batch, engine, trainer = False, self.engine, self.lightning_module.trainer
-        if engine is None or not engine.has_own_weights:
+        if engine is None or not engine.has_local_weights:
             return
         engine.send_unsent()
         ends = engine.in_step and _ends_with_this_batch(trainer)
-        if ends or (trainer.is_last_batch and self._flushes_each_epoch):
+        if ends or (trainer.is_last_batch and self._callback_averages_every_epoch):
             self._finish()
-        elif self._shows_each_step:
-            engine.show_shared()
-        elif self._shows_between_batches and engine.in_step:
-            engine.show_shared(wait=False)
+        elif self._callback_averages_every_step:
+            engine.swap_in_global_weights()
+        elif self._hooks_run_between_batches and engine.in_step:
+            engine.swap_in_global_weights(wait=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Train this node's own model."""
@@ -165,7 +167,7 @@ class TrainerAdapter(Adapter, Host):
         self._in_batch = True
         if self.engine is not None:
             self.engine.batches += 1
-            self.engine.show_own()
+            self.engine.swap_in_local_weights()
 
     def on_train_start(self) -> None:
         """Begin to train, maybe once more: `LearningRateFinder` runs the whole loop first."""
@@ -200,11 +202,11 @@ class TrainerAdapter(Adapter, Host):
         engine = self.engine
         if engine is None or not self._fitting or self._over:
             return super().lightning_module_state_dict()
-        with engine.shared_weights() if self._in_batch else nullcontext():
-            engine.show_shared()
+        with engine.global_weights() if self._in_batch else nullcontext():
+            engine.swap_in_global_weights()
             engine.adopt_changes()
             weights = super().lightning_module_state_dict()
-            return detached(weights) if engine.has_own_weights else weights
+            return clone_state_dict(weights) if engine.has_local_weights else weights
 
     def _gives_up_saving(self) -> bool:
         """Return whether ranks cannot save together after an exception. Every rank that saves calls it."""
@@ -220,10 +222,10 @@ class TrainerAdapter(Adapter, Host):
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
         engines = self._saved_engines() if "optimizer_states" in checkpoint else []
-        entries = self._own_entries(checkpoint) if engines else {}
-        with self._saves.saving(filepath, engines, self._timeout, entries) as manifests:
-            if manifests is not None:
-                checkpoint[KEY] = manifests
+        entries = self._rank_state(checkpoint) if engines else {}
+        with self._side_files.saving(filepath, engines, self._timeout, entries) as metadata_list:
+            if metadata_list is not None:
+                checkpoint[CHECKPOINT_KEY] = metadata_list
             yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -236,16 +238,16 @@ class TrainerAdapter(Adapter, Host):
         self._verify(checkpoint_path)
         self._check_kind(checkpoint_path, *args, **kwargs)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._saves.load(checkpoint, self._main_path(checkpoint_path), self.global_rank)
+        self._side_files.load(checkpoint, self._main_path(checkpoint_path), self.global_rank)
         return checkpoint
 
     def _restore(self, engine: Engine) -> bool:
         """Go on where the checkpoint that was loaded left off; False without one. A collective of the world."""
-        saved = self._saves.loaded.pop(0) if self._saves.loaded else None
+        saved = self._side_files.loaded.pop(0) if self._side_files.loaded else None
         check_loaded_by_all(saved)
         if saved is not None:
-            self._go_on(engine, saved)
-        self._saves.loaded = []
+            self._restore_engine(engine, saved)
+        self._side_files.loaded = []
         return saved is not None
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -333,11 +335,15 @@ class ReplicasAdapter(TrainerAdapter):
             )
         engines = self._saved_engines() if distributed.STATES in checkpoint else []
         alike = dict(self.lightning_module.named_parameters(remove_duplicate=False))
-        with together(Path(filepath), self.root_device):  # or ranks would wait for one that has nothing to write
-            entries = self._own_entries(checkpoint) if engines else {}
-            pieces = distributed.split(checkpoint, engines, entries, alike)
-        checkpoint[KEY] = [self._saves.manifest_of(engine, index) for index, engine in enumerate(engines)]
-        with self._whole(filepath) as folder:
+        with raise_on_all_ranks(
+            Path(filepath), self.root_device
+        ):  # or ranks would wait for one that has nothing to write
+            entries = self._rank_state(checkpoint) if engines else {}
+            pieces = distributed.split_checkpoint(checkpoint, engines, entries, alike)
+        checkpoint[CHECKPOINT_KEY] = [
+            self._side_files.metadata_of(engine, index) for index, engine in enumerate(engines)
+        ]
+        with self._checkpoint_target(filepath) as folder:
             dcp.save(pieces, checkpoint_id=folder)  # type: ignore[attr-defined]  # re-exported, unannounced
             if self.is_global_zero:
                 torch.save(checkpoint, folder / META)
@@ -348,10 +354,10 @@ class ReplicasAdapter(TrainerAdapter):
         if not (folder / META).is_file():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._verify(folder)
-        checkpoint, found = distributed.joined(folder, self._place, *args, **kwargs)
-        self._saves.take(found, folder, self.global_rank)
+        checkpoint, found = distributed.merge_checkpoint(folder, self.topology, *args, **kwargs)
+        self._side_files.take(found, folder, self.global_rank)
         if found and found[0].kind == LocalUpdates.kind:
-            self._pieces = found[0].optimizers(self._place)
+            self._pieces = found[0].optimizers(self.topology)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -360,7 +366,7 @@ class ReplicasAdapter(TrainerAdapter):
             super().load_optimizer_state_dict(checkpoint)
             return
         engine, names = self.engine, {id(p): name for name, p in self.lightning_module.named_parameters()}
-        whole = [(each, [(p, Part(0, 0, p.numel())) for p in trained_by(each)]) for each in self.optimizers]
+        whole = [(each, [(p, Part(0, 0, p.numel())) for p in trainable_params(each)]) for each in self.optimizers]
         mine = engine.stepped() if isinstance(engine, LocalUpdates) else []
         if not mine and any(hasattr(each, "consolidate_state_dict") for each in self.optimizers):
             raise ValueError(

@@ -11,13 +11,13 @@ step what                                                                    whe
 1    gradients are averaged inside the node                                  DistributedDataParallel on its group
 2    u = x_before - x_after of the optimizer's step                          the node; or each device its slice
 3    message, pending_S = compress(pending_S + u, K)                         lightning_sparse.exchange
-4    shared_S -= 1/M * sum over nodes of the messages sent last time         they had a step and a selection to arrive
+4    global_S -= 1/M * sum over nodes of the messages sent last time         they had a step and a selection to arrive
 5    the all-gather of messages between nodes begins                         beside the next forward and backward
-6    x = shared_S - step_ahead * pending_S - what is in flight; slices are   the node
+6    x = global_S - step_ahead * pending_S - what is in flight; slices are   the node
      gathered
 ==== ======================================================================= ==========================================
 
-*shared* weights are bit-identical on all nodes; every node trains a model of its own, x. *pending* are updates that the
+*global* weights are bit-identical on all nodes; every node trains a model of its own, x. *pending* are updates that the
 node has not sent; nothing is lost: shared(0) - shared(t) + mean over nodes of (pending + in flight) is the mean of all
 updates. The form of step 6 for SGD is step-ahead error feedback (Xu, Huo, Huang, AAAI 2021).
 """

@@ -1,6 +1,6 @@
 """How far nodes agree on what is pending: the share of it that a node's model keeps with ``step_ahead="auto"``.
 
-Ideally, a node subtracts from the shared weights the mean over nodes of what is pending, and of that it knows its own
+Ideally, a node subtracts from the global weights the mean over nodes of what is pending, and of that it knows its own
 alone. The least-squares estimate of the mean from one's own is a * pending, with
 
     a = M * sum of mean^2 / sum over nodes of the sum of pending^2           over entries; mean is of the M nodes
@@ -18,32 +18,32 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.lanes import HostCopy
+from lightning_sparse.exchange.lanes import AsyncHostTensor
 
-PLACES = 2048  # of a sample: 8 KB once in EVERY exchanges
-EVERY = 64
+SAMPLE_SIZE = 2048  # of a sample: 8 KB once in INTERVAL exchanges
+INTERVAL = 64
 
 
 @dataclass(frozen=True)
-class Agreement:
+class UpdateCorrelation:
     """How far nodes agree on the pending updates of one slice."""
 
     numel: int
 
     @staticmethod
-    def due(exchanges: int) -> bool:
+    def should_sample(exchanges: int) -> bool:
         """Whether a sample rides along with this one, counted from 1: often at first, when agreement falls fast."""
-        return exchanges % EVERY == 0 or (0 < exchanges < EVERY and exchanges.bit_count() == 1)
+        return exchanges % INTERVAL == 0 or (0 < exchanges < INTERVAL and exchanges.bit_count() == 1)
 
     @property
     def sample_bytes(self) -> int:
         """Size of each sample of the slice, for which other nodes reserve memory."""
         return 4 * (self.numel // self._stride)
 
-    def sample(self, exchanges: int, own_S: Tensor, shared_S: Tensor) -> Tensor:
+    def sample(self, exchanges: int, local_S: Tensor, global_S: Tensor) -> Tensor:
         """Return the pending updates at places that differ from sample to sample, as bytes."""
         places = self.places(exchanges)
-        return (shared_S[places] - own_S[places]).view(torch.uint8)
+        return (global_S[places] - local_S[places]).view(torch.uint8)
 
     def places(self, exchanges: int) -> slice:
         """Return the places of a sample. All exchanges have the same number of places."""
@@ -52,9 +52,9 @@ class Agreement:
 
     @property
     def _stride(self) -> int:
-        return -(-self.numel // PLACES)
+        return -(-self.numel // SAMPLE_SIZE)
 
-    def measure(self, samples: HostCopy) -> float | None:
+    def measure(self, samples: AsyncHostTensor) -> float | None:
         """a, the same on all nodes, whatever their processors; None where nothing is pending, or not finite."""
         pending = samples.read().view(torch.float32).double()
         nodes = len(pending)

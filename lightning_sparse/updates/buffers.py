@@ -51,7 +51,7 @@ class Buffers:
         self._kept = {name: (own[name], each.clone()) for name, each in tensors.items()}
 
     @torch.no_grad()
-    def show_own(self) -> None:
+    def swap_in_local_weights(self) -> None:
         """Put this rank's own back, except what was changed meanwhile."""
         for name, each in self._tensors().items():
             if name in self._kept and torch.equal(each, self._kept[name][1]):

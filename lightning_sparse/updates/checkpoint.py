@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.checkpoint.state import Layout, Piece, State, layout_of, read, total
-from lightning_sparse.sharding import Part, memory_of_part, part_of
+from lightning_sparse.checkpoint.state import Layout, Piece, State, layout_of, read_slice, sum_slice_over_nodes
+from lightning_sparse.sharding import Part, flat_view_of_part, part_of
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.optimizer import LocalOptimizer
-from lightning_sparse.updates.state import patches_in, unsent_of
+from lightning_sparse.updates.state import slice_diff, unsent_of
 
 Names = Mapping[int, str]
 """Names of parameters by ``id()``."""
@@ -76,8 +76,8 @@ def load_from(
         one.steps = saved[index] if len(saved) == len(optimizers) else max(saved, default=0)
         state = one.state
         state.receive()
-        pending_S = torch.zeros_like(state.shared_S)
-        views = state.slices.of(state.shared_S), state.slices.of(pending_S)
+        pending_S = torch.zeros_like(state.global_S)
+        views = state.slices.of(state.global_S), state.slices.of(pending_S)
         for place, shared_view, pending_view in zip(state.slices.named(names), *views, strict=True):
             found = _taken_up(nodes, *place, layout_of(parameters[place[0]]))
             if found is not None:
@@ -95,15 +95,15 @@ def load_alone(module: nn.Module, nodes: Sequence[Sequence[State]]) -> None:
         part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
         found = _taken_up(nodes, name, part.begin, part.end, layout_of(parameter))
         if found is not None:
-            memory_of_part(parameter, part).copy_(found[0] - found[1])
+            flat_view_of_part(parameter, part).copy_(found[0] - found[1])
 
 
 def _taken_up(
     nodes: Sequence[Sequence[State]], name: str, begin: int, end: int, layout: Layout
 ) -> tuple[Tensor, Tensor] | None:
     """Return the global weights of a range, and the mean of what was pending; None where it was not exchanged."""
-    shared = read(nodes[0], lambda state, *place: state.cut("shared", *place), name, begin, end, layout)
-    unsent = total(nodes, _unsent, name, begin, end, layout)
+    shared = read_slice(nodes[0], lambda state, *place: state.cut("shared", *place), name, begin, end, layout)
+    unsent = sum_slice_over_nodes(nodes, _unsent, name, begin, end, layout)
     return None if shared is None or unsent is None else (shared, unsent.div_(len(nodes)))
 
 
@@ -118,7 +118,7 @@ def _unsent(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
             if there.name == name and first < last:
                 here = slice(first - there.begin, last - there.begin)
                 tensors = {quantity: each.tensor[here] for quantity, each in zip(state.pieces, row, strict=True)}
-                patches = patches_in(saved, at + here.start, at + here.stop)
+                patches = slice_diff(saved, at + here.start, at + here.stop)
                 yield Piece(name, first, last, unsent_of({**tensors, **patches}))
             at += there.end - there.begin
 

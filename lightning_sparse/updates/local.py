@@ -18,7 +18,7 @@ from lightning_sparse.checkpoint.state import State, for_folder
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce
-from lightning_sparse.sharding import check_sharded, parameters_of, trained_by
+from lightning_sparse.sharding import check_sharded, parameters_of, trainable_params
 from lightning_sparse.topology import Topology, undisturbed
 from lightning_sparse.updates import checkpoint, optimizer_state
 from lightning_sparse.updates.buffers import Buffers
@@ -54,9 +54,11 @@ class LocalUpdates(Engine):
     """
 
     kind = "updates"
-    kept = "the shared weights and the mean of the pending updates are kept; optimizers go on with the state of node 0"
-    lost = "training goes on from its weights, and updates that nodes had not sent are lost"
-    needs_all = has_own_weights = True
+    reshard_message = (
+        "the global weights and the mean of the pending updates are kept; optimizers go on with the state of node 0"
+    )
+    loss_message = "training goes on from its weights, and updates that nodes had not sent are lost"
+    requires_all_ranks = has_local_weights = True
 
     def __init__(
         self,
@@ -81,12 +83,12 @@ class LocalUpdates(Engine):
             return
         _check_parameters(self.names, optimizers)
         _check_ranks(module, self.names, optimizers, config)
-        parameters = [p for each in optimizers for p in trained_by(each)]
+        parameters = [p for each in optimizers for p in trainable_params(each)]
         device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
-        self.exchange.communicator.begin_with_first([*module.parameters(), *module.buffers()])
+        self.exchange.communicator.broadcast_from_rank0([*module.parameters(), *module.buffers()])
         self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.optimizers = [
             LocalOptimizer(each, module, self.names, self.exchange, inside, config, self._make_state)
@@ -133,7 +135,7 @@ class LocalUpdates(Engine):
         self._all_sent = False
         self._name_place(f"in step {self.steps}")
         for one in stepped:
-            one.step(self._occasion(one))
+            one.step(self._step_id(one))
         self.exchange.stats.end_round()
 
     def send_unsent(self) -> None:
@@ -145,7 +147,7 @@ class LocalUpdates(Engine):
         """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
         if not self.active:
             return
-        self.show_own()
+        self.swap_in_local_weights()
         self._name_place(f"at the end, after step {self.steps}")
         comm = self.exchange.communicator
         with comm.waiting():
@@ -183,44 +185,44 @@ class LocalUpdates(Engine):
             logging.WARNING,
         )
         for one, exchanges in zip(self.optimizers, most, strict=True):
-            one.make_up_to(exchanges, self._occasion(one))
+            one.make_up_to(exchanges, self._step_id(one))
 
-    def _occasion(self, one: LocalOptimizer) -> int:
+    def _step_id(self, one: LocalOptimizer) -> int:
         """Return a number that must be equal on all nodes when they exchange."""
         return (self.batches << 8) + self.optimizers.index(one)
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
     @contextmanager
-    def shared_weights(self) -> Iterator[None]:
+    def global_weights(self) -> Iterator[None]:
         """The module holds the global weights inside, and averaged buffers. Every rank enters it."""
         if self._shown and self._waits:
             yield
             return
-        with super().shared_weights():
+        with super().global_weights():
             yield
 
     @torch.no_grad()
-    def show_shared(self, wait: bool = True) -> None:
+    def swap_in_global_weights(self, wait: bool = True) -> None:
         if not self.active or (self._shown and (self._waits or not wait)):
             return
-        self.show_own()
+        self.swap_in_local_weights()
         self._shown, self._waits = True, wait
         if not wait:
             for one in self.optimizers:
-                one.show_shared(wait=False)
+                one.swap_in_global_weights(wait=False)
             return
         self._name_place(f"showing the global weights, after step {self.steps}")
         with self.exchange.communicator.waiting():
             self._make_up()
             for one in self.optimizers:
-                one.show_shared()
+                one.swap_in_global_weights()
             self._check_trusted()
             self.buffers.show_averaged()
 
     @torch.no_grad()
-    def show_own(self) -> None:
-        """Put this node's own weights back. A change since ``show_shared()`` becomes part of the global weights; if
+    def swap_in_local_weights(self) -> None:
+        """Put the local weights back. A change since ``swap_in_global_weights()`` becomes part of the global weights. If
         nodes made different changes, their mean does. Weights that were shown without waiting are not compared: all
         nodes must make the same change to them. Every rank calls it."""
         if not self._shown:
@@ -231,18 +233,18 @@ class LocalUpdates(Engine):
         self._shown = False
         for one in self.optimizers:
             if changed:
-                one.show_own(adopt)
+                one.swap_in_local_weights(adopt)
             else:
                 one.put_back()
         if self._waits:
-            self.buffers.show_own()
+            self.buffers.swap_in_local_weights()
 
     @torch.no_grad()
     def adopt_changes(self) -> None:
         """Add changes of the module to the global weights that it shows. Every rank calls it."""
         if self._shown and self._waits and self._settle_changes() == (True, True):
-            self.show_own()
-            self.show_shared()
+            self.swap_in_local_weights()
+            self.swap_in_global_weights()
 
     @torch.no_grad()
     def average_changes(self) -> None:
@@ -294,7 +296,7 @@ class LocalUpdates(Engine):
 
     @property
     def _device(self) -> torch.device:
-        return self.optimizers[0].state.shared_S.device if self.optimizers else torch.device("cpu")
+        return self.optimizers[0].state.global_S.device if self.optimizers else torch.device("cpu")
 
     @property
     def names(self) -> dict[int, str]:
@@ -312,7 +314,7 @@ class LocalUpdates(Engine):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def follows(self, optimizer: Optimizer) -> bool:
+    def tracks_optimizer(self, optimizer: Optimizer) -> bool:
         return bool(self._of(optimizer))
 
     def state(self) -> State:
@@ -336,19 +338,19 @@ class LocalUpdates(Engine):
         """Return by optimizer the part of each parameter that this device steps."""
         return [(one.optimizer, one.stepped()) for one in self.optimizers]
 
-    def fits(self, manifest: Mapping[str, Any], state: State) -> bool:
+    def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
         return self.active and checkpoint.fits(self.optimizers, self.names, self.buffers, state)
 
-    def load(self, manifest: Mapping[str, Any], state: State | None) -> None:
+    def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
         self._all_sent = False
         if state is not None:
-            self.steps = manifest["steps"]
+            self.steps = metadata["steps"]
             checkpoint.load(self.optimizers, self.names, self.buffers, state)
 
-    def load_from(self, manifest: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
+    def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         self._all_sent = False
         if self.active:
-            self.steps = manifest["steps"]
+            self.steps = metadata["steps"]
             checkpoint.load_from(self.optimizers, self.names, self.module, nodes)
         else:
             checkpoint.load_alone(self.module, nodes)
@@ -376,7 +378,7 @@ class LocalUpdates(Engine):
 
     def _name_place(self, where: str) -> None:
         """For errors of the collectives that follow."""
-        self.exchange.communicator.where = self._inside.where = where
+        self.exchange.communicator.error_context = self._inside.error_context = where
 
     def _of(self, optimizer: Optimizer | None) -> list[LocalOptimizer]:
         return [one for one in self.optimizers if optimizer is None or one.optimizer is optimizer]
@@ -384,7 +386,7 @@ class LocalUpdates(Engine):
     @property
     def step_ahead(self) -> float:
         """The share of what is pending that this device's weights keep now, the mean over optimizers."""
-        return sum(one.state.ahead for one in self.optimizers) / max(1, len(self.optimizers))
+        return sum(one.state.local_fraction for one in self.optimizers) / max(1, len(self.optimizers))
 
     def pending_norm(self) -> Tensor:
         """L2 norm of what this device has not sent, a 0-dim tensor (no host sync)."""
@@ -431,15 +433,15 @@ def _check_ranks(
     module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
 ) -> None:
     """Raise ValueError unless all ranks have the same options and tensors. A collective of the world."""
-    same_options(facts_of(module, names, optimizers, config))
+    same_options(fingerprint(module, names, optimizers, config))
 
 
-def facts_of(
+def fingerprint(
     module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
 ) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name."""
     held = [*module.named_parameters(), *module.named_buffers()]
-    stepped = [[names[id(p)] for p in trained_by(each)] for each in optimizers]
+    stepped = [[names[id(p)] for p in trainable_params(each)] for each in optimizers]
     told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(told.encode()).hexdigest()[:8]
     return {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}

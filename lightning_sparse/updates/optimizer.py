@@ -23,13 +23,13 @@ from lightning_sparse.pto.gather import FlatGather
 from lightning_sparse.sharding import (
     Part,
     Parts,
-    divide_new,
     drop_gathered,
     local_of,
     parameters_of,
     part_of,
+    partition_new,
     sparse_parameters,
-    trained_by,
+    trainable_params,
 )
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.probe import ENOUGH, KEEPS, OVERWRITES, Probe
@@ -41,7 +41,7 @@ class LocalOptimizer:
     """Exchanges the updates of one optimizer.
 
     Args:
-        optimizer: of this node; its parameters hold the shared weights.
+        optimizer: of this node; its parameters hold the global weights.
         make_state: returns the state of a device's slice.
 
     Attributes:
@@ -68,7 +68,7 @@ class LocalOptimizer:
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._note_step),
             ]
-        self.division = division_of(optimizer, module, inside, names, config.shard_optimizer)
+        self.division = partition_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config, self._make_state = exchange, config, make_state
         self.state = self._new_state()
         self._frozen: set[int] = set()  # ``id()`` of frozen parameters that are exchanged
@@ -96,11 +96,11 @@ class LocalOptimizer:
         if reused:
             self.division.release()
 
-    def step(self, occasion: int) -> None:
+    def step(self, step_id: int) -> None:
         """After the optimizer's.
 
         Args:
-            occasion: the same on all nodes that step.
+            step_id: the same on all nodes that step.
 
         Raises:
             ValueError: for an optimizer that overwrites the parameters with a copy of its own.
@@ -112,7 +112,7 @@ class LocalOptimizer:
         self.steps += 1
         since = self.steps % self._config.sync_every
         if since == 0:
-            self.state.advance(occasion)
+            self.state.exchange_step(step_id)
         else:
             self.state.settle(since)
             if self.division.steps_all and not self.state.may_settle(since) and not probed:
@@ -162,11 +162,11 @@ class LocalOptimizer:
         """How many exchanges this optimizer has made so far."""
         return self.steps // self._config.sync_every
 
-    def make_up_to(self, exchanges: int, occasion: int) -> None:
+    def make_up_to(self, exchanges: int, step_id: int) -> None:
         """Make the exchanges that only other nodes have made, with the updates so far."""
         while self.exchanges < exchanges:
             self.steps = (self.exchanges + 1) * self._config.sync_every
-            self.state.advance(occasion)
+            self.state.exchange_step(step_id)
             self.gather()
 
     def flush(self) -> None:
@@ -182,7 +182,7 @@ class LocalOptimizer:
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
-    def show_shared(self, wait: bool = True) -> None:
+    def swap_in_global_weights(self, wait: bool = True) -> None:
         """Put the global weights into the parameters; with ``wait=False``, without messages in flight."""
         self._probes_again = self.probe is not None and self.probe.cancel()  # within a step
         self._own, self._waits = [piece.clone() for piece in self.state.slices.in_parameters()], wait
@@ -192,9 +192,9 @@ class LocalOptimizer:
     def put_back(self) -> None:
         """Put this node's weights back. Nothing changed the weights that were shown."""
         self._put(self._own or ())
-        self._end_showing()
+        self._end_swap()
 
-    def show_own(self, adopt: bool) -> None:
+    def swap_in_local_weights(self, adopt: bool) -> None:
         """Put this node's weights back, with the changes made to the weights that were shown.
 
         Args:
@@ -212,9 +212,9 @@ class LocalOptimizer:
             self._put(self._now())
             if changed_S is not None:
                 state.set_shared(changed_S)
-        self._end_showing()
+        self._end_swap()
 
-    def _end_showing(self) -> None:
+    def _end_swap(self) -> None:
         self._own = None
         if self._probes_again and self.probe is not None:
             self.probe.begin(self.state.slices)
@@ -307,15 +307,15 @@ class LocalOptimizer:
         rank 0. Parameters that were taken out of the optimizer keep the global weights."""
         known = self.parameters
         ids = set(map(id, known))
-        now = trained_by(self.optimizer, ids)
+        now = trainable_params(self.optimizer, ids)
         if len(now) == len(known) and all(map(is_, now, known)):
             return
         self._drop_pending(ids - set(map(id, now)))
         self.division.follow_groups()
-        self._exchange.communicator.begin_with_first(p for p in now if id(p) not in ids)
+        self._exchange.communicator.broadcast_from_rank0(p for p in now if id(p) not in ids)
         before = self.state
         self.state = self._new_state()
-        self.state.take_over(before)
+        self.state.migrate_from(before)
         self.gather()
 
     def _leave_frozen(self) -> None:
@@ -331,7 +331,7 @@ class LocalOptimizer:
             self.gather()
 
     def _new_state(self) -> UpdateState:
-        return self._make_state(Slices(self.parameters, self.division.mine), self._exchange, self._config)
+        return self._make_state(Slices(self.parameters, self.division.local_parts), self._exchange, self._config)
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -361,7 +361,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 # -- the division of the step ------------------------------------------------------------------------------------------
 
 
-class Division:
+class StepPartition:
     """How the devices of a node divide the step of one optimizer.
 
     Args:
@@ -378,23 +378,23 @@ class Division:
         self.optimizer, self._inside, self._step = optimizer, inside, step
         self.steps_all = step is None
         self.parameters: list[Tensor] = []
-        self.mine: list[Part | None] = []
+        self.local_parts: list[Part | None] = []
         self._parts: list[Parts] = []
         self.follow_groups()
 
     def follow_groups(self) -> None:
         """Take up what the optimizer steps now."""
         here, size = self._inside.node.place, self._inside.node.size
-        now = trained_by(self.optimizer, set(map(id, self.parameters)))
+        now = trainable_params(self.optimizer, set(map(id, self.parameters)))
         if self._step is not None:
             self._step.follow_groups()
             known = {id(p): parts for p, parts in zip(self._step.parameters, self._step.parts, strict=True)}
             self._parts = [known[id(p)] for p in now]
         else:
             known = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
-            self._parts = divide_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True)
+            self._parts = partition_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True)
         self.parameters = now
-        self.mine = [next((part for part in of if part.owner == here), None) for of in self._parts]
+        self.local_parts = [next((part for part in of if part.owner == here), None) for of in self._parts]
         self._gather = FlatGather(now, self._parts, here, size)
 
     def gather(self) -> None:
@@ -417,7 +417,7 @@ class Division:
             self._step.release()
 
 
-class Shards(Division):
+class FSDPPartition(StepPartition):
     """The parameters are sharded themselves (FSDP2): each device has its part alone."""
 
     def __init__(self, optimizer: Optimizer, inside: HierCommunicator, module: nn.Module) -> None:
@@ -426,17 +426,17 @@ class Shards(Division):
         self.steps_all = False
 
     def follow_groups(self) -> None:
-        self.parameters = trained_by(self.optimizer, set(map(id, self.parameters)))
-        self.mine = [part_of(p) for p in self.parameters]
+        self.parameters = trainable_params(self.optimizer, set(map(id, self.parameters)))
+        self.local_parts = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:
         """FSDP2 does that in the next forward pass, unless it kept what an evaluation gathered: drop that."""
         drop_gathered(self._module)
 
 
-def division_of(
+def partition_of(
     optimizer: Optimizer, module: nn.Module, inside: HierCommunicator, names: Mapping[int, str], share: bool
-) -> Division:
+) -> StepPartition:
     """Return how the step of an optimizer is divided.
 
     Args:
@@ -445,9 +445,9 @@ def division_of(
     """
     parameters = parameters_of(optimizer)
     if any(isinstance(p, DTensor) for p in parameters):
-        return Shards(optimizer, inside, module)
+        return FSDPPartition(optimizer, inside, module)
     dense = sparse_parameters(module).isdisjoint(map(id, parameters))
     exact = is_tested(optimizer) and not any(group.get("max_grad_norm") for group in optimizer.param_groups)
     if share and inside.node.size > 1 and dense and exact:
-        return Division(optimizer, inside, ShardedStep(optimizer, inside, names, gather=False))
-    return Division(optimizer, inside)
+        return StepPartition(optimizer, inside, ShardedStep(optimizer, inside, names, gather=False))
+    return StepPartition(optimizer, inside)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sparse.checkpoint.state import Piece, State, layout_of, read
-from lightning_sparse.sharding import Part, in_order_of, local_of, memory_of, memory_of_part
+from lightning_sparse.checkpoint.state import Piece, State, layout_of, read_slice
+from lightning_sparse.sharding import Part, flat_view, flat_view_of_part, flatten_like, local_of
 from lightning_sparse.updates.optimizer import LocalOptimizer
 
 Stepped = Sequence[tuple[Optimizer, Sequence[tuple[Tensor, Part]]]]
@@ -32,7 +32,9 @@ def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> 
             for quantity, value in one.optimizer.state.get(parameter, {}).items():
                 flat = _own_part(value, parameter, part)
                 if flat is None:
-                    rest[name][quantity] = local_of(value).detach().cpu() if isinstance(value, Tensor) else plain(value)
+                    rest[name][quantity] = (
+                        local_of(value).detach().cpu() if isinstance(value, Tensor) else to_python(value)
+                    )
                 else:
                     piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
                     state.pieces.setdefault(quantity, []).append(piece)
@@ -42,7 +44,7 @@ def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> 
 
 def _options(one: LocalOptimizer) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = one.optimizer.param_groups
-    return [{name: plain(value) for name, value in group.items() if name != "params"} for group in groups]
+    return [{name: to_python(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
 def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
@@ -50,9 +52,9 @@ def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
     if not isinstance(value, Tensor) or not value.dim():
         return None
     if isinstance(value, DTensor):
-        return memory_of(value.to_local()) if value.shape == parameter.shape else None
+        return flat_view(value.to_local()) if value.shape == parameter.shape else None
     if value.shape == parameter.shape:
-        return in_order_of(parameter, value)[part.begin : part.end]
+        return flatten_like(parameter, value)[part.begin : part.end]
     return value.detach() if value.shape == (part.end - part.begin,) else None
 
 
@@ -107,7 +109,7 @@ def _read(devices: Sequence[State], quantity: str, name: str, part: Part, parame
     def cut(state: State, *place: Any) -> Any:
         return state.cut(quantity, *place)
 
-    return read(devices, cut, name, part.begin, part.end, layout_of(parameter))
+    return read_slice(devices, cut, name, part.begin, part.end, layout_of(parameter))
 
 
 def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
@@ -115,14 +117,14 @@ def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
     flat = flat.to(parameter.device)
     if isinstance(parameter, DTensor):
         local = torch.empty_like(parameter.to_local(), dtype=flat.dtype)
-        memory_of(local).copy_(flat)
+        flat_view(local).copy_(flat)
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     if len(flat) < parameter.numel():
         return flat
     whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device=flat.device)
-    memory_of_part(whole, part).copy_(flat)
+    flat_view_of_part(whole, part).copy_(flat)
     return whole
 
 
@@ -139,10 +141,10 @@ def _placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -
     return {name: place(name, value) for name, value in found.items()}
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Return it with Python's numbers for NumPy's: a schedule may leave these in an optimizer, a safe load refuses."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+        return {name: to_python(each) for name, each in value.items()}
+    return type(value)(map(to_python, value)) if type(value) in (list, tuple) else value

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sparse import kernels
 from lightning_sparse.kernels import plain
-from lightning_sparse.sharding import Part, memory_of_part
+from lightning_sparse.sharding import Part, flat_view_of_part
 
 _CACHED = 1 << 16  # elements that stay in a core's cache
 
@@ -55,7 +55,7 @@ class Slices:
         takes longer than to use them, for models of many small parameters."""
         places = [_place_of(parameter) for parameter, _ in self.pieces]
         if places != self._seen or None in places:
-            self._views = [memory_of_part(parameter, part) for parameter, part in self.pieces]
+            self._views = [flat_view_of_part(parameter, part) for parameter, part in self.pieces]
             self._seen = places
         return self._views
 
@@ -77,8 +77,8 @@ class Slices:
             torch._foreach_add_(start, pending)
             torch._foreach_sub_(start, piece)
 
-    def add_change(self, own_S: Tensor, shared_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
-        """own_S += the parameters - what ``write_between`` wrote, given the same.
+    def add_change(self, local_S: Tensor, global_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
+        """local_S += the parameters - what ``write_between`` wrote, given the same.
 
         Args:
             now_S: taken for the parameters; what they can hold.
@@ -87,21 +87,21 @@ class Slices:
         if now_S is not None:
             model = [now.to(piece.dtype) for now, piece in zip(self.of(now_S), model, strict=True)]
         if model:
-            _kernels_for(model).add_change(own_S, shared_S, model, ahead)
+            _kernels_for(model).add_change(local_S, global_S, model, ahead)
 
-    def write_between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> None:
-        """Write shared_S - ahead * (shared_S - own_S) into the parameters, rounded to their dtypes."""
+    def write_between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> None:
+        """Write global_S - ahead * (global_S - local_S) into the parameters, rounded to their dtypes."""
         model = self.in_parameters()
         if model:
-            _kernels_for(model).write_between(own_S, shared_S, model, ahead)
+            _kernels_for(model).write_between(local_S, global_S, model, ahead)
             torch.autograd.graph.increment_version(model)  # kernels do not: a graph may have saved what was there
 
-    def between(self, own_S: Tensor, shared_S: Tensor, ahead: float) -> Tensor:
+    def between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> Tensor:
         """Return what ``write_between`` writes, in fp32, on the device of the two."""
-        flat_S = torch.empty_like(own_S)
-        model = [torch.empty_like(piece, device=own_S.device) for piece in self.in_parameters()]
+        flat_S = torch.empty_like(local_S)
+        model = [torch.empty_like(piece, device=local_S.device) for piece in self.in_parameters()]
         if model:
-            _kernels_for(self.in_parameters()).write_between(own_S, shared_S, model, ahead)
+            _kernels_for(self.in_parameters()).write_between(local_S, global_S, model, ahead)
             torch._foreach_copy_(self.of(flat_S), model)
         return flat_S
 

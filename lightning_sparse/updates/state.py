@@ -3,18 +3,18 @@
 Of a slice S, all fp32. What the parameters hold is this node's model x, with *pending* what the node has not sent, *in
 flight* what it has sent and other nodes have not received, and a = ``step_ahead``:
 
-    x = shared_S - a * pending - in flight
+    x = global_S - a * pending - in flight
 
 `UpdateState` keeps what is pending in a tensor of its own, beside what the parameters held after the last exchange:
 paths that send everything, or leave it to others what is sent, add to it to the end.
 
-`Difference`, for messages of the largest entries, keeps a second model instead, which lacks nothing that the node did:
+`SparseUpdateState`, for messages of the largest entries, keeps a second model instead, with all updates of the node:
 
-    pending_S = shared_S - own_S                                 once this node's last message is added to own_S
+    pending_S = global_S - local_S                                 once this node's last message is added to local_S
 
 So neither what is pending nor what the parameters held before the step is stored: two tensors, whatever a is, and a may
-change (see `agreement`). Entries change by messages alone: in shared_S by ``outer_lr`` times the mean of all nodes', in
-own_S by that less the node's own, which it had already. A model that took the share a of each update would round it
+change (see `agreement`). Entries change by messages alone: in global_S by ``outer_lr`` times the mean of all nodes', in
+local_S by that less the node's own, which it had already. A model that took the share a of each update would round it
 away where it is small beside the weight. Between two exchanges, too, the parameters keep the share a of each update, or
 else the models of nodes part (``settle``). What is pending does not depend on what other nodes have sent, so the next
 message is selected while theirs arrive:
@@ -34,10 +34,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_sparse.exchange import Exchange, Shard, Transfer
-from lightning_sparse.exchange.lanes import HostCopy, TensorFuture
+from lightning_sparse.exchange.lanes import AsyncHostTensor, TensorFuture
 from lightning_sparse.exchange.paths import Dense, Sparse
-from lightning_sparse.kernels.wire import mark, marks_of
-from lightning_sparse.updates.agreement import Agreement
+from lightning_sparse.kernels.wire import read_step_ids, write_step_id
+from lightning_sparse.updates.agreement import UpdateCorrelation
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 
@@ -49,27 +49,27 @@ class UpdateState:
         slices: the slice; its parameters hold the global weights.
 
     Attributes:
-        shared_S: the global weights, bit-identical on all nodes but for messages that have not been added yet.
-        ahead: share of what is pending that this node's model keeps.
+        global_S: the global weights, bit-identical on all nodes but for messages that have not been added yet.
+        local_fraction: share of what is pending that this node's model keeps.
     """
 
-    _MODELS: ClassVar[Sequence[str]] = ("shared_S", "_pending_S", "_start_S")
+    _MODELS: ClassVar[Sequence[str]] = ("global_S", "_pending_S", "_start_S")
     """Names of the tensors of S elements that another division of the parameters goes on with."""
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         self.slices, self._exchange, self._config = slices, exchange, config
-        self.shared_S = slices.read()
+        self.global_S = slices.read()
         self._mean = -config.outer_lr / exchange.topology.num_nodes  # makes a sum over nodes what weights lose
         self._under_way: tuple[TensorFuture, Delivery] | None = None
         work = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
         self._path = exchange.choice.path(work, config.density)
-        self.ahead = config.ahead(exchange.topology.num_nodes)
+        self.local_fraction = config.ahead(exchange.topology.num_nodes)
         self._make_models()
 
     def _make_models(self) -> None:
-        self._pending_S = torch.zeros_like(self.shared_S)
-        self._start_S = self.shared_S.clone()  # what the parameters held after the last exchange
-        self._spare_S = torch.empty_like(self.shared_S)
+        self._pending_S = torch.zeros_like(self.global_S)
+        self._start_S = self.global_S.clone()  # what the parameters held after the last exchange
+        self._spare_S = torch.empty_like(self.global_S)
 
     @property
     def pending_S(self) -> Tensor:
@@ -77,11 +77,11 @@ class UpdateState:
         self.receive()
         return self._pending_S
 
-    def advance(self, occasion: int = 0) -> None:
+    def exchange_step(self, step_id: int = 0) -> None:
         """Exchange what the parameters have changed by since the last time, and set them to this node's model.
 
         Args:
-            occasion: what all nodes exchange on. Paths that send messages compare it, two exchanges later.
+            step_id: what all nodes exchange on. Paths that send messages compare it, two exchanges later.
 
         Raises:
             RuntimeError: where nodes exchanged on different occasions.
@@ -89,15 +89,15 @@ class UpdateState:
         if not self.slices.numel:
             return
         acc_S = self._collect()
-        if self._path.leaves == "nothing":
+        if self._path.residual_kind == "nothing":
             self._pending_S.zero_()
         transfer = self._exchange.begin(self._path, Shard(acc_S, next_S=self._pending_S))
         if self._config.delay:  # acc_S - pending_S is in flight
-            torch.sub(self.shared_S, acc_S, out=self._start_S)
-            if self.ahead != 1.0:
-                self._start_S.add_(self._pending_S, alpha=1.0 - self.ahead)
+            torch.sub(self.global_S, acc_S, out=self._start_S)
+            if self.local_fraction != 1.0:
+                self._start_S.add_(self._pending_S, alpha=1.0 - self.local_fraction)
             self._write_start()
-        self._start(Delivery(self._exchange, transfer, self.shared_S, self._mean))
+        self._start(Delivery(self._exchange, transfer, self.global_S, self._mean))
         if not self._config.delay:
             self.begin()
 
@@ -110,7 +110,7 @@ class UpdateState:
         """
         arrives = since == self._config.delay
         self._exchange.count_step_without(self._path)
-        if self.slices.numel and (arrives or self.ahead != 1.0):
+        if self.slices.numel and (arrives or self.local_fraction != 1.0):
             self._settle(arrives, since)
 
     def _settle(self, arrives: bool, since: int) -> None:
@@ -125,7 +125,7 @@ class UpdateState:
 
     def begin(self) -> None:
         """Put this node's model into the parameters; nothing is in flight."""
-        torch.add(self.shared_S, self._pending_S, alpha=-self.ahead, out=self._start_S)
+        torch.add(self.global_S, self._pending_S, alpha=-self.local_fraction, out=self._start_S)
         self._write_start()
 
     def _write_start(self) -> None:
@@ -137,12 +137,12 @@ class UpdateState:
         """Run a job that has selected: beside the next step, or with ``delay=0`` now."""
         if self._config.delay:
             selected = delivery.select()
-            self._under_way = self._exchange.runner.start(delivery, self.shared_S, selected), delivery
+            self._under_way = self._exchange.runner.start(delivery, self.global_S, selected), delivery
             return
         with self._exchange.communicator.waiting():
             delivery.transfer()
         delivery.apply()
-        self._keep(delivery)
+        self._store_received(delivery)
 
     def receive(self) -> None:
         """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
@@ -151,16 +151,16 @@ class UpdateState:
             with nullcontext() if future.done() else self._exchange.communicator.waiting():
                 self._exchange.runner.finish(future)
             self._under_way = None
-            self._keep(delivery)
+            self._store_received(delivery)
 
-    def _keep(self, delivery: Delivery) -> None:
+    def _store_received(self, delivery: Delivery) -> None:
         """Take what a delivery that is done has not added to the global weights."""
         return  # nothing, unless messages are kept
 
     def read_shared(self) -> Tensor:
         """Return the global weights with every message; not to be written to."""
         self.receive()
-        return self.shared_S
+        return self.global_S
 
     def read_received(self) -> Tensor:
         """Return the global weights without waiting. They may lack messages in flight, the same messages on all nodes.
@@ -172,11 +172,11 @@ class UpdateState:
         self._pending_S.copy_(self._collect())
         self.begin()
 
-    def set_shared(self, shared_S: Tensor) -> None:
+    def set_shared(self, global_S: Tensor) -> None:
         """Set the global weights, and move this node's model by the same difference: pending updates stay pending."""
         self.receive()
-        _move(self._start_S, self.shared_S, shared_S)
-        self.shared_S.copy_(shared_S)
+        _move(self._start_S, self.global_S, global_S)
+        self.global_S.copy_(global_S)
 
     def flush(self) -> None:
         """Send everything that is pending, which counts once: afterwards the parameters hold the global weights, on all
@@ -185,7 +185,7 @@ class UpdateState:
             return
         unsent_S, mean = self._collect(), -1.0 / self._exchange.topology.num_nodes
         total_S = self._exchange.sum(Dense(self._path.work), Shard(unsent_S), of_a_step=False)
-        self.shared_S.add_(total_S, alpha=mean)
+        self.global_S.add_(total_S, alpha=mean)
         self.set_pending(torch.zeros_like(unsent_S))
         self.begin()
 
@@ -210,10 +210,10 @@ class UpdateState:
         self.set_pending(pending_S)
         self.begin()
 
-    def take_over(self, before: Self) -> None:
+    def migrate_from(self, before: Self) -> None:
         """Go on with the pieces that another division of the same parameters had."""
         before.receive()
-        self.ahead = before.ahead
+        self.local_fraction = before.local_fraction
         for name in self._MODELS:
             old = before.slices.by_piece(getattr(before, name))
             for piece, view in self.slices.by_piece(getattr(self, name)).items():
@@ -227,8 +227,8 @@ class UpdateState:
         Args:
             now_S: what the parameters hold, on the CPU, where all of this is made: a device may have no room left.
         """
-        models = {"shared": self.shared_S.cpu(), "pending": self._pending_S.cpu(), "start": self._start_S.cpu()}
-        return {**models, "now": patch_of(models["start"], now_S)}
+        models = {"shared": self.global_S.cpu(), "pending": self._pending_S.cpu(), "start": self._start_S.cpu()}
+        return {**models, "now": sparse_diff(models["start"], now_S)}
 
     def _written(self) -> Tensor:
         """Return what the parameters held after the last exchange."""
@@ -238,11 +238,11 @@ class UpdateState:
         """Go on where it was saved; the parameters are set, too. Return whether it goes on exactly; under other options
         than it was saved with, all that is unsent is pending."""
         self.receive()  # what is under way would be added to what was saved
-        self.shared_S.copy_(saved["shared"])
+        self.global_S.copy_(saved["shared"])
         if self._load_own(saved):
-            self.slices.write(patched(self._written(), saved["now"]))
+            self.slices.write(apply_diff(self._written(), saved["now"]))
             return True
-        self.set_pending(unsent_of(saved).to(self.shared_S.device))
+        self.set_pending(unsent_of(saved).to(self.global_S.device))
         self.begin()
         return False
 
@@ -255,76 +255,76 @@ class UpdateState:
         return True
 
 
-class Difference(UpdateState):
+class SparseUpdateState(UpdateState):
     """For ``exchange="sparse"``.
 
     Attributes:
-        own_S: this node's model. It and ``shared_S`` lack the messages of the last exchange until the next one: how
+        local_S: this node's model. It and ``global_S`` lack the messages of the last exchange until the next one: how
             sums round must not depend on who asks for weights in between.
     """
 
-    _MODELS = ("shared_S", "own_S")
+    _MODELS = ("global_S", "local_S")
     _path: Sparse
 
     def _make_models(self) -> None:
-        self.own_S = self.shared_S.clone()
-        self._agreement: Agreement | None = None
+        self.local_S = self.global_S.clone()
+        self._correlation: UpdateCorrelation | None = None
         nodes = self._exchange.topology.num_nodes
         if self._config.measures_ahead(nodes):
-            self._agreement, self.ahead = Agreement(self.slices.numel), 1.0
+            self._correlation, self.local_fraction = UpdateCorrelation(self.slices.numel), 1.0
         self._exchanges = 0
-        self._samples: HostCopy | None = None  # of what nodes had pending at the last exchange
+        self._samples: AsyncHostTensor | None = None  # of what nodes had pending at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
-        self._marks: HostCopy | None = None  # the occasions of those that were received last, int64 [M]
-        self._minus_one = torch.tensor(-1.0, device=self.own_S.device)
+        self._marks: AsyncHostTensor | None = None  # the occasions of those that were received last, int64 [M]
+        self._minus_one = torch.tensor(-1.0, device=self.local_S.device)
 
     @property
     def pending_S(self) -> Tensor:
-        own_S = self.own_S.clone()
-        self._add_sent(own_S)
-        return self.shared_S - own_S
+        local_S = self.local_S.clone()
+        self._add_sent(local_S)
+        return self.global_S - local_S
 
     def read_shared(self) -> Tensor:
         self.receive()
         if self._messages is None:
-            return self.shared_S
-        shared_S = self.shared_S.clone()
-        self._add_messages(self._messages, shared_S)
-        return shared_S
+            return self.global_S
+        global_S = self.global_S.clone()
+        self._add_messages(self._messages, global_S)
+        return global_S
 
     def read_received(self) -> Tensor:
-        return self.shared_S
+        return self.global_S
 
     def settle_now(self) -> None:
         self._collect()
         self.begin()
 
-    def set_shared(self, shared_S: Tensor) -> None:
-        _move(self.own_S, self.shared_S, shared_S)
-        self.shared_S.copy_(shared_S)
+    def set_shared(self, global_S: Tensor) -> None:
+        _move(self.local_S, self.global_S, global_S)
+        self.global_S.copy_(global_S)
 
-    def advance(self, occasion: int = 0) -> None:
+    def exchange_step(self, step_id: int = 0) -> None:
         if not self.slices.numel:
             return
-        self._compare_occasions()
+        self._check_step_ids()
         self._add_own()
-        self._follow_agreement()
+        self._update_local_fraction()
         sample = self._sample()
-        transfer = self._exchange.begin(self._path, Shard(self.own_S, self.shared_S, factor=self._minus_one))
-        mark(transfer.carried, occasion)
-        sent, delivery = transfer.carried.view(1, -1), self._delivery(transfer, sample)
+        transfer = self._exchange.begin(self._path, Shard(self.local_S, self.global_S, factor=self._minus_one))
+        write_step_id(transfer.payload, step_id)
+        sent, delivery = transfer.payload.view(1, -1), self._delivery(transfer, sample)
         self.receive()
         messages, self._messages = self._messages, None
         self._start(delivery)
         self._add_mean(messages)
         self._sent = sent
         if not self._config.delay:
-            self._path.add(sent, self.own_S, 1.0)
+            self._path.add(sent, self.local_S, 1.0)
             self._sent = None
-            self._take_messages()
-        elif self.ahead != 1.0:
-            self._path.add(sent, self.own_S, 1.0 - 1.0 / self.ahead)  # what is under way is seen in full
+            self._apply_received()
+        elif self.local_fraction != 1.0:
+            self._path.add(sent, self.local_S, 1.0 - 1.0 / self.local_fraction)  # what is under way is seen in full
         self.begin()
 
     def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
@@ -333,45 +333,45 @@ class Difference(UpdateState):
     def _settle(self, arrives: bool, since: int) -> None:
         if arrives:
             self._add_own()
-            self._take_messages()
+            self._apply_received()
         else:
-            self.slices.add_change(self.own_S, self.shared_S, self.ahead)
+            self.slices.add_change(self.local_S, self.global_S, self.local_fraction)
         self.begin()
 
     def begin(self) -> None:
-        self.slices.write_between(self.own_S, self.shared_S, self.ahead)
+        self.slices.write_between(self.local_S, self.global_S, self.local_fraction)
 
     def set_pending(self, pending_S: Tensor) -> None:
         self._messages = self._sent = None
-        torch.sub(self.shared_S, pending_S, out=self.own_S)
+        torch.sub(self.global_S, pending_S, out=self.local_S)
 
     def drop_pending(self, parameters: Collection[int]) -> None:
         self._collect()
-        shared = self.slices.by_piece(self.shared_S)
-        for piece, view in self.slices.by_piece(self.own_S).items():
+        shared = self.slices.by_piece(self.global_S)
+        for piece, view in self.slices.by_piece(self.local_S).items():
             if piece[0] in parameters:
                 view.copy_(shared[piece])
         self.begin()
 
-    def take_over(self, before: Self) -> None:
+    def migrate_from(self, before: Self) -> None:
         before._collect()  # messages hold places in the slice as it was
         before.begin()
-        super().take_over(before)
+        super().migrate_from(before)
         self._exchanges = before._exchanges
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        before_S, kept_S = self.shared_S.cpu(), self.own_S.cpu()
-        shared_S, own_S = before_S, kept_S.clone()
+        before_S, kept_S = self.global_S.cpu(), self.local_S.cpu()
+        global_S, local_S = before_S, kept_S.clone()
         if self._messages is not None:
-            shared_S = before_S.clone()
-            self._path.add(self._messages.cpu(), shared_S, self._mean)
-        self.slices.add_change(own_S, before_S, self.ahead, now_S)
+            global_S = before_S.clone()
+            self._path.add(self._messages.cpu(), global_S, self._mean)
+        self.slices.add_change(local_S, before_S, self.local_fraction, now_S)
         if self._sent is not None:
-            self._path.add(self._sent.cpu(), own_S, 1.0 / self.ahead)
-        written_S = self.slices.between(kept_S, before_S, self.ahead)
-        saved = {"shared": shared_S, "own": own_S, "now": patch_of(written_S, now_S)}
-        saved |= {"before": patch_of(shared_S, before_S), "kept": patch_of(own_S, kept_S)}
-        saved["ahead"] = torch.tensor(self.ahead, dtype=torch.float64)
+            self._path.add(self._sent.cpu(), local_S, 1.0 / self.local_fraction)
+        written_S = self.slices.between(kept_S, before_S, self.local_fraction)
+        saved = {"shared": global_S, "own": local_S, "now": sparse_diff(written_S, now_S)}
+        saved |= {"before": sparse_diff(global_S, before_S), "kept": sparse_diff(local_S, kept_S)}
+        saved["ahead"] = torch.tensor(self.local_fraction, dtype=torch.float64)
         saved["outer_lr"] = torch.tensor(self._config.outer_lr, dtype=torch.float64)
         saved["exchanges"] = torch.tensor(self._exchanges)
         if self._samples is not None:
@@ -381,47 +381,47 @@ class Difference(UpdateState):
         return saved
 
     def _written(self) -> Tensor:
-        return self.slices.between(self.own_S, self.shared_S, self.ahead)
+        return self.slices.between(self.local_S, self.global_S, self.local_fraction)
 
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        if "own" not in saved or (self._agreement is None and saved["ahead"] != self.ahead):
+        if "own" not in saved or (self._correlation is None and saved["ahead"] != self.local_fraction):
             return False
         self._messages = self._sent = self._samples = None
-        self.ahead = float(saved["ahead"])
+        self.local_fraction = float(saved["ahead"])
         self._exchanges = int(saved["exchanges"])
-        if "samples" in saved and self._agreement is not None:
-            self._samples = HostCopy(saved["samples"])
+        if "samples" in saved and self._correlation is not None:
+            self._samples = AsyncHostTensor(saved["samples"])
         if "messages" in saved:
-            messages, mine = saved["messages"].to(self.own_S.device), self._exchange.topology.node_index
-            counted = float(saved["outer_lr"]) if "outer_lr" in saved else 1.0  # in the shared weights that were saved
+            messages, mine = saved["messages"].to(self.local_S.device), self._exchange.topology.node_index
+            counted = float(saved["outer_lr"]) if "outer_lr" in saved else 1.0  # in the global weights that were saved
             if counted != self._config.outer_lr or not self._path.wrote(messages):
                 return False
             self._messages, self._sent = messages, messages[mine : mine + 1]
-        self.shared_S.copy_(patched(saved["shared"], saved["before"]))
-        self.own_S.copy_(patched(saved["own"], saved["kept"]))
+        self.global_S.copy_(apply_diff(saved["shared"], saved["before"]))
+        self.local_S.copy_(apply_diff(saved["own"], saved["kept"]))
         return True
 
     def _sample(self) -> Tensor | None:
         self._exchanges += 1
-        if self._agreement is None or not self._agreement.due(self._exchanges):
+        if self._correlation is None or not self._correlation.should_sample(self._exchanges):
             return None
-        return self._agreement.sample(self._exchanges, self.own_S, self.shared_S)
+        return self._correlation.sample(self._exchanges, self.local_S, self.global_S)
 
-    def _follow_agreement(self) -> None:
+    def _update_local_fraction(self) -> None:
         """Change ``ahead`` to what the samples of the last exchange say, if it had any."""
-        if self._agreement is None or not self._agreement.due(self._exchanges):
+        if self._correlation is None or not self._correlation.should_sample(self._exchanges):
             return
         self.receive()
-        measured = None if self._samples is None else self._agreement.measure(self._samples)
+        measured = None if self._samples is None else self._correlation.measure(self._samples)
         self._samples = None
         if measured is not None:
-            self.ahead = measured
+            self.local_fraction = measured
 
-    def _keep(self, delivery: Delivery) -> None:
+    def _store_received(self, delivery: Delivery) -> None:
         self._messages, self._samples = delivery.messages, delivery.samples
-        self._marks = None if delivery.messages is None else HostCopy(marks_of(delivery.messages))
+        self._marks = None if delivery.messages is None else AsyncHostTensor(read_step_ids(delivery.messages))
 
-    def _compare_occasions(self) -> None:
+    def _check_step_ids(self) -> None:
         """Of messages that were received before: the host need not wait for those under way."""
         marks = [] if self._marks is None else self._marks.read().tolist()
         self._marks = None
@@ -437,31 +437,31 @@ class Difference(UpdateState):
 
     def _collect(self) -> Tensor:
         self.receive()
-        self._compare_occasions()
+        self._check_step_ids()
         self._add_own()
-        self._take_messages()
-        return self.shared_S - self.own_S
+        self._apply_received()
+        return self.global_S - self.local_S
 
     def _add_own(self) -> None:
         """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
-        self.slices.add_change(self.own_S, self.shared_S, self.ahead)
-        self._add_sent(self.own_S)
+        self.slices.add_change(self.local_S, self.global_S, self.local_fraction)
+        self._add_sent(self.local_S)
         self._sent = None
 
-    def _take_messages(self) -> None:
+    def _apply_received(self) -> None:
         self.receive()
         self._add_mean(self._messages)
         self._messages = None
 
-    def _add_sent(self, own_S: Tensor) -> None:
+    def _add_sent(self, local_S: Tensor) -> None:
         if self._sent is not None:
-            self._path.add(self._sent, own_S, 1.0 / self.ahead)
+            self._path.add(self._sent, local_S, 1.0 / self.local_fraction)
 
     def _add_mean(self, messages: Tensor | None) -> None:
         """Add the messages of all nodes to both models."""
         if messages is not None:
-            self._add_messages(messages, self.shared_S)
-            self._add_messages(messages, self.own_S)
+            self._add_messages(messages, self.global_S)
+            self._add_messages(messages, self.local_S)
 
     def _add_messages(self, messages: Tensor, target_S: Tensor) -> None:
         self._path.add(messages, target_S, self._mean)
@@ -474,18 +474,18 @@ def _move(model_S: Tensor, before_S: Tensor, now_S: Tensor) -> None:
 
 def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
     """Return the state of what the parameters hold, with nothing pending: the lean one where the path allows it."""
-    kind = Difference if config.path is Sparse else UpdateState
+    kind = SparseUpdateState if config.path is Sparse else UpdateState
     return kind(slices, exchange, config)
 
 
 def unsent_of(saved: Mapping[str, Tensor]) -> Tensor:
     """Return all that the global weights lack of a node's updates, from what a state saved."""
     if "own" in saved:
-        return patched(saved["shared"], saved["before"]) - saved["own"]
-    return saved["pending"] + (saved["start"] - patched(saved["start"], saved["now"]))
+        return apply_diff(saved["shared"], saved["before"]) - saved["own"]
+    return saved["pending"] + (saved["start"] - apply_diff(saved["start"], saved["now"]))
 
 
-def patch_of(new_S: Tensor, old_S: Tensor) -> Tensor:
+def sparse_diff(new_S: Tensor, old_S: Tensor) -> Tensor:
     """Return the places and the bits, int32 or int64 [2, n], in which one tensor of fp32 differs from another; or all
     bits, int32 [S], where that is smaller."""
     bits = old_S.view(torch.int32)
@@ -495,7 +495,7 @@ def patch_of(new_S: Tensor, old_S: Tensor) -> Tensor:
     return torch.stack([places, bits[places].long()]).to(torch.int32 if len(bits) < 2**31 else torch.int64)
 
 
-def patches_in(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
+def slice_diff(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
     """Return those of elements [begin, end) of the patches that a state saved."""
     patches = {}
     for name in saved.keys() & {"now", "before", "kept"}:
@@ -508,7 +508,7 @@ def patches_in(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tens
     return patches
 
 
-def patched(new_S: Tensor, patch: Tensor) -> Tensor:
+def apply_diff(new_S: Tensor, patch: Tensor) -> Tensor:
     """Return the other tensor, from the first and its patch."""
     if patch.dim() == 1:
         return patch.view(torch.float32).to(new_S.device, copy=True)
@@ -518,7 +518,7 @@ def patched(new_S: Tensor, patch: Tensor) -> Tensor:
 
 
 class Delivery:
-    """The job of carrying what was selected of an update to the shared weights.
+    """The job of carrying what was selected of an update to the global weights.
 
     Args:
         target_S: the sum over nodes is added to it, times ``alpha``; None keeps the messages.
@@ -540,10 +540,10 @@ class Delivery:
         self._transfer, self._target_S, self._alpha = transfer, target_S, alpha
         self._sample_bytes = 0
         self.messages: Tensor | None = None
-        self.samples: HostCopy | None = None
+        self.samples: AsyncHostTensor | None = None
         if sample_B is not None:
             self._sample_bytes = sample_B.numel()
-            transfer.carried = torch.cat([transfer.carried, sample_B])
+            transfer.payload = torch.cat([transfer.payload, sample_B])
             exchange.stats.count_bytes((exchange.topology.num_nodes - 1) * sample_B.nbytes)
 
     def select(self) -> Sequence[Tensor]:
@@ -560,8 +560,8 @@ class Delivery:
         if self._target_S is not None:
             self._target_S.add_(self._transfer.apply(), alpha=self._alpha)
             return ()
-        self.messages, beside = self._transfer.carried, self._sample_bytes
+        self.messages, beside = self._transfer.payload, self._sample_bytes
         if beside:
-            self.samples = HostCopy(self.messages[:, -beside:].contiguous())
+            self.samples = AsyncHostTensor(self.messages[:, -beside:].contiguous())
             self.messages = self.messages[:, :-beside].contiguous()
         return ()

@@ -12,7 +12,7 @@ import torch
 from lightning_sparse import cli
 from lightning_sparse.cli import models, plan
 from lightning_sparse.cli.plan import WAYS, Row, Scenario, predict
-from lightning_sparse.exchange import Work
+from lightning_sparse.exchange import TensorSpec
 from lightning_sparse.exchange.paths import Dense, Flat, Regional, Sparse, num_selected
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.kernels.wire import TWO_BIT
@@ -36,7 +36,7 @@ def here(nodes: int, density: float = 0.01, **options: float) -> tuple[list[Row]
 def test_it_is_the_strategys_own_cost_model() -> None:
     of = scenario()
     assert of.buckets == 5, "as DDP cuts ResNet-50: 1 MiB, then 25 MiB each"
-    each = Work(16, 8, -(-RESNET50 // 5))
+    each = TensorSpec(16, 8, -(-RESNET50 // 5))
     k = math.ceil(0.01 * each.shard_numel)
     assert predict(of, 16, "ddp").sync_s == pytest.approx(5 * Flat(each).seconds(of.rates))
     assert predict(of, 16, "dense").sync_s == pytest.approx(5 * Dense(each).seconds(of.rates))

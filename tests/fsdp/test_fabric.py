@@ -36,7 +36,7 @@ def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
     """Shared weights, this node's own, and those at the end."""
     fabric, model, optimizer = prepared(flavour, "mstopk_fsdp")
     train(fabric, model, optimizer, 0, STEPS)
-    with fabric.strategy.shared_weights():
+    with fabric.strategy.global_weights():
         shared = whole(model).clone()
     own = whole(model).clone()
     fabric.strategy.finish()
@@ -49,7 +49,7 @@ def resumed(flavour: str, folder: str, options: dict[str, Any]) -> tuple[Tensor,
     train(fabric, model, optimizer, 0, 5)
     with torch.no_grad():
         loss_of(model, 0, fabric.global_rank)  # which leaves the root gathered
-    with fabric.strategy.shared_weights():
+    with fabric.strategy.global_weights():
         fabric.save("validated", {"model": model, "optimizer": optimizer})
     fabric.save("saved", {"model": model, "optimizer": optimizer, "step": 5})
     train(fabric, model, optimizer, 5, STEPS)

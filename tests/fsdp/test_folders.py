@@ -59,7 +59,7 @@ def not_shared(folder: str) -> tuple[str, list[str]]:
     mine = Path(folder) / f"node{dist.get_rank()}"
     mine.mkdir()
     try:
-        with folders.whole_or_none(mine / "last.ckpt", torch.device("cpu")) as partial:
+        with folders.atomic_directory(mine / "last.ckpt", torch.device("cpu")) as partial:
             (partial / "file").write_text("written")
     except RuntimeError as error:
         return str(error), [each.name for each in mine.iterdir()]
@@ -98,7 +98,7 @@ def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(blind: int, tmp_
 @pytest.mark.parametrize("exchanged", [True, False])
 def test_a_folder_takes_the_place_of_another(exchanged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchanged:  # as on file systems that cannot
-        monkeypatch.setattr(folders, "_exchanged", lambda *_: False)
+        monkeypatch.setattr(folders, "_swap_atomically", lambda *_: False)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)

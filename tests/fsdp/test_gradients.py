@@ -216,7 +216,7 @@ def kept_memory() -> tuple[int, int]:
     model = shard(model, mesh_of(topology))
     gradients = ShardedGradients(model, ExchangeConfig(exchange="dense"), topology)
     told: set[int] = set()
-    fsdp_module.keep_for_stream = lambda tensor: told.add(tensor.data_ptr())  # type: ignore[assignment]
+    fsdp_module.record_stream_use = lambda tensor: told.add(tensor.data_ptr())  # type: ignore[assignment]
     with gradients.accumulating():
         loss_of(model, 0, dist.get_rank()).backward()
     dropped = {

@@ -158,10 +158,10 @@ def look(folder: str, begin: int | None, end: int, distributed: bool) -> dict[st
             if trainer.global_step not in (begin, end):
                 return
             updates = trainer.strategy.engine
-            with updates.shared_weights():
+            with updates.global_weights():
                 shared = whole(trained).clone()
             if updates.active:
-                trainer.strategy.engine.show_own()
+                trainer.strategy.engine.swap_in_local_weights()
             found[trainer.global_step] = shared
             if updates.active:
                 ends_at = mean_over_nodes(_with_everything_sent(trained, updates))
@@ -280,7 +280,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def shared_of(updates: LocalUpdates) -> Tensor:
-    with updates.shared_weights():
+    with updates.global_weights():
         return runs.whole(updates.module).clone()
 
 

@@ -15,8 +15,17 @@ from lightning_sparse.flavours.pytorch_lightning import PTOCallback
 from lightning_sparse.optimizers import refuse, step_cost
 from lightning_sparse.pto import communicator_of
 from lightning_sparse.pto.gather import ALIGN, FlatGather, cut_state, join_states
-from lightning_sparse.pto.step import OwnShare, ShardedStep
-from lightning_sparse.sharding import BALANCED, GRAIN, Part, Parts, divide, loads_of, memory_of, sparse_parameters
+from lightning_sparse.pto.step import LocalShard, ShardedStep
+from lightning_sparse.sharding import (
+    ALIGNMENT,
+    BALANCED,
+    Part,
+    Parts,
+    flat_view,
+    loads_of,
+    partition,
+    sparse_parameters,
+)
 from lightning_sparse.topology import Topology
 from tests.helpers.lines import Lines
 
@@ -24,7 +33,7 @@ SIZES = st.lists(st.integers(0, 10_000), max_size=40)
 
 
 def whole(numels: list[int], loads: list[int]) -> list[Parts]:
-    return divide(numels, numels, loads, [False] * len(numels))
+    return partition(numels, numels, loads, [False] * len(numels))
 
 
 @given(SIZES, st.integers(1, 9))
@@ -49,15 +58,15 @@ def test_later_parameters_go_where_there_is_room(first: list[int], later: list[i
 @given(st.lists(st.integers(0, 100_000), max_size=20), st.integers(1, 5), st.data())
 def test_what_may_be_cut_is_cut_until_shares_are_balanced(numels: list[int], size: int, data: st.DataObject) -> None:
     cuttable = [data.draw(st.booleans()) for _ in numels]
-    parts = divide(numels, numels, [0] * size, cuttable)
+    parts = partition(numels, numels, [0] * size, cuttable)
     for numel, may, of_one in zip(numels, cuttable, parts, strict=True):
         assert [p.begin for p in of_one] == [0, *[p.end for p in of_one[:-1]]]
         assert of_one[-1].end == numel
-        assert all(p.begin % GRAIN == 0 for p in of_one)
+        assert all(p.begin % ALIGNMENT == 0 for p in of_one)
         assert len(of_one) == 1 or (may and len({p.owner for p in of_one}) == len(of_one) <= size)
     loads = loads_of(parts, numels, size)
     if all(cuttable):
-        assert max(loads, default=0) <= BALANCED * sum(loads) / size + GRAIN * size * (1 + len(numels))
+        assert max(loads, default=0) <= BALANCED * sum(loads) / size + ALIGNMENT * size * (1 + len(numels))
 
 
 @pytest.mark.parametrize(("model", "size"), [("resnet50", 4), ("vgg19", 4), ("vgg19", 2)])
@@ -65,7 +74,7 @@ def test_of_real_models_the_largest_share_is_a_tenth_over_the_mean(model: str, s
     """VGG-19's first classifier layer holds 72 % of it."""
     with torch.device("meta"):
         numels = [p.numel() for p in getattr(torchvision.models, model)().parameters()]
-    parts = divide(numels, numels, [0] * size, [True] * len(numels))
+    parts = partition(numels, numels, [0] * size, [True] * len(numels))
     loads = loads_of(parts, numels, size)
     assert max(loads) * size <= BALANCED * sum(loads)
     assert sum(len(each) > 1 for each in parts) <= 6
@@ -82,7 +91,7 @@ def test_muon_is_balanced_by_multiplications() -> None:
 def test_a_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_grad: torch.memory_format) -> None:
     parameter = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=layout))
     grad = parameter.grad = torch.randn(8, 4, 3, 3).to(memory_format=of_grad)
-    data, expected, share = parameter.data, parameter.detach() - 0.5 * grad, OwnShare()
+    data, expected, share = parameter.data, parameter.detach() - 0.5 * grad, LocalShard()
     for part in (Part(0, 0, 64), Part(1, 64, 288)):
         share.show([parameter], [part])
         assert parameter.shape == (part.end - part.begin,)
@@ -114,7 +123,7 @@ def test_a_sparse_gradient_is_not_cut() -> None:
     embedding = nn.Embedding(100, 4, sparse=True)
     embedding(torch.tensor([3])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
-        OwnShare().show([embedding.weight], [Part(0, 0, 128)])
+        LocalShard().show([embedding.weight], [Part(0, 0, 128)])
     assert sparse_parameters(nn.Sequential(embedding, nn.Embedding(3, 3))) == {id(embedding.weight)}
 
 
@@ -183,7 +192,7 @@ def test_the_gather_brings_every_share_everywhere(size: int, piece: int, large: 
     ranks = [odd_tensors(seed) for seed in range(size)]
     before = [[t.clone() for t in rank] for rank in ranks]
     numels = [t.numel() for t in ranks[0]]
-    parts = divide(numels, numels, [0] * size, [True] * len(numels))
+    parts = partition(numels, numels, [0] * size, [True] * len(numels))
     assert size == 1 or len(parts[-1]) > 1
     sent = [Sending(index, size) for index in range(size)]
     for index, sending in enumerate(sent):
@@ -197,7 +206,7 @@ def test_the_gather_brings_every_share_everywhere(size: int, piece: int, large: 
         for place, of_one in enumerate(parts):
             for part in of_one:
                 here = slice(part.begin, part.end)
-                assert torch.equal(memory_of(tensors[place])[here], memory_of(before[part.owner][place])[here])
+                assert torch.equal(flat_view(tensors[place])[here], flat_view(before[part.owner][place])[here])
             assert tensors[place].stride() == before[index][place].stride()
 
 

@@ -148,13 +148,13 @@ def conserved(
 
 
 def save(engine: Engine, path: str) -> dict[str, Any]:
-    """Save an engine as a strategy does, and return its manifest. A collective."""
-    manifest = saves.Saves(engine.kind).manifest_of(engine)
-    saves.write_side_file(engine.state().to_dict(), manifest["save_id"], path, dist.get_rank())
+    """Save an engine as a strategy does, and return its metadata. A collective."""
+    metadata = saves.SideFileWriter(engine.kind).metadata_of(engine)
+    saves.write_side_file(engine.state().to_dict(), metadata["save_id"], path, dist.get_rank())
     if dist.get_rank() == 0:
-        torch.save({saves.KEY: [manifest]}, path)
+        torch.save({saves.CHECKPOINT_KEY: [metadata]}, path)
     dist.barrier()
-    return manifest
+    return metadata
 
 
 def go_on(engine: Engine, path: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse.exchange import cost as choice
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig
-from lightning_sparse.optimizers import objection, response_of
+from lightning_sparse.optimizers import gradient_scaling_of, sparse_gradient_objection
 from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks, run_ranks
 from tests.helpers.lines import Lines
@@ -145,7 +145,7 @@ def test_every_optimizer_of_torch_is_known(name: str) -> None:
         pytest.skip("no optimizer of its own, or one that cannot be used here")
     cls: Any = getattr(torch.optim, name)
     made = cls([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
-    assert response_of(made) == ("linear" if name in ("SGD", "ASGD") else "adaptive")
+    assert gradient_scaling_of(made) == ("linear" if name in ("SGD", "ASGD") else "adaptive")
 
 
 @pytest.mark.parametrize(
@@ -162,22 +162,22 @@ def test_every_optimizer_of_torch_is_known(name: str) -> None:
     ],
 )
 def test_others_are_known_by_name(name: str, response: str) -> None:
-    assert response_of(optimizer(name)) == response
+    assert gradient_scaling_of(optimizer(name)) == response
 
 
 def test_derived_and_wrapping_ones_are_what_they_are_made_of() -> None:
-    assert response_of(optimizer("Mine", torch.optim.SGD)) == "linear"
-    assert response_of(optimizer("Mine", torch.optim.AdamW)) == "adaptive"
+    assert gradient_scaling_of(optimizer("Mine", torch.optim.SGD)) == "linear"
+    assert gradient_scaling_of(optimizer("Mine", torch.optim.AdamW)) == "adaptive"
     sam = optimizer("SAM")
     sam.base_optimizer = optimizer("Mine", torch.optim.SGD)  # type: ignore[attr-defined]
-    assert response_of(sam) == "linear"
+    assert gradient_scaling_of(sam) == "linear"
 
 
 def test_one_adaptive_optimizer_among_several_decides() -> None:
     sgd, adam = optimizer("Mine", torch.optim.SGD), optimizer("Other", torch.optim.Adam)
-    assert objection([]) == objection([sgd]) == ""
-    assert objection([sgd, adam]).startswith("Other divides by the size of recent gradients")
-    assert "Mine responds" in objection([optimizer("Mine")])
+    assert sparse_gradient_objection([]) == sparse_gradient_objection([sgd]) == ""
+    assert sparse_gradient_objection([sgd, adam]).startswith("Other divides by the size of recent gradients")
+    assert "Mine responds" in sparse_gradient_objection([optimizer("Mine")])
 
 
 def train(cls: type[Optimizer], exchange: Any) -> tuple[list[str], list[str]]:

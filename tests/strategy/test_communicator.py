@@ -89,7 +89,7 @@ def groups_of_a_rank() -> dict[str, tuple[str, float]]:
 def test_an_error_of_the_backend_names_the_step() -> None:
     """As NCCL raises it under TORCH_NCCL_BLOCKING_WAIT=1."""
     comm = HierCommunicator(Topology(((0,), (1,)), 0))
-    comm.where = "in round 17, bucket 0"
+    comm.error_context = "in round 17, bucket 0"
     gone = dist.DistBackendError("NCCL timeout")
     with (
         patch.object(dist, "all_reduce", side_effect=gone),

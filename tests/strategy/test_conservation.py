@@ -122,7 +122,7 @@ def live(life: str) -> tuple[Tensor, Tensor, Tensor]:
             ddp.module[0].weight.grad[0] = 0.0
         optimizer.step()
     optimizer.zero_grad()
-    state.settle()
+    state.commit_round()
     return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
 
 
@@ -139,13 +139,13 @@ def dense_flush() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for step in range(6):
         model.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
-    state.settle()
+    state.commit_round()
     before = sum_over_nodes(node_residual(model, state), state)
     expected = mean_gradient(ddp, 6) + before
     model.zero_grad()
     state.config = state.exchange.choice.config = HierConfig(exchange="dense")
     loss_of(ddp, 6, dist.get_rank()).backward()
-    state.settle()
+    state.commit_round()
     applied = flat_grads(model).double()
     return before, node_residual(model, state), applied, expected
 
@@ -221,7 +221,7 @@ def drop_some() -> tuple[Tensor, Tensor, bool]:
             for parameter in ddp.module[4].parameters():
                 parameter.grad = None
         optimizer.step()
-    state.settle()
+    state.commit_round()
     after = node_residual(ddp.module, state)
     return before[-last:], after[-last:], not torch.equal(before[:-last], after[:-last])
 
@@ -314,7 +314,7 @@ def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
             change[: first.numel()] = 0
         balance += change
         step()
-    state.settle()
+    state.commit_round()
     return float((balance - sum_over_nodes(node_residual(model, state), state)).abs().max())
 
 
@@ -421,7 +421,7 @@ def skip_steps(exchange: Any, fused: bool) -> dict[str, Any]:
         else:
             given += mean
             applied += grads
-    state.settle()
+    state.commit_round()
     accounted = applied + sum_over_nodes(node_residual(model, state), state)
     return {
         "skipped": skipped, "unchanged": unchanged, "scale": scaler.get_scale(), "weights": flat_parameters(model),

@@ -76,7 +76,7 @@ def weights_of(model: nn.Module) -> Tensor:
 
 def save(loop: Loop, folder: str, how: str) -> Any:
     model, _, engine = loop
-    with engine.shared_weights():
+    with engine.global_weights():
         state = {"model": model.state_dict(), "engine": engine}
         if how == "async_save":  # its collectives run beside those of the training
             return dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
@@ -165,7 +165,7 @@ def saved_once(folder: str, kinds: list[str]) -> list[tuple[Tensor, Tensor]]:
         loop = begin(kind, 0)
         train(loop, 0, STEPS)
         save(loop, f"{folder}/{kind}", "save")
-        with loop[2].shared_weights():
+        with loop[2].global_weights():
             weights = weights_of(loop[0])
         found.append((weights, pending_of(loop)))
     return found
@@ -177,7 +177,7 @@ def resumed_elsewhere(folder: str, kinds: list[str]) -> list[tuple[Tensor, Tenso
         loop = begin(kind, 1)
         train(loop, 0, 1)
         load(loop, f"{folder}/{kind}")
-        with loop[2].shared_weights():
+        with loop[2].global_weights():
             weights = weights_of(loop[0])
         pending = pending_of(loop)
         train(loop, STEPS, STEPS + 1)

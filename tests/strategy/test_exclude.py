@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.exchange import Work
+from lightning_sparse.exchange import TensorSpec
 from lightning_sparse.exchange.paths import Dense, Sparse, num_selected
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.groups import Layout, ParamGroup, excluded_names
@@ -104,9 +104,9 @@ def count_bytes() -> None:
     backward(ddp, range(4))
     weights, biases = (13 * 37 + 37 * 29 + 29 * 5 + 1) // 2, (37 + 29 + 5 + 1) // 2  # shards
     k = num_selected(0.03, weights)
-    sparse = Sparse(Work(2, 1, weights), k, torch.float32).bytes()
+    sparse = Sparse(TensorSpec(2, 1, weights), k, torch.float32).bytes()
     assert sparse == message_bytes(weights, k, torch.float32)
-    assert state.exchange.stats.round_bytes == sparse + Dense(Work(2, 1, biases)).bytes()
+    assert state.exchange.stats.round_bytes == sparse + Dense(TensorSpec(2, 1, biases)).bytes()
     assert state.exchange.stats.density == pytest.approx((k + biases) / (weights + biases))
 
 

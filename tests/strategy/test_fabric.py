@@ -156,7 +156,7 @@ def set_up_again(flavour: str) -> dict[str, Any]:
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     wrapped = fabric.setup_module(model)
     train(fabric, wrapped, optimizer, 6, 9)
-    goes_on = fabric.strategy.engines == [state] and state.round == before + 3 and waits > 0
+    first_device_wants = fabric.strategy.engines == [state] and state.round == before + 3 and waits > 0
     other = mlp(1)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
     wrapped = fabric.setup_module(other)  # after its optimizer, whose steps count nevertheless
@@ -169,7 +169,7 @@ def set_up_again(flavour: str) -> dict[str, Any]:
     optimizer.zero_grad()
     second.settle()
     kept = all(torch.equal(shard, second.store.committed[group]) for group, shard in waited.items())
-    return {"goes on": goes_on, "thrown away": bool(waited) and kept}
+    return {"goes on": first_device_wants, "thrown away": bool(waited) and kept}
 
 
 def gone(flavour: str) -> dict[str, Any]:

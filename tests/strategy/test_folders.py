@@ -79,7 +79,7 @@ Looks = dict[int, tuple[Tensor, Tensor, Tensor]]
 
 
 def looks(folder: str, ways: list[tuple[str, str]], begin: int | None, end: int) -> list[Looks]:
-    """For each pair of a folder and a way to train the shared weights, what is not sent, and what the optimizer has of
+    """For each pair of a folder and a way to train the global weights, what is not sent, and what the optimizer has of
     the first node: as they were resumed at step `begin`, and at `end`, which is saved."""
     return [look(f"{folder}/{saved}", way, begin, end) for saved, way in ways]
 
@@ -92,7 +92,7 @@ def look(folder: str, way: str, begin: int | None, end: int) -> Looks:
             if trainer.global_step not in (begin, end):
                 return
             strategy, engine = trainer.strategy, trainer.strategy.engine
-            with engine.shared_weights():
+            with engine.global_weights():
                 shared = weights(trained).clone()
             state = strategy._optimizer_state(trainer.optimizers[0])  # on the first device of a node
             state = trainer.optimizers[0].state_dict() if state is None else state

@@ -138,7 +138,7 @@ def discarded() -> dict[str, bool]:
         if not skip:
             optimizer.step()
         optimizer.zero_grad()
-        state.settle()
+        state.commit_round()
 
     def velocity() -> dict[str, Tensor]:
         assert state.momentum is not None
@@ -222,7 +222,7 @@ def balance() -> tuple[Tensor, Tensor, float]:
             given += buffer
             optimizer.step()
             optimizer.zero_grad()
-        state.settle()
+        state.commit_round()
         (group,) = state.store.committed
         waiting = state.exchange.communicator.gather(state.store.committed[group]).clone()
         dist.all_reduce(waiting)

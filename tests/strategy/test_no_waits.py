@@ -1,8 +1,8 @@
 """In a settled round the host waits for no GPU: nothing reads a tensor's values, and no copy blocks.
 
 There need be no GPU: tensors are torch's fake ones of device "cuda", which have no values to read. What waits by design
-is not looked at: `HostCopy.read`, which reads what was copied in the background during the last step, and
-`Agreement.measure`, which reads such a copy.
+is not looked at: `AsyncHostTensor.read`, which reads what was copied in the background during the last step, and
+`UpdateCorrelation.measure`, which reads such a copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.exchange import HierCommunicator, engine
-from lightning_sparse.exchange.lanes import HostCopy, Runner
+from lightning_sparse.exchange.lanes import AsyncHostTensor, Runner
 from lightning_sparse.gradients.reduction import Reduction
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates import local as local_updates
-from lightning_sparse.updates.agreement import Agreement
+from lightning_sparse.updates.agreement import UpdateCorrelation
 from tests.strategy.test_threads import Bucket
 
 NODES_OF_2 = Topology(((0, 1), (2, 3)), 0)
@@ -89,10 +89,10 @@ def _cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Event())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(HostCopy, "read", lambda self: Zeros(self._here.numel()))
-    monkeypatch.setattr(Agreement, "measure", lambda *_: 0.5)
+    monkeypatch.setattr(AsyncHostTensor, "read", lambda self: Zeros(self._here.numel()))
+    monkeypatch.setattr(UpdateCorrelation, "measure", lambda *_: 0.5)
     monkeypatch.setattr(local_updates, "_check_ranks", lambda *_: None)
-    monkeypatch.setattr(HierCommunicator, "begin_with_first", lambda *_: None)
+    monkeypatch.setattr(HierCommunicator, "broadcast_from_rank0", lambda *_: None)
     with FakeTensorMode():
         yield
 
@@ -191,8 +191,8 @@ def test_updates_wait_for_nothing(path: Any, count: int, monkeypatch: pytest.Mon
         optimizer.step()
         updates.step()
         if path == "sparse":  # a hook between batches sees the global weights
-            updates.show_shared(wait=False)
-            updates.show_own()
+            updates.swap_in_global_weights(wait=False)
+            updates.swap_in_local_weights()
 
     _settle_then_watch(step, monkeypatch)
     assert updates.step_ahead == (1 if count == 2 else 0.5), "measured on three nodes"

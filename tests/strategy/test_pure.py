@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sparse.exchange import CommStats, Path, Work
+from lightning_sparse.exchange import CommStats, Path, TensorSpec
 from lightning_sparse.exchange.cost import PathChoice
 from lightning_sparse.exchange.lanes import Stopwatch
 from lightning_sparse.exchange.paths import PATHS, Exchange, num_selected
@@ -23,7 +23,7 @@ from lightning_sparse.gradients.residual import Entry, ResidualStore
 from lightning_sparse.kernels import message_bytes
 from lightning_sparse.strategy.callback import table
 from lightning_sparse.strategy.hier import _default_warmup
-from lightning_sparse.topology import Place, Topology, nodes_from_places
+from lightning_sparse.topology import RankInfo, Topology, nodes_from_places
 
 groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
     lambda numels: ParamGroup(tuple(f"p{i}" for i in range(len(numels))), tuple(numels))
@@ -74,12 +74,12 @@ def test_a_topology_that_is_no_world_is_refused(nodes: tuple[tuple[int, ...], ..
 
 def test_nodes_may_be_named() -> None:
     """Two hosts of a rack are one node, one host may hold two."""
-    rack = [Place(rank // 2, f"host{rank // 2}", rank % 2, f"rack{rank // 4}") for rank in range(8)]
+    rack = [RankInfo(rank // 2, f"host{rank // 2}", rank % 2, f"rack{rank // 4}") for rank in range(8)]
     assert nodes_from_places(rack) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    split = [Place(0, "host", rank, "ab"[rank % 2]) for rank in range(4)]
+    split = [RankInfo(0, "host", rank, "ab"[rank % 2]) for rank in range(4)]
     assert nodes_from_places(split) == ((0, 2), (1, 3))
     with pytest.raises(ValueError, match=r"rank\(s\) 1, 2 do not name their node"):
-        nodes_from_places([Place(0, "host", 0, "a"), Place(0, "host", 1), (0, "host", 2)])
+        nodes_from_places([RankInfo(0, "host", 0, "a"), RankInfo(0, "host", 1), (0, "host", 2)])
 
 
 # -- configuration and schedule ----------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_values_are_rounded_only_where_that_is_allowed_and_wins() -> None:
     assert _path(4, 2, 10**6, slow_selection).name == "dense16"
     assert _path(4, 2, 10**6, slow_selection, value_dtype="float32").name == "dense"
     assert _path(4, 2, 10**6, dataclasses.replace(slow_selection, cast=1e-5)).name == "dense"
-    assert _choice(2, 2, slow_selection).path(Work(2, 2, 10**6), 0.01, exact=True).name == "dense"
+    assert _choice(2, 2, slow_selection).path(TensorSpec(2, 2, 10**6), 0.01, exact=True).name == "dense"
 
 
 def test_what_the_user_fixes_is_not_decided() -> None:
@@ -182,28 +182,28 @@ def test_what_the_user_fixes_is_not_decided() -> None:
     assert _path(4, 2, 10**7, fast, exchange="sparse").name == "sparse"
     assert _path(4, 2, 10**7, HOST, exchange="dense").name == "dense"
     given = _choice(4, 2, HOST, exchange="sparse")
-    given.keeps_all = True
-    assert given.path(Work(4, 2, 10**7), 0.01).name == "sparse", "an objection is for 'auto' alone"
+    given.forbid_sparse = True
+    assert given.path(TensorSpec(4, 2, 10**7), 0.01).name == "sparse", "an objection is for 'auto' alone"
 
 
 def test_no_entries_are_left_out_for_an_optimizer_that_cannot_bear_it() -> None:
     choice = _choice(4, 2, HOST)
-    assert choice.path(Work(4, 2, 10**7), 0.01).name == "sparse"
-    choice.keeps_all = True
-    assert choice.path(Work(4, 2, 10**7), 0.01).name == "dense16"
+    assert choice.path(TensorSpec(4, 2, 10**7), 0.01).name == "sparse"
+    choice.forbid_sparse = True
+    assert choice.path(TensorSpec(4, 2, 10**7), 0.01).name == "dense16"
 
 
 def test_calls_decide_for_small_shards() -> None:
     """25 MB on 8 devices are 0.8 M elements each: what a call costs at any size is then most of it."""
     fast = Rates(Link(1e-5, 2e-10), Link(5e-6, 1e-11), select=1e-11, fill=1e-11, cast=1e-10)
     calls = dataclasses.replace(fast, select_call=1e-3, cast_call=1e-3)
-    small, large = Work(4, 8, 6_553_600), Work(4, 8, 6_553_600_000)
+    small, large = TensorSpec(4, 8, 6_553_600), TensorSpec(4, 8, 6_553_600_000)
     assert _choice(4, 8, fast).path(small, 0.01).name == "sparse"
     assert _choice(4, 8, calls).path(small, 0.01).name == "dense"
     assert _choice(4, 8, calls).path(large, 0.01).name == "sparse"
 
 
-def _of(name: str, work: Work, density: float = 0.01) -> Path:
+def _of(name: str, work: TensorSpec, density: float = 0.01) -> Path:
     (kind,) = (each for each in PATHS if each.name == name)
     path = kind.of(work, density, torch.bfloat16)
     assert path is not None
@@ -211,7 +211,7 @@ def _of(name: str, work: Work, density: float = 0.01) -> Path:
 
 
 def test_times_are_those_of_pencil_and_paper() -> None:
-    work = Work(num_nodes=4, num_devices=2, numel=2000)
+    work = TensorSpec(num_nodes=4, num_devices=2, numel=2000)
     inside = 2 * (1e-5 + 4000e-10) + 4000 * 2e-10
     assert _of("dense", work).seconds(HOST) == pytest.approx(inside + 6e-4 + 6000 * 8e-9 + 3000 * 2e-10)
     assert _of("dense16", work).seconds(HOST) == pytest.approx(inside + 6e-4 + 3000 * 8e-9 + 1000 * 1e-9)
@@ -229,17 +229,17 @@ def test_times_are_those_of_pencil_and_paper() -> None:
 def test_what_is_spent_between_nodes_is_that_part_of_the_round(name: str) -> None:
     """Without a network inside the node and a host that takes no time nothing else is left of a round."""
     rates = Rates(HOST.inter, Link(0.0, 0.0), add=0.0)
-    path = _of(name, Work(4, 2, 2000))
+    path = _of(name, TensorSpec(4, 2, 2000))
     assert path.seconds_between(rates) == pytest.approx(path.seconds(rates))
 
 
 def test_what_a_round_applies() -> None:
-    applied = {name: _of(name, Work(16, 1, 10_000)).applied for name in ("sparse", "regional", "dense")}
+    applied = {name: _of(name, TensorSpec(16, 1, 10_000)).applied for name in ("sparse", "regional", "dense")}
     assert applied == {"sparse": 1600, "regional": 100, "dense": 10_000}
 
 
 def test_every_path_that_a_user_may_ask_for_exists() -> None:
-    assert set(get_args(Exchange)) == {"auto", *(kind.name for kind in PATHS if kind.by_shard)}
+    assert set(get_args(Exchange)) == {"auto", *(kind.name for kind in PATHS if kind.reduces_shards)}
 
 
 def test_rates_survive_a_checkpoint() -> None:
@@ -286,7 +286,7 @@ def test_a_layout_settles_when_seen_twice_in_a_row() -> None:
 def test_one_big_bucket_is_split_into_the_settled_groups() -> None:
     ab, cd = ParamGroup(("a", "b"), (1, 2)), ParamGroup(("c", "d"), (3, 4))
     layout = Layout()
-    layout.settle((ab, cd))
+    layout.fix((ab, cd))
     assert layout.parts(ParamGroup(("d", "c", "b", "a"), (4, 3, 2, 1))) == (ab, cd)
     assert layout.parts(ab) == (ab,)
     odd = ParamGroup(("a", "b", "c"), (1, 2, 3))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_sparse.exchange import ExchangeConfig, Shard, Work
+from lightning_sparse.exchange import ExchangeConfig, Shard, TensorSpec
 from lightning_sparse.exchange.cost import PathChoice
 from lightning_sparse.exchange.paths import Dense16, Regional
 from lightning_sparse.kernels import message_bytes
@@ -25,7 +25,7 @@ NODES = [3, 4, 5]
 def test_regions_hold_each_element_once(nodes: int, more: int, data: st.DataObject) -> None:
     shard = nodes + more
     total = data.draw(st.integers(1, shard))
-    regions = Regional(Work(nodes, 1, shard), total, torch.bfloat16).regions
+    regions = Regional(TensorSpec(nodes, 1, shard), total, torch.bfloat16).regions
     places = [regions.place(node) for node in range(nodes)]
     assert [i for place in places for i in range(shard)[place]] == list(range(shard))
     for node, place in enumerate(places):
@@ -41,7 +41,7 @@ def test_the_volume_is_flat_in_the_number_of_nodes(path: str) -> None:
     for nodes in (2, 4, 16, 64, 256):
         config = ExchangeConfig(exchange=path)  # type: ignore[arg-type]
         topology = Topology(tuple((rank,) for rank in range(nodes)), 0)
-        chosen = PathChoice(config, topology, shard, lambda _: None).path(Work(nodes, 1, shard), 0.01)
+        chosen = PathChoice(config, topology, shard, lambda _: None).path(TensorSpec(nodes, 1, shard), 0.01)
         assert (chosen.name, chosen.sent) == (path, k)
         received.append(chosen.bytes())
     pairs = message_bytes(shard, k, torch.bfloat16)
@@ -112,7 +112,7 @@ def test_what_arrives_is_what_was_planned_and_flat() -> None:
     for nodes in (2, 4, 8):
         results = exchange_once(nodes, torch.randn(nodes, 50_000), density=0.05)
         (received,) = {received for _, _, received in results}
-        regions = Regional(Work(nodes, 1, 50_000), 2500, torch.bfloat16).regions
+        regions = Regional(TensorSpec(nodes, 1, 50_000), 2500, torch.bfloat16).regions
         assert received == 2 * (nodes - 1) * regions.row_nbytes
         volumes.append(received)
     pairs = message_bytes(50_000, 2500, torch.bfloat16)
@@ -138,7 +138,7 @@ ONE = torch.ones(())
 def exchange(grads_MS: Tensor, residuals_MS: Tensor) -> tuple[Tensor, Tensor, int]:
     """A round of all nodes in one process: what is applied, what each keeps, and the bytes that one receives."""
     nodes, numel = grads_MS.shape
-    rounded, left_MS = Dense16(Work(nodes, 1, numel)), torch.full_like(grads_MS, torch.nan)
+    rounded, left_MS = Dense16(TensorSpec(nodes, 1, numel)), torch.full_like(grads_MS, torch.nan)
     shards = [Shard(grads_MS[m].clone(), residuals_MS[m], left_MS[m], ONE) for m in range(nodes)]
     sent = [rounded.split(shard) for shard in shards]
     arrived = [torch.stack([rows[m] for rows in sent]) for m in range(nodes)]
@@ -156,7 +156,7 @@ def test_what_is_applied_and_what_is_left_make_the_sum(nodes: int, numel: int, s
     total = (grads.double() + residuals.double()).sum(0)
     torch.testing.assert_close(applied.double() + left.double().sum(0), total, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(applied.double(), total, rtol=1e-2, atol=1e-2 * nodes)
-    assert received == Dense16(Work(nodes, 1, numel)).bytes()
+    assert received == Dense16(TensorSpec(nodes, 1, numel)).bytes()
 
 
 def test_sums_are_made_in_fp32() -> None:

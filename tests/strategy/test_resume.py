@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.checkpoint import side_files as saves
 from lightning_sparse.checkpoint.restore import check_version
-from lightning_sparse.checkpoint.state import Piece, State, flattened, read, total
+from lightning_sparse.checkpoint.state import Piece, State, flattened, read_slice
 from lightning_sparse.fsdp import residual_of
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology, discover
@@ -117,14 +117,14 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
                 residuals.append(node_residual(module, state))
                 assert state.round == 6
                 saved = torch.load(path, weights_only=True)
-                del saved[saves.KEY]
+                del saved[saves.CHECKPOINT_KEY]
                 torch.save(saved, plain := f"{folder}/plain{trainer.global_rank}.ckpt")
                 trainer.strategy.load_checkpoint(plain)
                 residuals.append(node_residual(module, state))
 
     module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
     trainer("pytorch_lightning", strategy, max_steps=10, max_epochs=-1, callbacks=[Back()], **cluster()).fit(module)
-    return residuals, bool(strategy._saves.loaded) or strategy._resumes
+    return residuals, bool(strategy._side_files.loaded) or strategy._resumes
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
@@ -209,11 +209,11 @@ def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(ranks: RunRanks
 
 
 def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
-    state, beside = HierState(mlp(), HierConfig(), Topology(((0,),), 0)), saves.Saves("gradients")
+    state, beside = HierState(mlp(), HierConfig(), Topology(((0,),), 0)), saves.SideFileWriter("gradients")
     best, last = str(tmp_path / "best.ckpt"), str(tmp_path / "last.ckpt")
 
     def save(path: str) -> str:
-        save_id = str(beside.manifest_of(state)["save_id"])
+        save_id = str(beside.metadata_of(state)["save_id"])
         saves.write_side_file({}, save_id, path, 0)
         saves.remove_side_files(path, but=[save_id])
         return save_id
@@ -337,8 +337,8 @@ def parked_elsewhere(path: str) -> Tensor:
 
 def test_an_early_format_is_refused_with_the_way_out() -> None:
     early = {"version": 4, "kind": "gradients", "save_id": "x-1", "nodes": [[0]]}
-    beside = saves.Saves("gradients")
-    beside.load({saves.KEY: [early]}, "early.ckpt", 0)
+    beside = saves.SideFileWriter("gradients")
+    beside.load({saves.CHECKPOINT_KEY: [early]}, "early.ckpt", 0)
     with pytest.raises(ValueError, match="written in format 4 .* remove the entry 'lightning_sparse'"):
         check_version(beside.loaded[0])
 
@@ -347,15 +347,15 @@ def test_another_memory_order_does_not_fit() -> None:
     model = torch.nn.Conv2d(3, 4, 2)
     state = HierState(model, HierConfig(), Topology(((0,),), 0))
     saved = state.state()
-    assert state.fits(state.manifest(), saved)
+    assert state.fits(state.metadata(), saved)
     again = HierState(model.to(memory_format=torch.channels_last), HierConfig(), Topology(((0,),), 0))
-    assert not again.fits(state.manifest(), saved)
+    assert not again.fits(state.metadata(), saved)
 
 
 def test_a_node_without_a_quantity_counts_as_zero() -> None:
     some = State({"residual": [Piece("w", 0, 2, torch.ones(2))]}, {"w": ([2], [0])})
     for nodes in ([[some], []], [[State()], [some]]):
-        found = total(nodes, residual_of, "w", 0, 2, ([2], [0]))
+        found = sum_over_nodes(nodes, residual_of, "w", 0, 2, ([2], [0]))
         assert found is not None
         assert found.tolist() == [1.0, 1.0]
 
@@ -407,7 +407,7 @@ def test_a_range_is_what_a_cut_of_the_whole_gives(data: st.DataObject) -> None:
     flat[missing] = 0.0
     there = flat.view([shape[dim] for dim in saved]).permute([saved.index(dim) for dim in range(len(shape))])
     expected = flattened(there, (shape, now))[begin:end]
-    found = read(devices, residual_of, "w", begin, end, (shape, now))
+    found = read_slice(devices, residual_of, "w", begin, end, (shape, now))
     assert torch.equal(torch.zeros(end - begin) if found is None else found, expected)
-    assert read(devices, residual_of, "other", begin, end, (shape, now)) is None
-    assert read(devices, residual_of, "w", begin, end, ([*shape, 2], [*now, len(now)])) is None
+    assert read_slice(devices, residual_of, "other", begin, end, (shape, now)) is None
+    assert read_slice(devices, residual_of, "w", begin, end, ([*shape, 2], [*now, len(now)])) is None

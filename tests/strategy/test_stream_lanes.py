@@ -215,7 +215,7 @@ def watched_updates(path: Any) -> tuple[list[str], int]:
     watching = Watching()
     for _ in range(3):
         (state,) = (node.state for node in updates.optimizers)
-        watching.run(SelectedLate(updates, state), state.shared_S)
+        watching.run(SelectedLate(updates, state), state.global_S)
     return watching.faults, watching.jobs
 
 
@@ -227,9 +227,9 @@ class SelectedLate:
 
     def select(self) -> Sequence[Tensor]:
         state, exchange = self._state, self._updates.exchange
-        shard = Shard(torch.randn_like(state.shared_S), next_S=torch.empty_like(state.shared_S))
+        shard = Shard(torch.randn_like(state.global_S), next_S=torch.empty_like(state.global_S))
         transfer = exchange.begin(state._path, shard)
-        self._delivery = Delivery(exchange, transfer, state.shared_S, state._mean)
+        self._delivery = Delivery(exchange, transfer, state.global_S, state._mean)
         return self._delivery.select()
 
     def transfer(self) -> Sequence[Tensor]:

@@ -106,14 +106,14 @@ def swap() -> tuple[bool, list[str]]:
     model, _ = prepared(fabric)
     (state,) = fabric.strategy.engines
     kept = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
-    before = state.exchange.choice.keeps_all
+    before = state.exchange.choice.forbid_sparse
     sgd = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
     if fabric.global_rank:
         del kept
         gc.collect()
     train(fabric, model, sgd, 0, 5)
     assert before
-    return state.exchange.choice.keeps_all, [state.path(group).name for group in state.layout.settled]
+    return state.exchange.choice.forbid_sparse, [state.path(group).name for group in state.layout.settled]
 
 
 def test_an_optimizer_that_was_replaced_decides_nothing() -> None:

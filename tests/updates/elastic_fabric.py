@@ -103,7 +103,7 @@ def alone(name: str, lighthouse: str, options: dict[str, Any]) -> None:
             refusal(strategy.deal, loader, 0),
             refusal(strategy.share, {"epoch": 0, "folder": path}),
         ]
-        strategy.elastic.taken = {"extra": {"epoch": 3}}  # as if it had joined others
+        strategy.elastic.snapshot = {"extra": {"epoch": 3}}  # as if it had joined others
         refused.append(refusal(optimizer.step))
         strategy.finish()
         print(json.dumps({"drawn": drawn, "shown": shown, "refused": refused}), flush=True)
@@ -120,7 +120,7 @@ def refusal(call: Any, *arguments: Any) -> str:
 
 def seen(strategy: Any, net: nn.Module) -> dict[str, Any]:
     token, number, *_ = strategy.elastic.version
-    with strategy.shared_weights():
+    with strategy.global_weights():
         weights = torch.cat([p.detach().flatten() for p in net.parameters()])
     digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
     return {"token": token, "number": number, "digest": digest, **strategy.elastic.gauges()}

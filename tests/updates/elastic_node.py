@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.elastic.rounds import Outcome, Round, Rounds
+from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol
 from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, Version
 from lightning_sparse.topology import discover
-from lightning_sparse.updates.agreement import Agreement
+from lightning_sparse.updates.agreement import UpdateCorrelation
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -43,20 +43,20 @@ class Sent:
         self.total: Tensor | float = 0.0
         self.state: Any = None
         self.tokens: set[str] = set()  # of these rounds
-        count, reconcile = Rounds._count, Rounds.reconcile
+        count, reconcile = RoundProtocol._count, RoundProtocol.reconcile
 
-        def counted(rounds: Rounds, found: Round, held: Tensor | None, outcome: Outcome) -> None:
+        def counted(rounds: RoundProtocol, found: Round, held: Tensor | None, outcome: Outcome) -> None:
             if held is not None:
                 self.add(found.token, held)
             count(rounds, found, held, outcome)
 
-        def reconciled(rounds: Rounds) -> Any:
+        def reconciled(rounds: RoundProtocol) -> Any:
             for each in rounds._ledger:
                 if each.token in rounds.history:
                     self.add(each.token, each.held)
             return reconcile(rounds)
 
-        Rounds._count, Rounds.reconcile = counted, reconciled  # type: ignore[method-assign]
+        RoundProtocol._count, RoundProtocol.reconcile = counted, reconciled  # type: ignore[method-assign]
 
     def add(self, token: str, held: Tensor) -> None:
         if token not in self.tokens:
@@ -77,7 +77,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
     if options.pop("sample_always", False):
-        Agreement.due = staticmethod(lambda exchanges: exchanges > 0)  # type: ignore[method-assign]
+        UpdateCorrelation.should_sample = staticmethod(lambda exchanges: exchanges > 0)  # type: ignore[method-assign]
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
@@ -106,7 +106,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
-    step = 0 if updates.taken is None else updates.taken["extra"]["step"]
+    step = 0 if updates.snapshot is None else updates.snapshot["extra"]["step"]
     print(json.dumps({"begins": step}), flush=True)
     while step < steps and not leaving:
         x = torch.randn(32, 16, generator=data)
@@ -123,7 +123,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         time.sleep(pause)
         report(step=step)
         if validate_every and step % validate_every == 0:
-            with updates.shared_weights():
+            with updates.global_weights():
                 updates.watch()
                 time.sleep(0.3)
     updates.finish()

@@ -89,7 +89,7 @@ class Report(pl.Callback):
 
 def report(trainer: Any, **more: Any) -> None:
     updates = trainer.strategy.elastic
-    with updates.shared_weights():
+    with updates.global_weights():
         token, number, *_ = updates.version
         weights = torch.cat([p.detach().flatten() for p in trainer.lightning_module.parameters()])
     digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]

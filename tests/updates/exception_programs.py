@@ -44,7 +44,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where a rank raises: in which call of a hook, of a part of the step, or of a collective."""
 
     name: str
@@ -59,7 +59,7 @@ class Program:
     options: dict[str, Any]
     shards_step: bool  # with `PTOCallback`
     error: str
-    places: dict[int, Place]  # by rank; other ranks do not raise
+    places: dict[int, RankInfo]  # by rank; other ranks do not raise
 
     @property
     def together(self) -> bool:
@@ -73,9 +73,9 @@ def program_of(seed: int, together: bool) -> Program:
     chance = random.Random(seed)
     strategy = chance.choice(["hier", "hier", "local", "local", "fsdp"])
 
-    def place(names: Mapping[str, int]) -> Place:
+    def place(names: Mapping[str, int]) -> RankInfo:
         name = chance.choice([*names])
-        return Place(name, chance.randrange(names[name]))
+        return RankInfo(name, chance.randrange(names[name]))
 
     steps = HOOKS | WITHIN_STEPS
     if together:

@@ -43,8 +43,8 @@ def steps(ddp: nn.Module, optimizer: Optimizer, updates: LocalUpdates, begin: in
 
 
 def shared_of(updates: LocalUpdates) -> Tensor:
-    """The shared weights, whole."""
-    with updates.shared_weights():
+    """The global weights, whole."""
+    with updates.global_weights():
         return flat_parameters(updates.module).clone()
 
 

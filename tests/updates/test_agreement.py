@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.exchange.lanes import HostCopy
+from lightning_sparse.exchange.lanes import AsyncHostTensor
 from lightning_sparse.updates import UpdatesConfig
-from lightning_sparse.updates.agreement import EVERY, PLACES, Agreement
+from lightning_sparse.updates.agreement import INTERVAL, SAMPLE_SIZE, UpdateCorrelation
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import flat_parameters
 from tests.updates.runs import adamw, shared_of, start, steps
@@ -20,8 +20,8 @@ from tests.updates.runs import adamw, shared_of, start, steps
 
 def measured(pending_MN: Tensor) -> float | None:
     """Of whole tensors, which are samples here."""
-    agreement = Agreement(pending_MN.shape[1])
-    return agreement.measure(HostCopy(pending_MN.contiguous().view(torch.uint8)))
+    agreement = UpdateCorrelation(pending_MN.shape[1])
+    return agreement.measure(AsyncHostTensor(pending_MN.contiguous().view(torch.uint8)))
 
 
 def test_nodes_that_agree_and_nodes_that_do_not() -> None:
@@ -38,9 +38,9 @@ def test_nothing_is_known_of_nothing(strange: float) -> None:
 
 def test_the_order_of_a_processor_does_not_matter() -> None:
     """16 nodes with nothing in common agree by 1 / 16, in the middle between two of the numbers that are told apart."""
-    pending = torch.zeros(16, PLACES)
-    pending[torch.arange(PLACES) % 16, torch.arange(PLACES)] = torch.randn(PLACES)
-    orders = [torch.randperm(PLACES, generator=torch.Generator().manual_seed(seed)) for seed in range(50)]
+    pending = torch.zeros(16, SAMPLE_SIZE)
+    pending[torch.arange(SAMPLE_SIZE) % 16, torch.arange(SAMPLE_SIZE)] = torch.randn(SAMPLE_SIZE)
+    orders = [torch.randperm(SAMPLE_SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(50)]
     assert len({measured(pending[:, order]) for order in orders}) == 1
 
 
@@ -57,11 +57,11 @@ def test_it_is_the_best_estimate_of_the_mean(nodes: int, common: float, seed: in
     assert error(found) <= min(error(found - 0.001), error(found + 0.001)) * 1.00001 or found == 1 / nodes
 
 
-@given(st.integers(1, 3 * PLACES), st.integers(1, 4 * EVERY))
+@given(st.integers(1, 3 * SAMPLE_SIZE), st.integers(1, 4 * INTERVAL))
 def test_samples_lie_all_over_the_slice(numel: int, exchanges: int) -> None:
     values = torch.arange(numel, dtype=torch.float32)
-    places = Agreement(numel).sample(exchanges, torch.zeros(numel), values).view(torch.float32)
-    assert min(numel, PLACES // 2) <= len(places) <= PLACES
+    places = UpdateCorrelation(numel).sample(exchanges, torch.zeros(numel), values).view(torch.float32)
+    assert min(numel, SAMPLE_SIZE // 2) <= len(places) <= SAMPLE_SIZE
     assert places[0] < numel / len(places) + 1
     assert places[-1] > numel - 2 * numel / len(places) - 2
 
@@ -105,7 +105,7 @@ def resumed_after(done: int, options: dict[str, Any]) -> list[Tensor]:
     """Weights after some steps more, of a run and of one that goes on from its state."""
     ddp, optimizer, updates = start(adamw, density=0.05, **options)
     steps(ddp, optimizer, updates, 0, done)
-    content = (updates.manifest(), updates.state())
+    content = (updates.metadata(), updates.state())
     state = deepcopy(optimizer.state_dict())
     again, optimizer_again, resumed = start(adamw, density=0.05, **options)
     resumed.load(*content)

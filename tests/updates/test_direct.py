@@ -19,7 +19,7 @@ pytest.importorskip("torchft", reason="needs torchft")
 
 from lightning_sparse.elastic import updates as elastic
 from lightning_sparse.elastic.direct import is_loopback, own_address
-from lightning_sparse.elastic.lighthouse import Lighthouse, Member, Said, _store_on, last_quorum
+from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _store_on, read_quorum
 from lightning_sparse.elastic.rounds import _process_group, quorum_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.elastic.updates import Wait
@@ -152,7 +152,7 @@ def test_lighthouse_page_takes_no_proxy_and_names_are_unescaped(through_a_dead_p
 
     with socket.create_server(("127.0.0.1", 0)) as listens:
         threading.Thread(target=answer, daemon=True).start()
-        assert last_quorum(f"127.0.0.1:{listens.getsockname()[1]}") == [('a<b> & "c"', 7)]
+        assert read_quorum(f"127.0.0.1:{listens.getsockname()[1]}") == [('a<b> & "c"', 7)]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_loopback_addresses_are_recognized(place: str, expected: bool) -> None:
 
 def member(name: str, place: str, network: str, number: int = 5) -> Member:
     said: dict[str, Any] = {"token": f"{number}", "number": number, "run": "x", "trains": True, "observes": False}
-    return Member(name, place, Said(network=network, **said))
+    return Member(name, place, NodeStatus(network=network, **said))
 
 
 def names_of(*members: Member) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="needs torchft")
 
-from lightning_sparse.elastic.rounds import Rounds
+from lightning_sparse.elastic.rounds import RoundProtocol
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_node import main, toy
 
@@ -138,14 +138,14 @@ def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
 
 def dies_in_a_flush(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     """A node that is killed where it would send to two others what it has pending."""
-    dense = Rounds._dense
+    dense = RoundProtocol._dense
 
-    def dies(rounds: Rounds, *args: Any) -> Any:
+    def dies(rounds: RoundProtocol, *args: Any) -> Any:
         if rounds.stats.nodes == 3 and args[0].name == rounds.name:
             os.kill(os.getpid(), signal.SIGKILL)
         return dense(rounds, *args)
 
-    Rounds._dense = dies  # type: ignore[method-assign]
+    RoundProtocol._dense = dies  # type: ignore[method-assign]
     main(name, lighthouse, options)
 
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.elastic.lighthouse import Member, Said
+from lightning_sparse.elastic.lighthouse import Member, NodeStatus
 from lightning_sparse.elastic.rounds import Sizes, quorum_of
-from lightning_sparse.updates.agreement import Agreement
+from lightning_sparse.updates.agreement import UpdateCorrelation
 
 SHAPES = {"ResNet-50": 25_557_032, "ViT-B/16": 86_567_656, "BERT-base": 109_482_240, "odd": 3_000_001}
 
@@ -20,7 +20,7 @@ SHAPES = {"ResNet-50": 25_557_032, "ViT-B/16": 86_567_656, "BERT-base": 109_482_
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("model", SHAPES)
 def test_sample_of_known_model_has_one_length_at_every_exchange(model: str, devices: int) -> None:
-    agreement = Agreement(-(-SHAPES[model] // devices))
+    agreement = UpdateCorrelation(-(-SHAPES[model] // devices))
     period = agreement.places(1).step  # places repeat after so many exchanges
     lengths = {len(range(agreement.numel)[agreement.places(exchange)]) for exchange in range(1, period + 1)}
     assert {4 * each for each in lengths} == {agreement.sample_bytes}
@@ -29,7 +29,7 @@ def test_sample_of_known_model_has_one_length_at_every_exchange(model: str, devi
 @given(st.integers(1, 30_000), st.integers(1, 10**6))
 def test_sample_of_any_size_has_the_reserved_length(numel: int, exchange: int) -> None:
     model_S = torch.zeros(numel)
-    agreement = Agreement(numel)
+    agreement = UpdateCorrelation(numel)
     assert agreement.sample(exchange, model_S, model_S).numel() == agreement.sample_bytes
 
 
@@ -44,7 +44,7 @@ def test_rows_of_all_members_are_equally_long_whatever_each_holds(
 ) -> None:
     """Rows stay equally long if a node holds more or less than it said."""
     sizes = Sizes(48, 20, 7)
-    members = [Member(f"{place}", "", Said("token", 1, **said)) for place, said in enumerate(each_said)]  # type: ignore[arg-type]
+    members = [Member(f"{place}", "", NodeStatus("token", 1, **said)) for place, said in enumerate(each_said)]  # type: ignore[arg-type]
     lengths = st.sampled_from([None, 0, 40, 48, 64, 68, 72])
     held = [
         None if length is None else torch.ones(length, dtype=torch.uint8)

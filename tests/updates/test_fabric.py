@@ -31,7 +31,7 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
         fabric = fabric_with(flavour, strategy, **options)
         model, optimizer = prepared(fabric)
         train(fabric, model, optimizer, 0, STEPS, accumulate=2 if name == "accumulated" else 1)
-        with fabric.strategy.shared_weights():
+        with fabric.strategy.global_weights():
             shared = flat_parameters(model).clone()
         own = flat_parameters(model).clone()
         fabric.strategy.finish()

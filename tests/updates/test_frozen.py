@@ -34,7 +34,7 @@ def stopped(way: dict[str, Any], how: str) -> tuple[Tensor, Tensor, Tensor]:
     before = Tensor()
     for step in range(11):
         if step == 5:
-            with updates.shared_weights():
+            with updates.global_weights():
                 before = layer_of(model)
             first = list(model.parameters())[:2]
             for parameter in first:
@@ -47,7 +47,7 @@ def stopped(way: dict[str, Any], how: str) -> tuple[Tensor, Tensor, Tensor]:
         updates.step()
     own = layer_of(model)
     updates.finish()
-    with updates.shared_weights():
+    with updates.global_weights():
         assert torch.equal(layer_of(model), own)
     return before, own, torch.cat([p.detach().flatten() for p in model.parameters()])
 

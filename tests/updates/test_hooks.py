@@ -231,9 +231,9 @@ def shown_between_steps() -> dict[str, list[Tensor]]:
             updates.step()
             own = [p.detach().clone() for p in model.parameters()]
             if kind != "never":
-                updates.show_shared(wait=False)
+                updates.swap_in_global_weights(wait=False)
                 assert not all(map(torch.equal, own, model.parameters()))
-                updates.show_own()
+                updates.swap_in_local_weights()
                 assert all(map(torch.equal, own, model.parameters()))
         updates.finish()
         found[kind] = [p.detach() for p in model.parameters()]
@@ -271,7 +271,7 @@ def saved_after_a_search(folder: str) -> list[float]:
         def _save_checkpoint(self, trainer: Any, path: str) -> None:
             super()._save_checkpoint(trainer, path)
             saved = torch.load(path, weights_only=False)["state_dict"]
-            with trainer.strategy.shared_weights():
+            with trainer.strategy.global_weights():
                 held = dict(module.named_parameters())
                 differences.append(max(float((saved[n] - held[n]).abs().max()) for n in held))
 

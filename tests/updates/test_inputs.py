@@ -284,7 +284,7 @@ def added_later() -> list[Tensor]:
         for optimizer in optimizers:
             optimizer.step()
         updates.step()
-    with updates.shared_weights():
+    with updates.global_weights():
         shared = flat_parameters(model).clone()
     updates.finish()
     return [shared, flat_parameters(model).clone()]
@@ -317,7 +317,7 @@ def resumed_in_turn() -> tuple[Tensor, Tensor]:
 
     whole = begin()
     go_on(whole, 0, 12)
-    content, states = (whole[2].manifest(), whole[2].state()), [deepcopy(each.state_dict()) for each in whole[1]]
+    content, states = (whole[2].metadata(), whole[2].state()), [deepcopy(each.state_dict()) for each in whole[1]]
     resumed = begin()
     for optimizer, state in zip(resumed[1], states, strict=True):
         optimizer.load_state_dict(state)
@@ -358,7 +358,7 @@ def moved_to_other_nodes() -> list[int]:
             updates.step(optimizer)
     saved: list[Any] = [None] * topology.world_size
     dist.all_gather_object(saved, updates.state())
-    updates.load_from(updates.manifest(), [[each] for each in saved])
+    updates.load_from(updates.metadata(), [[each] for each in saved])
     return [one.steps for one in updates.optimizers]
 
 
@@ -398,7 +398,7 @@ def test_between_nodes_that_come_and_go_what_is_frozen_may_be_of_any_type_and_st
         elastic._check([optimizer], one_node)
     state: Any = object()
     with pytest.raises(ValueError, match="are frozen no more, in the middle of a run"):
-        elastic.ElasticDifference.take_over(state, None)
+        elastic.ElasticUpdateState.migrate_from(state, None)
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}])

@@ -41,7 +41,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, float, float]:
-    """The shared weights, how far the balance of updates is off, and the size of what was pending."""
+    """The global weights, how far the balance of updates is off, and the size of what was pending."""
     ddp, optimizer, updates = start(adamw, shard_optimizer=sharded, **options)
     model = updates.module
     begin = flat_parameters(model).double().clone()
@@ -106,7 +106,7 @@ def off_between_exchanges(options: dict[str, Any]) -> list[float]:
         steps(ddp, optimizer, updates, step, step + 1)
         if step > 4 and (step + 1) % updates.config.sync_every >= updates.config.delay:
             state = node.state
-            expected_S = state.shared_S - 0.4 * state.pending_S
+            expected_S = state.global_S - 0.4 * state.pending_S
             off.append(float((state.slices.read() - expected_S).abs().max()))
             assert state.pending_S.abs().max() > 1e-3
     return off
@@ -283,7 +283,7 @@ def test_two_optimizers_finish_alike(ranks: RunRanks, exchange: str) -> None:
 
 
 def tiny_steps(step_ahead: float) -> tuple[Tensor, Tensor]:
-    """How far shared weights of about 1 went in 50 steps of two units in their last place, and how far they should."""
+    """How far global weights of about 1 went in 50 steps of two units in their last place, and how far they should."""
     ddp, optimizer, updates = start(sgd, nn.Linear(100, 1, bias=False), density=0.1, step_ahead=step_ahead)
     weight = updates.module.weight
     with torch.no_grad():
@@ -309,12 +309,12 @@ def test_a_model_that_is_not_stepped_has_not_changed(ahead: float, dtype: torch.
     """The passes that write a model and that find what was done to it divide a tensor in different ways."""
     sizes = [1, 13, 70_001, 200_003]
     slices = Slices([torch.empty(n, dtype=dtype) for n in sizes], [Part(owner=0, begin=0, end=n) for n in sizes])
-    shared_S, pending_S = torch.randn(2, slices.numel, generator=torch.Generator().manual_seed(0))
-    own_S = shared_S - 0.01 * pending_S
-    before_S = own_S.clone()
-    slices.write_between(own_S, shared_S, ahead)
-    slices.add_change(own_S, shared_S, ahead)
-    assert torch.equal(own_S, before_S)
+    global_S, pending_S = torch.randn(2, slices.numel, generator=torch.Generator().manual_seed(0))
+    local_S = global_S - 0.01 * pending_S
+    before_S = local_S.clone()
+    slices.write_between(local_S, global_S, ahead)
+    slices.add_change(local_S, global_S, ahead)
+    assert torch.equal(local_S, before_S)
 
 
 @pytest.mark.parametrize("change", ["other memory", "bfloat16", "swapped"])
@@ -342,12 +342,12 @@ def test_parameters_that_compiled_kernels_refuse(odd: str) -> None:
     if odd == "misaligned":  # as of a file that is mapped
         weight = torch.frombuffer(bytearray(25), dtype=torch.float32, offset=1)
         assert weight.data_ptr() % 4, "the test tests nothing"
-    slices, shared_S, own_S = Slices([weight], [Part(0, 0, 6)]), torch.zeros(6), torch.full((6,), 2.0)
-    slices.write_between(own_S, shared_S, 0.5)
+    slices, global_S, local_S = Slices([weight], [Part(0, 0, 6)]), torch.zeros(6), torch.full((6,), 2.0)
+    slices.write_between(local_S, global_S, 0.5)
     assert weight.eq(1).all()
     weight += 1
-    slices.add_change(own_S, shared_S, 0.5)
-    assert own_S.eq(3).all()
+    slices.add_change(local_S, global_S, 0.5)
+    assert local_S.eq(3).all()
 
 
 @pytest.mark.parametrize("ahead", [1.0, 0.5])
@@ -366,7 +366,7 @@ def gone_back(options: dict[str, Any]) -> list[Tensor]:
     for went_back in (False, True):
         ddp, optimizer, updates = start(adamw, density=0.05, **options)
         steps(ddp, optimizer, updates, 0, 3)
-        saved = deepcopy(((updates.manifest(), updates.state()), optimizer.state_dict()))
+        saved = deepcopy(((updates.metadata(), updates.state()), optimizer.state_dict()))
         if went_back:
             steps(ddp, optimizer, updates, 3, 6)
             updates.load(*saved[0])
@@ -388,7 +388,7 @@ def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any])
     """Shared weights of a run and of one that goes on from its state, and how far what is pending is off."""
     ddp, optimizer, updates = start(adamw, **saved_with)
     steps(ddp, optimizer, updates, 0, 7)
-    content = (updates.manifest(), updates.state())
+    content = (updates.metadata(), updates.state())
     _, _, resumed = start(adamw, **resumed_with)
     assert resumed.fits(*content)
     resumed.load(*content)
@@ -416,11 +416,11 @@ def both_ways(options: dict[str, Any], change: dict[str, Any]) -> list[tuple[Ten
 def saved_before_there_was_an_outer_learning_rate() -> tuple[Tensor, Tensor, float, float]:
     ddp, optimizer, updates = start(adamw, density=0.02)
     steps(ddp, optimizer, updates, 0, 7)
-    manifest, state = updates.manifest(), updates.state()
+    metadata, state = updates.metadata(), updates.state()
     del state.own["optimizers"][0]["outer_lr"]
     _, _, resumed = start(adamw, density=0.02, outer_lr=1.5)
-    resumed.load(manifest, state)
-    ahead = [each.optimizers[0].state.ahead for each in (updates, resumed)]
+    resumed.load(metadata, state)
+    ahead = [each.optimizers[0].state.local_fraction for each in (updates, resumed)]
     return shared_of(updates), shared_of(resumed), *ahead
 
 

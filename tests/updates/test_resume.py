@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on_bit_identically(
 
 
 def look(folder: str, begin: int | None, end: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """The shared weights and the mean of what is pending: as they were resumed, and at the end, which is saved."""
+    """The global weights and the mean of what is pending: as they were resumed, and at the end, which is saved."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
@@ -122,7 +122,7 @@ def look(folder: str, begin: int | None, end: int) -> dict[int, tuple[Tensor, Te
             if trainer.global_step not in (begin, end):
                 return
             updates = trainer.strategy.engine
-            with updates.shared_weights():
+            with updates.global_weights():
                 shared = weights(updates.module).clone()
             found[trainer.global_step] = shared, mean_over_nodes(whole_pending(updates))
             if trainer.global_step == end:
@@ -244,7 +244,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @SCENARIOS.add
 def changed_by_a_callback(folder: str) -> list[Tensor]:
-    """A callback changes shared weights and buffers before they are saved; a whole run, and one that is resumed."""
+    """A callback changes global weights and buffers before they are saved; a whole run, and one that is resumed."""
     pl = lightning_of(FLAVOUR)
 
     class Change(pl.Callback):  # type: ignore[misc, name-defined]
@@ -270,13 +270,13 @@ def test_what_a_callback_changed_before_a_save_is_resumed(results: list[dict[str
 
 @SCENARIOS.add
 def in_another_layout(folder: str) -> tuple[Tensor, Tensor]:
-    """The shared weights at a save, and those that a model in channels_last begins with."""
+    """The global weights at a save, and those that a model in channels_last begins with."""
     found = []
 
     class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, trained: Any, *_: Any) -> None:
             if trainer.global_step == 3:
-                with trainer.strategy.shared_weights():
+                with trainer.strategy.global_weights():
                     found.append(weights(trained))
                 trainer.save_checkpoint(f"{folder}/3.ckpt")
 

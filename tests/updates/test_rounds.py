@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.elastic import ElasticSampler
-from lightning_sparse.elastic.lighthouse import Lighthouse, Member, Said, _said
-from lightning_sparse.elastic.rounds import Outcome, Round, Rounds, _refusal, quorum_of
-from lightning_sparse.elastic.sampling import Deals, Drawn
-from lightning_sparse.elastic.updates import ElasticConfig, ElasticDifference
+from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _said
+from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol, _refusal, quorum_of
+from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdateState
 from lightning_sparse.exchange.communicator import Group
-from lightning_sparse.exchange.paths import Sparse, Work
+from lightning_sparse.exchange.paths import Sparse, TensorSpec
 from lightning_sparse.kernels import compress
 
 
 def member(name: str, token: str, number: int, **said: Any) -> Member:
-    return Member(name, "", Said(token, number, **{"observes": False, **said}))
+    return Member(name, "", NodeStatus(token, number, **{"observes": False, **said}))
 
 
 def names(members: list[Member]) -> list[str]:
@@ -31,13 +31,13 @@ def names(members: list[Member]) -> list[str]:
 
 
 def test_messages_count_outer_lr_times_and_what_is_sent_whole_once() -> None:
-    path = Sparse.of(Work(3, 1, 4), 0.5, torch.float32)
+    path = Sparse.of(TensorSpec(3, 1, 4), 0.5, torch.float32)
     assert path is not None
     message_B = compress(torch.tensor([3.0, 0.0, 0.0, -6.0]), None, None, path.k, torch.float32)
     state: Any = SimpleNamespace(_config=ElasticConfig(lighthouse="http://a:1", outer_lr=1.5), _path=path)
     weights_S = torch.zeros(4)
     found = Round("old", "new", 1, 3, message_B.expand(2, -1).contiguous(), dense=(torch.full((4,), 3.0),))
-    ElasticDifference._add_round(state, found, weights_S)
+    ElasticUpdateState._add_round(state, found, weights_S)
     assert weights_S.tolist() == [-4.0, -1.0, -1.0, 5.0]
 
 
@@ -91,11 +91,11 @@ def test_a_refusal_names_what_one_of_them_does_not_have() -> None:
 
 
 def test_a_node_that_has_just_loaded_the_same_weights_does_not_make_others_give_up_what_they_were_dealt() -> None:
-    deals = Deals("b")
-    deals.follow(["b"], [deals.say()] * 2)
-    begun = member("b", "saved", 4, drawn=Drawn(40, deals.say().deal))
+    deals = SampleAssigner("b")
+    deals.update(["b"], [deals.report()] * 2)
+    begun = member("b", "saved", 4, drawn=SampleProgress(40, deals.report().deal))
     found = quorum_of([member("a", "saved", 4), begun])
-    deals.follow(names(found.members), found.drawn)
+    deals.update(names(found.members), found.drawn)
     assert [*deals.share(range(44), 0, device=0, devices=1)] == [*range(40), 41, 43]
 
 
@@ -103,16 +103,16 @@ class Silent(Lighthouse):
     """Has no quorum for anybody."""
 
     def __init__(self) -> None:
-        self.name, self.heard = "a:1", list[Said]()
+        self.name, self.heard = "a:1", list[NodeStatus]()
 
-    def quorum(self, said: Said) -> None:
+    def quorum(self, said: NodeStatus) -> None:
         self.heard.append(said)
 
 
 @pytest.fixture
-def rounds() -> Rounds:
+def rounds() -> RoundProtocol:
     pytest.importorskip("torchft", reason="needs torchft")
-    rounds = Rounds(Silent(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
+    rounds = RoundProtocol(Silent(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
     rounds.fit(8, 0, 4)
     rounds.token, rounds.history = "0", deque(["0"])
     return rounds
@@ -122,11 +122,11 @@ def message(value: int) -> Tensor:
     return torch.full((8,), value, dtype=torch.uint8)
 
 
-def count(rounds: Rounds, base: str, token: str, held: Tensor) -> None:
+def count(rounds: RoundProtocol, base: str, token: str, held: Tensor) -> None:
     rounds._count(Round(base, token, 0, 2, torch.empty(0)), held, Outcome())
 
 
-def settle(rounds: Rounds, token: str, held: Tensor, now: str) -> list[Tensor]:
+def settle(rounds: RoundProtocol, token: str, held: Tensor, now: str) -> list[Tensor]:
     """Settle a round that led from "0" to ``token``. Returns what is pending again."""
     outcome = Outcome()
     rounds._unsettled = Round("0", token, 1, 2, torch.empty(0)), held
@@ -134,40 +134,42 @@ def settle(rounds: Rounds, token: str, held: Tensor, now: str) -> list[Tensor]:
     return outcome.returned
 
 
-def test_what_was_sent_in_rounds_that_others_never_had_is_pending_again(rounds: Rounds) -> None:
+def test_what_was_sent_in_rounds_that_others_never_had_is_pending_again(rounds: RoundProtocol) -> None:
     first, second = message(1), message(2)
     count(rounds, "0", "1b", first)
     count(rounds, "1b", "2b", second)
-    returned, had = rounds.take_over("9a", 9, ["0", "1a"])
+    returned, had = rounds.set_version("9a", 9, ["0", "1a"])
     assert returned == [first, second]
     assert had == []
-    assert rounds.take_over("9c", 9, ["0", "1a", "9a"]) == ([], []), "once"
+    assert rounds.set_version("9c", 9, ["0", "1a", "9a"]) == ([], []), "once"
 
 
 def test_a_message_of_a_round_that_was_refused_counts_once_if_a_node_comes_back_that_had_counted_it(
-    rounds: Rounds,
+    rounds: RoundProtocol,
 ) -> None:
     sent, again = message(1), message(2)
     assert settle(rounds, "1a", sent, now="0") == [sent]
     count(rounds, "0", "1b", again)
-    returned, had = rounds.take_over("3a", 3, ["0", "1a", "2a"])
+    returned, had = rounds.set_version("3a", 3, ["0", "1a", "2a"])
     assert returned == [again]
     assert had == [sent], "which is in the weights, and among what is pending"
 
 
-def test_a_node_that_goes_on_alone_has_pending_again_what_only_those_that_are_gone_may_know(rounds: Rounds) -> None:
+def test_a_node_that_goes_on_alone_has_pending_again_what_only_those_that_are_gone_may_know(
+    rounds: RoundProtocol,
+) -> None:
     sent = message(1)
     assert settle(rounds, "1a", sent, now="7a") == []
     assert rounds.reconcile() == ([sent], [])
 
 
-def test_all_that_is_pending_is_kept_of_one_round_alone(rounds: Rounds) -> None:
+def test_all_that_is_pending_is_kept_of_one_round_alone(rounds: RoundProtocol) -> None:
     for number in range(3):
         count(rounds, str(number), str(number + 1), torch.full((4,), float(number)))
     assert len(rounds._ledger) == 1
 
 
-def test_a_node_that_only_observes_stays_the_first_one(rounds: Rounds) -> None:
+def test_a_node_that_only_observes_stays_the_first_one(rounds: RoundProtocol) -> None:
     """It may do so to write a checkpoint, which no other node is to write, too."""
     for observes in (False, True):
         here = member(rounds.name, "0", 0, observes=observes)
@@ -178,13 +180,13 @@ def test_a_node_that_only_observes_stays_the_first_one(rounds: Rounds) -> None:
 class Alone(Silent):
     """Has nobody but the node itself."""
 
-    def quorum(self, said: Said) -> list[Member]:  # type: ignore[override]
+    def quorum(self, said: NodeStatus) -> list[Member]:  # type: ignore[override]
         return [Member(self.name, "", said)]
 
 
 def test_a_node_that_finds_no_weights_begins_with_its_own_and_still_asks_in_case_others_have_some() -> None:
     pytest.importorskip("torchft", reason="needs torchft")
-    rounds = Rounds(Alone(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
+    rounds = RoundProtocol(Alone(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
     rounds.fit(8, 0, 4)
     rounds.ask()
     asked = rounds.wants
@@ -193,9 +195,9 @@ def test_a_node_that_finds_no_weights_begins_with_its_own_and_still_asks_in_case
 
 
 def test_what_a_node_of_another_version_says_is_read_as_far_as_it_is_known() -> None:
-    assert _said({"token": "t", "colour": "red"}) == Said(token="t")
-    assert _said({"drawn": {"end": 3, "colour": "red"}}) == Said(drawn=Drawn(3))
-    assert _said(None) == Said()
+    assert _said({"token": "t", "colour": "red"}) == NodeStatus(token="t")
+    assert _said({"drawn": {"end": 3, "colour": "red"}}) == NodeStatus(drawn=SampleProgress(3))
+    assert _said(None) == NodeStatus()
 
 
 # -- samples that are dealt --------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class Node:
     """Draws from the line, place by place."""
 
     def __init__(self, name: str) -> None:
-        self.deals, self.place = Deals(name), 0
+        self.deals, self.place = SampleAssigner(name), 0
         self.deals.ahead = AHEAD
         self.drawn: list[int] = []
 
@@ -222,12 +224,12 @@ class Node:
 def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
     """All say, and all conclude; they draw before and after that as much as they may."""
     names = sorted(nodes)
-    said = [nodes[name].deals.say() for name in names]
+    said = [nodes[name].deals.report() for name in names]
     for name in names:
         if nodes[name].drawn:
             nodes[name].draw(generator.randint(0, AHEAD // 3))
     for name in names:
-        nodes[name].deals.follow(names, said)
+        nodes[name].deals.update(names, said)
         nodes[name].draw(generator.randint(0, AHEAD // 3))
 
 
@@ -259,9 +261,9 @@ def test_no_sample_is_drawn_twice_and_left_out_are_only_shares_of_nodes_that_are
 
 
 def test_an_epoch_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    deals = Deals("a")
+    deals = SampleAssigner("a")
     deals.begin(7)
-    deals.follow(["a"], [deals.say()])
+    deals.update(["a"], [deals.report()])
     assert [*deals.share(range(3), 3, device=0, devices=1)] == []
     assert "no sample of epoch 1 is left for this node" in caplog.text
 
@@ -269,7 +271,7 @@ def test_an_epoch_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixt
 def test_a_node_that_draws_more_than_it_has_told_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     node = Node("a")
     quorum({"a": node}, random.Random(0))
-    node.deals.say()
+    node.deals.report()
     node.draw(AHEAD)
     assert not caplog.messages
     node.draw(2)
@@ -279,9 +281,9 @@ def test_a_node_that_draws_more_than_it_has_told_says_so_once(caplog: pytest.Log
 
 
 def test_deals_tell_whether_samples_of_an_epoch_are_left_without_drawing_them() -> None:
-    deals = Deals("b")
+    deals = SampleAssigner("b")
     assert deals.leaves(0, 99), "until it knows how long an epoch is"
-    deals.follow(["a", "b"], [deals.say()] * 2)
+    deals.update(["a", "b"], [deals.report()] * 2)
     drawn = deals.share(range(7), 0, device=0, devices=1)
     assert next(drawn) == 1
     assert [deals.leaves(0, samples) for samples in (3, 4)] == [True, False], "1, 3 and 5 of 0 to 6"
@@ -290,8 +292,8 @@ def test_deals_tell_whether_samples_of_an_epoch_are_left_without_drawing_them() 
 
 
 def test_epochs_of_several_sizes_are_refused() -> None:
-    deals = Deals("a")
-    deals.follow(["a"], [deals.say()])
+    deals = SampleAssigner("a")
+    deals.update(["a"], [deals.report()])
     assert list(deals.share(range(3), 0, device=0, devices=1)) == [0, 1, 2]
     with pytest.raises(ValueError, match="epochs of 3 and 4 samples"):
         next(deals.share(range(4), 4, device=0, devices=1))
@@ -300,16 +302,16 @@ def test_epochs_of_several_sizes_are_refused() -> None:
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with others"])
 def test_what_a_job_had_drawn_before_its_checkpoint_is_not_dealt_again(alone: bool) -> None:
     """A node that joins others has theirs, wherever its own checkpoint was."""
-    deals, others = Deals("b"), Deals("a")
+    deals, others = SampleAssigner("b"), SampleAssigner("a")
     deals.begin(6)
-    members = [member("b", "saved", 4, drawn=deals.say())]
+    members = [member("b", "saved", 4, drawn=deals.report())]
     if not alone:
-        others.follow(["a"], [others.say()])
-        members.insert(0, member("a", "later", 5, drawn=others.say()))
+        others.update(["a"], [others.report()])
+        members.insert(0, member("a", "later", 5, drawn=others.report()))
     found = quorum_of(members)
-    deals.follow(names(found.members), found.drawn)
+    deals.update(names(found.members), found.drawn)
     assert [*deals.share(range(10), 0, device=0, devices=1)] == ([6, 7, 8, 9] if alone else [1, 3, 5, 7, 9])
-    assert (deals.say().end, deals.say().reached) == (10, 10)
+    assert (deals.report().end, deals.report().reached) == (10, 10)
 
 
 def test_a_node_that_was_away_gives_back_what_it_had_not_drawn() -> None:
@@ -325,10 +327,10 @@ def test_a_node_that_was_away_gives_back_what_it_had_not_drawn() -> None:
 
 def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]]:
     """What a device of two draws in three epochs; another node is there until `ends`, samples of the first one."""
-    deals, sampler = Deals("a"), ElasticSampler(range(size), shuffle=False)
-    deals.follow(["a", "b"], [deals.say()] * 2)
+    deals, sampler = SampleAssigner("a"), ElasticSampler(range(size), shuffle=False)
+    deals.update(["a", "b"], [deals.report()] * 2)
     if ends is not None:
-        deals.follow(["a"], [Drawn(ends, deals.say().deal)] * 2)
+        deals.update(["a"], [SampleProgress(ends, deals.report().deal)] * 2)
     sampler.deal(partial(deals.share, device=device, devices=2))
     epochs = []
     for epoch in range(3):
@@ -358,8 +360,8 @@ def test_a_sampler_draws_an_epoch_in_its_order() -> None:
         next(iter(sampler))
     with pytest.raises(TypeError, match="no length"):
         len(sampler)
-    deals = Deals("a")
-    deals.follow(["a"], [deals.say()])
+    deals = SampleAssigner("a")
+    deals.update(["a"], [deals.report()])
     sampler.deal(partial(deals.share, device=0, devices=1))
     epochs = []
     for epoch in range(2):

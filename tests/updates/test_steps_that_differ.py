@@ -93,7 +93,7 @@ def one_skips(exchange: str, sync_every: int, looks: bool) -> tuple[float, Tenso
     lines = Lines()
     moved = train(net, optimizer, updates, range(3 + dist.get_rank(), 3 * sync_every + 3))
     if looks:
-        with updates.shared_weights():
+        with updates.global_weights():
             assert torch.equal(*of_both_nodes(net.weight.detach()))
         moved += train(net, optimizer, updates, range(40, 40 + sync_every))
     updates.finish()
@@ -123,7 +123,7 @@ def test_step_that_one_node_skips_is_named_and_nothing_is_lost(
 
 def wait_for_each_other() -> tuple[str, list[str]]:
     """Skip a step on node 1 where each step waits for the other node, until the timeout."""
-    lightning_sparse.messages.PATIENCE = timedelta(seconds=0.4)
+    lightning_sparse.messages.SLOW_AFTER = timedelta(seconds=0.4)
     net, optimizer, updates = begin(discover(timeout=timedelta(seconds=6)), 1, delay=0)
     lines = Lines()
 

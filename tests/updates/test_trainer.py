@@ -1,4 +1,4 @@
-"""`strategy="mstopk_local"` in a Trainer: what users put around it works, and the world sees the shared weights."""
+"""`strategy="mstopk_local"` in a Trainer: what users put around it works, and the world sees the global weights."""
 
 import importlib
 from pathlib import Path
@@ -173,7 +173,7 @@ def shown_at_the_end_of_steps(flavour: str) -> dict[str, Tensor]:
 
 @scenarios.add
 def buffers_that_come_late(flavour: str) -> dict[str, Tensor]:
-    """Pruning adds masks, which are buffers, while callbacks see the shared weights."""
+    """Pruning adds masks, which are buffers, while callbacks see the global weights."""
     callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
     module = adamw_module(flavour, nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5)))
     pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_sparse.topology import Topology, locate
+from lightning_sparse.topology import Topology, find_nodes
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def find_topology(node_rank: int | None = None, local_rank: int | None = None) -
     rack, for example. A collective."""
     if not is_distributed():
         return Topology(((0,),), 0)
-    found = locate(node_rank=node_rank, local_rank=local_rank)
+    found = find_nodes(node_rank=node_rank, local_rank=local_rank)
     names, hosts = on_all_ranks(socket.gethostname), dict[tuple[int, str], list[int]]()
     for index, node in enumerate(found.nodes):
         for rank in node:
