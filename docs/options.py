@@ -80,7 +80,11 @@ def options(classes: tuple[type, ...]) -> dict[tuple[str, str], str]:
             {name: words for name, words in described(each).items() if not words.startswith(("as `", "see below"))}
         )
     given = inspect.signature(classes[-1]).parameters.values()
-    return {(p.name, said[p.name]): _default(p) for p in given if p.kind is not p.VAR_KEYWORD}
+    return {
+        (p.name, said[p.name]): _default(p)
+        for p in given
+        if p.kind is not p.VAR_KEYWORD and not said[p.name].startswith("Deprecated")
+    }
 
 
 def table(owners: dict[str, tuple[type, ...]]) -> str:

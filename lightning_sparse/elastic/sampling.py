@@ -146,8 +146,8 @@ class SampleAssigner:
             self._warned = True
             log.warning(
                 "this node has drawn more samples since it last met the others than it had told them: where nodes come "
-                "or go, some may be drawn twice. In a loop, tell deal(loader, batches=...) how many batches lie "
-                "between two steps"
+                "or go, some may be drawn twice. In a loop, give the batches between two steps: "
+                "shard_loader(loader, batches=...)"
             )
 
     def share(self, order: Sequence[int], first: int, device: int, devices: int) -> Iterator[int]:
@@ -254,8 +254,8 @@ class ElasticSampler(DistributedSampler[int]):
         if self._share is None:
             raise RuntimeError(
                 "ElasticSampler draws what nodes agree on, and is attached to none: train with "
-                "strategy='mstopk_elastic', and in a loop call fabric.strategy.deal(loader), or deal(loader) of "
-                "ElasticUpdates, with the sampler as the DataLoader's sampler=."
+                "strategy='mstopk_elastic', and in a loop call fabric.strategy.shard_loader(loader), or "
+                "shard_loader(loader) of ElasticUpdates, with the sampler as the DataLoader's sampler=."
             )
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self._size, generator=generator) if self.shuffle else torch.arange(self._size)

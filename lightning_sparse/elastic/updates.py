@@ -240,7 +240,7 @@ class ElasticUpdates(LocalUpdates):
         changed = any(one.is_changed() for one in self.optimizers)
         return changed, not changed or (self.steps == 0 and self._begins)
 
-    def deal(self, loader: Any, batches: int = 1) -> None:
+    def shard_loader(self, loader: Any, batches: int = 1) -> None:
         """Have a loader draw what is dealt to this device: one of torch with an `ElasticSampler`, or that of a bundled
         DataModule. Others are left as they are. Every device of the node calls it, and waits until other nodes know how
         far the loader may draw.

@@ -1,5 +1,6 @@
 """The callback, as a mixin that does not import Lightning. It makes each optimizer share its step."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,21 +23,30 @@ class PTOMixin:
         scope: Ranks that shard a step: the ranks of a ``"node"``, all ranks (``"world"``), or ``"auto"``. "auto" times
             a few full steps and a few sharded steps, inside the node or, with one rank per node, among all ranks. It
             keeps the faster method. Choose "node" or "world" if the state does not fit otherwise.
-        also: Names of more optimizer classes to shard, such as ``["Lion"]``. The tested optimizers are torch's SGD,
-            Adam, AdamW, Adagrad, RMSprop, NAdam and Muon and timm's LARS and LAMB. Name an optimizer only if its step
-            computes each parameter from that parameter's gradient and state alone. Every rank runs the full step of
-            other optimizers.
+        trusted_optimizers: Names of more optimizer classes to shard, such as ``["Lion"]``. The tested optimizers are
+            torch's SGD, Adam, AdamW, Adagrad, RMSprop, NAdam and Muon and timm's LARS and LAMB. Name an optimizer only
+            if its step computes each parameter from that parameter's gradient and state alone. Every rank runs the full
+            step of other optimizers.
+        also: Deprecated name of ``trusted_optimizers``.
 
     Raises:
         ValueError: if the scope is unknown; at the start of fit, if the strategy or an optimizer is not supported.
     """
 
-    def __init__(self, scope: Scope = "auto", also: Sequence[str] = ()) -> None:
+    def __init__(
+        self, scope: Scope = "auto", trusted_optimizers: Sequence[str] = (), also: Sequence[str] | None = None
+    ) -> None:
         check_scope(scope)
-        if isinstance(also, str):
-            raise ValueError(f"also={also!r} must be a list of names of optimizer classes: also=[{also!r}].")
+        if also is not None:
+            warnings.warn("also= is trusted_optimizers= now", DeprecationWarning, stacklevel=2)  # until version 0.3
+            trusted_optimizers = also
+        if isinstance(trusted_optimizers, str):
+            raise ValueError(
+                f"trusted_optimizers={trusted_optimizers!r} must be a list of names of optimizer classes: "
+                f"trusted_optimizers=[{trusted_optimizers!r}]."
+            )
         self.scope: Scope = scope
-        self.also = tuple(also)
+        self.trusted_optimizers = tuple(trusted_optimizers)
         self.steps: list[ShardedStep] = []
         self._communicator: HierCommunicator | None = None
 
@@ -64,7 +74,8 @@ class PTOMixin:
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may reuse optimizers
         auto = self.scope == "auto"
         self.steps = [
-            shared.get(id(o)) or ShardedStep(o, comm, names, uncut, auto=auto, trusted=type(o).__name__ in self.also)
+            shared.get(id(o))
+            or ShardedStep(o, comm, names, uncut, auto=auto, trusted=type(o).__name__ in self.trusted_optimizers)
             for o in trainer.optimizers
         ]
         if trainer.is_global_zero:

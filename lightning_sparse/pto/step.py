@@ -31,7 +31,7 @@ STEPS = 6
 
 UNTESTED = (
     "nobody has tested that it steps each parameter from its own gradient and state alone. If it does, name it: "
-    "PTOCallback(also=['{}'])"
+    "PTOCallback(trusted_optimizers=['{}'])"
 )
 Scope = Literal["auto", "node", "world"]
 """The ranks that share a step."""

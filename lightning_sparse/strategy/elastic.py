@@ -108,7 +108,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Deal samples to the nodes that are there, if the loader can."""
         if self.elastic is not None:
-            self.elastic.deal(dataloader, most_accumulated(self.lightning_module.trainer))
+            self.elastic.shard_loader(dataloader, most_accumulated(self.lightning_module.trainer))
             self._tell_epoch(dataloader)  # before Lightning does, which fetches a batch before that
         return super().process_dataloader(dataloader)
 
@@ -219,7 +219,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
     """``mstopk_elastic`` for Fabric. Its options are those of ``MSTopKElasticStrategy`` for a Trainer.
 
     A node joins when its optimizer is set up. Then it has the weights, buffers and optimizer state of the other nodes,
-    and through ``share`` their progress. Load a checkpoint between ``fabric.setup_module`` and
+    and through ``sync_state`` their progress. Load a checkpoint between ``fabric.setup_module`` and
     ``fabric.setup_optimizers``.
     """
 
@@ -248,7 +248,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             )
         return super().setup_optimizer(optimizer)
 
-    def share(self, state: MutableMapping[str, Any]) -> None:
+    def sync_state(self, state: MutableMapping[str, Any]) -> None:
         """Give nodes that join the progress of this one, and take that of the others if this one has joined them.
 
         Args:
@@ -261,13 +261,13 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         """
         elastic = self._require_engine()
         if not isinstance(state, MutableMapping):
-            raise ValueError(f"share({state!r}): give a dict of what nodes that join are to have, by name.")
+            raise ValueError(f"sync_state({state!r}): give a dict of what nodes that join are to have, by name.")
         self._progress = state
         for name, value in to_python(self._progress_state_dict()).items():
             if not is_safe(value):
                 raise ValueError(
-                    f"share() of {name}={value!r}: nodes that join accept tensors, plain values, and lists and dicts "
-                    f"of them. Share these, or an object whose state_dict() has no others."
+                    f"sync_state() of {name}={value!r}: nodes that join accept tensors, plain values, and lists and "
+                    f"dicts of them. Share these, or an object whose state_dict() has no others."
                 )
         if elastic.snapshot is None:
             return
@@ -275,7 +275,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
         if taken.keys() != own:
             raise ValueError(
-                f"share() of {sorted(own)}, where the other nodes have {sorted(taken)}: share the same on all nodes."
+                f"sync_state() of {sorted(own)}, where the other nodes have {sorted(taken)}: give the same names on "
+                f"all nodes."
             )
         elastic.snapshot = None
         for name, value in taken.items():
@@ -284,9 +285,9 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             else:
                 state[name] = value
 
-    def deal(self, loader: Any, batches: int = 1) -> None:
-        """Have a loader draw what is dealt to this device, as ``ElasticUpdates.deal``. Every device of the node calls
-        it.
+    def shard_loader(self, loader: Any, batches: int = 1) -> None:
+        """Let a loader draw the samples of this device, as ``ElasticUpdates.shard_loader``. Every device of the node
+        calls it.
 
         Args:
             batches: between two steps.
@@ -297,18 +298,27 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         elastic = self._require_engine()
         if sampler_of(loader) is None:
             raise ValueError(
-                f"deal() of a {type(loader).__name__} that draws samples of its own: give a DataLoader of torch with "
-                f"sampler=ElasticSampler(dataset), or leave deal() out, and each node draws all samples."
+                f"shard_loader() of a {type(loader).__name__} that draws samples of its own: give a "
+                f"of torch with sampler=ElasticSampler(dataset), or leave shard_loader() out, and each node draws all "
+                f"samples."
             )
-        elastic.deal(loader, batches)
+        elastic.shard_loader(loader, batches)
+
+    def share(self, state: MutableMapping[str, Any]) -> None:
+        """Deprecated name of `sync_state`, until version 0.3."""
+        self.sync_state(state)
+
+    def deal(self, loader: Any, batches: int = 1) -> None:
+        """Deprecated name of `shard_loader`, until version 0.3."""
+        self.shard_loader(loader, batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Refuse one whose samples are dealt: Fabric numbers its epochs from 0 in each process."""
         if sampler_of(dataloader) is not None:
             raise ValueError(
                 "setup_dataloaders() of a loader whose samples are dealt to the nodes that are there would number its "
-                "epochs from 0 on each node: call fabric.strategy.deal(loader) instead, set_epoch() before each epoch, "
-                "and fabric.to_device(batch)."
+                "epochs from 0 on each node: call fabric.strategy.shard_loader(loader) instead, set_epoch() before "
+                "each epoch, and fabric.to_device(batch)."
             )
         return super().process_dataloader(dataloader)
 
@@ -333,7 +343,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         if taken is not None and taken["extra"]:
             raise ValueError(
                 f"the other nodes share {sorted(taken['extra'])}, and this one would go on without: call "
-                f"fabric.strategy.share(state) after the optimizer is set up, on all nodes."
+                f"fabric.strategy.sync_state(state) after the optimizer is set up, on all nodes."
             )
 
     def _progress_state_dict(self) -> dict[str, Any]:

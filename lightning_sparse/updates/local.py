@@ -222,8 +222,8 @@ class LocalUpdates(Engine):
 
     @torch.no_grad()
     def swap_in_local_weights(self) -> None:
-        """Put the local weights back. A change since ``swap_in_global_weights()`` becomes part of the global weights. If
-        nodes made different changes, their mean does. Weights that were shown without waiting are not compared: all
+        """Put the local weights back. A change since ``swap_in_global_weights()`` becomes part of the global weights.
+        If nodes made different changes, their mean does. Weights that were shown without waiting are not compared: all
         nodes must make the same change to them. Every rank calls it."""
         if not self._shown:
             return

@@ -125,7 +125,7 @@ def test_all_workers_hold_the_same_shared_weights_bit_for_bit(corpus: Corpus) ->
 def test_a_worker_that_fails_ends_the_run(corpus: Corpus) -> None:
     models = two_models(3)
     way = ways.Updates(models, density=0.05)
-    way.states[1].advance = lambda: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
+    way.states[1].exchange_step = lambda: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
     with pytest.raises(OSError, match="gone"):
         way.after_step(1, 0.0)
     way.end()

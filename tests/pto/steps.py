@@ -109,7 +109,7 @@ def compare(
     train(theirs, plain)
     wrong = [] if same(list(ours), list(theirs)) else ["parameters differ"]
     wrong += [] if same(whole_state(sharded), plain.state_dict()) else ["state differs"]
-    own = {id(p): part for p, part in zip(ours, step.mine, strict=True) if part is not None}
+    own = {id(p): part for p, part in zip(ours, step.local_parts, strict=True) if part is not None}
     wrong += [] if {id(p) for p in sharded.state} <= own.keys() else ["foreign state"]
     sizes = {
         id(p): max([0, *(t.numel() for t in s.values() if isinstance(t, Tensor))]) for p, s in sharded.state.items()

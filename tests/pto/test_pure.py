@@ -313,9 +313,9 @@ def test_an_untested_optimizer_is_left_alone_with_the_way_out() -> None:
     assert not hasattr(optimizer, "consolidate_state_dict")
     (said,) = lines.lines
     assert "PTO is off for Unknown; every rank runs the full step" in said
-    assert "name it: PTOCallback(also=['Unknown'])" in said
+    assert "name it: PTOCallback(trusted_optimizers=['Unknown'])" in said
 
 
 def test_a_single_name_is_no_list() -> None:
-    with pytest.raises(ValueError, match=r"also='Lion' must be a list .* also=\['Lion'\]"):
-        PTOCallback(also="Lion")
+    with pytest.raises(ValueError, match=r"trusted_optimizers='Lion' must be a list .* trusted_optimizers=\['Lion'\]"):
+        PTOCallback(trusted_optimizers="Lion")

@@ -431,5 +431,5 @@ def unequal_nodes() -> dict[str, Any]:
     wrong = compare(AdamW, {"lr": 0.01}, communicator)
     params = parameters()
     step = ShardedStep(SGD(params, lr=0.1), communicator)
-    owned = sum(part.end - part.begin for part in step.mine if part is not None)
+    owned = sum(part.end - part.begin for part in step.local_parts if part is not None)
     return {"wrong": wrong, "owned": owned / sum(p.numel() for p in params)}

@@ -117,7 +117,7 @@ def residual_norm(t: Any) -> float:
 
 def shared(step: Any) -> bool:
     """Whether this rank stepped its parameters and has state of no others."""
-    own = {id(p): part for p, part in zip(step.parameters, step.mine, strict=True) if part is not None}
+    own = {id(p): part for p, part in zip(step.parameters, step.local_parts, strict=True) if part is not None}
     foreign = {id(p) for p in step.optimizer.state} - own.keys()
     numel = sum(part.end - part.begin for part in own.values())
     return step.active and step.steps > 0 and not foreign and numel < sum(p.numel() for p in step.parameters)

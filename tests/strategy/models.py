@@ -143,7 +143,7 @@ def conserved(
         loss_of(ddp, step, dist.get_rank()).backward()
         applied += flat_grads(model)
     assert state is not None
-    state.settle()
+    state.commit_round()
     return given, applied, sum_over_nodes(node_residual(model, state), state), state
 
 

@@ -102,9 +102,9 @@ def change_paths() -> dict[str, Any]:
             path = ours.path(group).name
             paths.append(path)
             if path in ("flat", "dense"):
-                ours.settle()
+                ours.commit_round()
                 left += float(ours.residual_norm())
-    ours.settle()
+    ours.commit_round()
     waiting = sum_over_nodes(node_residual(model, ours), ours)
     return {"given": given, "applied": applied, "waiting": waiting, "paths": paths, "left by dense": left}
 

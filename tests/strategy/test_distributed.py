@@ -138,7 +138,7 @@ def pending_of(loop: Loop) -> Tensor:
     """The mean over nodes of what is not sent; of DDP's gradients the sum."""
     model, _, engine = loop
     if engine.kind == "gradients":
-        engine.settle()
+        engine.commit_round()
         mine = node_residual(engine.parameters.module, engine)
         dist.all_reduce(mine)
         return mine / engine.topology.num_devices

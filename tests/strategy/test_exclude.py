@@ -59,12 +59,12 @@ def test_a_bucket_is_cut_into_the_rest_and_the_excluded() -> None:
     layout = Layout(excluded=frozenset({"d", "b"}))
     rest, excluded = ParamGroup(("c", "a"), (2, 4)), ParamGroup(("d", "b"), (1, 3))
     for _ in range(2):
-        assert layout.parts(bucket) == (bucket,), "not before it is settled"
+        assert layout.groups_in(bucket) == (bucket,), "not before it is settled"
         layout.record(bucket)
         layout.end_round()
-    assert layout.parts(bucket) == layout.settled == (rest, excluded)
+    assert layout.groups_in(bucket) == layout.settled == (rest, excluded)
     assert [layout.is_excluded(group) for group in (bucket, rest, excluded)] == [False, False, True]
-    assert layout.cut((rest, excluded)) == (rest, excluded)
+    assert layout.split_excluded((rest, excluded)) == (rest, excluded)
 
 
 # -- how they travel ---------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def beside_ddp(exchange: str) -> dict[str, Any]:
         for model, wrapped in ((ours, ddp), (plain, reference)):
             model.zero_grad()
             loss_of(wrapped, step, dist.get_rank()).backward()
-    state.settle()
+    state.commit_round()
     grads = {n: (p.grad, q.grad) for (n, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True)}
     return {"grads": grads, "with residual": {name for group in state.store.committed for name in group.names}}
 
@@ -147,7 +147,7 @@ def resume(path: str) -> tuple[Tensor, Tensor, int]:
     model, config = mlp(), HierConfig(**SPARSE, exclude="vectors")
     ddp, state = wrap(model, config)
     steps(model, ddp, range(6))
-    state.settle()
+    state.commit_round()
     save(state, path)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     steps(model, ddp, range(6, 10))
@@ -171,7 +171,7 @@ def exclude_on_resume(path: str) -> tuple[Tensor, Tensor, set[str]]:
     model = mlp()
     ddp, state = wrap(model, HierConfig(**SPARSE))
     steps(model, ddp, range(6), lr=0.0)
-    state.settle()
+    state.commit_round()
     save(state, path)
     before = sum_over_nodes(node_residual(model, state), state)
     again = mlp()
@@ -180,7 +180,7 @@ def exclude_on_resume(path: str) -> tuple[Tensor, Tensor, set[str]]:
     ddp, _ = wrap(again, fresh.config, state=fresh)
     (0.0 * loss_of(ddp, 0, dist.get_rank())).backward()
     applied = torch.cat([p.grad.flatten() for p in again.parameters() if p.grad is not None])
-    fresh.settle()
+    fresh.commit_round()
     waiting = {name for group in fresh.store.committed for name in group.names}
     return before, applied + sum_over_nodes(node_residual(again, fresh), fresh), waiting
 

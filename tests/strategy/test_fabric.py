@@ -131,7 +131,7 @@ def skipped(flavour: str) -> bool:
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 5)
     state = fabric.strategy.engines[0]
-    state.settle()
+    state.commit_round()
     before = {group: shard.clone() for group, shard in state.store.committed.items()}
     weights = flat_parameters(model)
     x, y = batch(5, fabric.global_rank)
@@ -140,7 +140,7 @@ def skipped(flavour: str) -> bool:
     fabric.backward(nn.functional.mse_loss(model(x), y))
     optimizer.step()
     optimizer.zero_grad()
-    state.settle()
+    state.commit_round()
     kept = all(torch.equal(shard, state.store.committed[group]) for group, shard in before.items())
     return kept and torch.equal(weights, flat_parameters(model)) and float(state.residual_norm()) > 0
 
@@ -162,12 +162,12 @@ def set_up_again(flavour: str) -> dict[str, Any]:
     wrapped = fabric.setup_module(other)  # after its optimizer, whose steps count nevertheless
     train(fabric, wrapped, optimizer, 0, 5)
     second = fabric.strategy.engines[1]
-    second.settle()
+    second.commit_round()
     waited = {group: shard.clone() for group, shard in second.store.committed.items()}
     x, y = batch(5, fabric.global_rank)
     fabric.backward(nn.functional.mse_loss(wrapped(x), y))
     optimizer.zero_grad()
-    second.settle()
+    second.commit_round()
     kept = all(torch.equal(shard, second.store.committed[group]) for group, shard in waited.items())
     return {"goes on": first_device_wants, "thrown away": bool(waited) and kept}
 

@@ -100,7 +100,7 @@ def look(folder: str, way: str, begin: int | None, end: int) -> Looks:
             if not engine.active:
                 waiting = torch.zeros(0)
             elif isinstance(engine, HierState):
-                engine.settle()
+                engine.commit_round()
                 waiting = sum_over_nodes(node_residual(trained, engine), engine)
             else:
                 waiting = mean_over_nodes(whole_pending(engine))

@@ -304,7 +304,7 @@ def awkward_buckets() -> tuple[Tensor, Tensor, set[int]]:
         ddp(x).backward()
         applied += flat_grads(model)
     dist.all_reduce(given)
-    state.settle()
+    state.commit_round()
     accounted = applied + sum_over_nodes(node_residual(model, state), state)
     return given / dist.get_world_size(), accounted, {group.numel for group in state.layout.settled}
 

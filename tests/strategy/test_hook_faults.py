@@ -130,7 +130,7 @@ def cut_short() -> tuple[Tensor, Tensor, Tensor]:
     model = mlp()
     ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), **PLAIN)
     train(model, ddp, 6)
-    state.settle()
+    state.commit_round()
     before = node_residual(model, state)
     handle = model[0].weight.register_hook(_out_of_memory)
     with pytest.raises(MemoryError):

@@ -33,7 +33,7 @@ def fit(folder: str, kill: Kill | None, precision: str = "32-true", seconds: flo
     module = plain_module(FLAVOUR, by_step=True)
     t = fit_on(folder, strategy, module, kill, max_steps=STEPS, precision=precision)
     state = t.strategy.engine
-    state.settle()
+    state.commit_round()
     return {"weights": weights(module), "residual": node_residual(module, state), "round": state.round}
 
 

@@ -164,7 +164,7 @@ def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
         if state.unused is not None:
             state.unused._used.add("0.weight")
         flat = gradients_of(model)
-        received = state.receive(Bucket(flat, list(model.parameters())))  # type: ignore[arg-type]
+        received = state.on_bucket(Bucket(flat, list(model.parameters())))  # type: ignore[arg-type]
         state.exchange.runner.run(Reduction(state, received), received.flat_N)
         optimizer.step()
 

@@ -287,10 +287,10 @@ def test_one_big_bucket_is_split_into_the_settled_groups() -> None:
     ab, cd = ParamGroup(("a", "b"), (1, 2)), ParamGroup(("c", "d"), (3, 4))
     layout = Layout()
     layout.fix((ab, cd))
-    assert layout.parts(ParamGroup(("d", "c", "b", "a"), (4, 3, 2, 1))) == (ab, cd)
-    assert layout.parts(ab) == (ab,)
+    assert layout.groups_in(ParamGroup(("d", "c", "b", "a"), (4, 3, 2, 1))) == (ab, cd)
+    assert layout.groups_in(ab) == (ab,)
     odd = ParamGroup(("a", "b", "c"), (1, 2, 3))
-    assert layout.parts(odd) == (odd,), "a group that is cut apart cannot be used"
+    assert layout.groups_in(odd) == (odd,), "a group that is cut apart cannot be used"
 
 
 def test_a_parameter_of_another_module_is_refused() -> None:

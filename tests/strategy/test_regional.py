@@ -67,7 +67,7 @@ def exchange_once(nodes: int, grads: Tensor, density: float) -> list[tuple[Tenso
         comm.received = 0
         bucket = Bucket(grads[topology.rank].clone(), list(module.parameters()))
         applied = hier_hook(state, bucket).value()  # type: ignore[arg-type]
-        state.settle()
+        state.commit_round()
         (left,) = state.store.committed.values()
         return applied, left, comm.received
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.checkpoint import side_files as saves
 from lightning_sparse.checkpoint.restore import check_version
-from lightning_sparse.checkpoint.state import Piece, State, flattened, read_slice
+from lightning_sparse.checkpoint.state import Piece, State, flattened, read_slice, sum_slice_over_nodes
 from lightning_sparse.fsdp import residual_of
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology, discover
@@ -65,7 +65,7 @@ def resume_exactly(folder: str) -> dict[str, Any]:
         "": fit(12), "resumed ": fit(12, resume=path),
     }.items():  # fmt: skip
         state = t.strategy.engine
-        state.settle()
+        state.commit_round()
         out[name + "weights"] = weights(module)
         out[name + "residual"] = node_residual(module, state)
         out[name + "round"] = state.round
@@ -108,7 +108,7 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             state = trainer.strategy.engine
             if trainer.global_step in (6, 9):
-                state.settle()
+                state.commit_round()
                 residuals.append(node_residual(module, state))
             if trainer.global_step == 6:
                 trainer.save_checkpoint(path)
@@ -144,7 +144,7 @@ def save_by_hand(path: str) -> Tensor:
     for step in range(7):
         model.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
-    state.settle()
+    state.commit_round()
     save(state, path)
     return sum_over_nodes(node_residual(model, state), state)
 
@@ -299,7 +299,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
             model[0].bias.grad = None
         optimizer.step()
         optimizer.zero_grad()
-        state.settle()
+        state.commit_round()
 
     for index in range(6):
         step(index)
@@ -312,7 +312,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
     state.before_backward()
     loss_of(ddp, 7, dist.get_rank()).backward()
     optimizer.zero_grad()  # thrown away: residuals stay, in the new groups
-    state.settle()
+    state.commit_round()
     return held, before, of_bias(state)
 
 
@@ -355,7 +355,7 @@ def test_another_memory_order_does_not_fit() -> None:
 def test_a_node_without_a_quantity_counts_as_zero() -> None:
     some = State({"residual": [Piece("w", 0, 2, torch.ones(2))]}, {"w": ([2], [0])})
     for nodes in ([[some], []], [[State()], [some]]):
-        found = sum_over_nodes(nodes, residual_of, "w", 0, 2, ([2], [0]))
+        found = sum_slice_over_nodes(nodes, residual_of, "w", 0, 2, ([2], [0]))
         assert found is not None
         assert found.tolist() == [1.0, 1.0]
 

@@ -59,8 +59,8 @@ def rounds(device: str, dtype: torch.dtype, count: int = 6) -> list[Outcome]:
             outcome.given += grad.double()
             future = hier_hook(state, Bucket(grad.to(device), params))  # type: ignore[arg-type]
             outcome.applied.append(future.value().cpu())
-        state.settle()
-        (shard,) = state.store.current.values()
+        state.commit_round()
+        (shard,) = state.store.committed.values()
         outcome.left, outcome.density = (
             state.exchange.communicator.gather(shard).cpu()[:numel],
             state.exchange.stats.density,

@@ -240,7 +240,7 @@ def unused(flavour: str) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step in (6, 14):
                 state = strategy.engine
-                state.settle()
+                state.commit_round()
                 seen[f"never {trainer.global_step}"] = pl_module.net.never.weight.detach().clone()
                 seen[f"residual {trainer.global_step}"] = _piece(state, "net.never.weight")
                 seen[f"sometimes {trainer.global_step}"] = pl_module.net.sometimes.weight.detach().clone()

@@ -68,7 +68,7 @@ def rounds(zero: bool, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor,
 
 
 def residual_of(state: HierState, model: nn.Module) -> list[Tensor]:
-    state.settle()
+    state.commit_round()
     flat = node_residual(model, state)
     return list(flat.split([p.numel() for p in model.parameters()]))
 

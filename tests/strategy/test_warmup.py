@@ -94,7 +94,7 @@ def fit_and_forget() -> tuple[int, int]:
         states.append(weakref.ref(strategy.engine))
     modules.clear()
     gc.collect()
-    return len(strategy._gradients.watched), sum(state() is not None for state in states)
+    return len(strategy._gradients.optimizers_by_state), sum(state() is not None for state in states)
 
 
 def test_a_strategy_keeps_the_state_of_its_last_module_alone() -> None:

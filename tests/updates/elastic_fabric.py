@@ -45,8 +45,8 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     if path.exists():
         fabric.load(path, state)
     optimizer = state["optimizer"] = fabric.setup_optimizers(adam)
-    strategy.share(state)
-    strategy.deal(loader)
+    strategy.sync_state(state)
+    strategy.shard_loader(loader)
     while not leaving:
         loader.sampler.set_epoch(state["epoch"])
         for inputs, targets, drawn in loader:
@@ -86,7 +86,7 @@ def alone(name: str, lighthouse: str, options: dict[str, Any]) -> None:
             fabric.load(path, {"model": model}, strict=False)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters()))
         loader = DataLoader(data, batch_size=8, sampler=ElasticSampler(data))
-        strategy.deal(loader)
+        strategy.shard_loader(loader)
         drawn: list[int] = []
         for inputs, samples in loader:
             drawn += samples.tolist()
@@ -99,9 +99,9 @@ def alone(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         fabric.save(path.with_name("filtered.ckpt"), {"model": model, "other": other}, filter=filters)
         fabric.save(path, {"model": model, "optimizer": optimizer})
         refused = [
-            refusal(strategy.deal, DataLoader(data, shuffle=True)),
-            refusal(strategy.deal, loader, 0),
-            refusal(strategy.share, {"epoch": 0, "folder": path}),
+            refusal(strategy.shard_loader, DataLoader(data, shuffle=True)),
+            refusal(strategy.shard_loader, loader, 0),
+            refusal(strategy.sync_state, {"epoch": 0, "folder": path}),
         ]
         strategy.elastic.snapshot = {"extra": {"epoch": 3}}  # as if it had joined others
         refused.append(refusal(optimizer.step))

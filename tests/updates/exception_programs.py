@@ -170,7 +170,9 @@ def strategy_of(program: Program) -> tuple[Any, list[Any]]:
     options = {"density": 0.1, "bucket_cap_mb": 0.002, **program.options}
     if program.strategy == "local":
         return ours(FLAVOUR).MSTopKLocalStrategy(**options), []
-    callbacks = [ours(FLAVOUR).PTOCallback(scope="world", also=["Optimizer"])] if program.shards_step else []
+    callbacks = (
+        [ours(FLAVOUR).PTOCallback(scope="world", trusted_optimizers=["Optimizer"])] if program.shards_step else []
+    )
     return ours(FLAVOUR).MSTopKHierStrategy(**options), callbacks
 
 

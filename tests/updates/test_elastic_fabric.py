@@ -116,10 +116,10 @@ def test_loaders_that_are_set_up_before_a_node_joins_have_an_order_of_its_own(tw
 
 def test_what_a_loop_deals_and_shares_wrongly_is_refused(two_runs: list[dict[str, Any]]) -> None:
     rules = [
-        "deal() of a DataLoader that draws samples of its own: give a DataLoader of torch with sampler=ElasticSampler",
+        "shard_loader() of a DataLoader that draws samples of its own: give a DataLoader of torch with sampler=Elastic",
         "batches=0 must be a whole number of batches between two steps",
-        "share() of folder=PosixPath",
-        "the other nodes share ['epoch'], and this one would go on without: call fabric.strategy.share(state)",
+        "sync_state() of folder=PosixPath",
+        "the other nodes share ['epoch'], and this one would go on without: call fabric.strategy.sync_state(state)",
     ]
     for refused, rule in zip(two_runs[0]["refused"], rules, strict=True):
         assert refused.startswith(rule)
@@ -128,9 +128,9 @@ def test_what_a_loop_deals_and_shares_wrongly_is_refused(two_runs: list[dict[str
 def test_what_a_loop_does_in_the_wrong_order_is_refused(tmp_path: Path) -> None:
     strategy = MSTopKElasticStrategy(lighthouse="http://127.0.0.1:1")
     with pytest.raises(ValueError, match="no optimizer is set up"):
-        strategy.share({})
+        strategy.sync_state({})
     loader = DataLoader(range(8), sampler=ElasticSampler(range(8)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"call fabric.strategy.deal\(loader\) instead"):
+    with pytest.raises(ValueError, match=r"call fabric.strategy.shard_loader\(loader\) instead"):
         strategy.process_dataloader(loader)
     strategy.engines.append(object())
     with pytest.raises(ValueError, match="is set up after another optimizer"):
