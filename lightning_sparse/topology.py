@@ -153,13 +153,8 @@ class Topology:
             return "unequal nodes"
         return "hierarchical"
 
-    @cached_property
-    def mesh(self) -> DeviceMesh | None:
-        """The groups as a mesh of axes "node" and "device"; None where the hierarchy is not used."""
-        return self.mesh_of_axes("node", "device")
-
     def mesh_of_axes(self, node: str, device: str) -> DeviceMesh | None:
-        """The same by names of one's own."""
+        """Return the groups as a mesh with these names of its axes; None if the hierarchy is not used."""
         if self.intra is None or self.inter is None:
             return None
         kind = device_type(dist.get_backend_config(self.intra))

@@ -105,7 +105,7 @@ def test_an_error_of_the_backend_names_the_step() -> None:
 
 
 def mesh() -> tuple[list[int], list[int], tuple[str, ...] | None]:
-    found = discover(timeout=timedelta(seconds=60)).mesh
+    found = discover(timeout=timedelta(seconds=60)).mesh_of_axes("node", "device")
     assert found is not None
     node, device = found["node"], found["device"]
     total = torch.tensor([float(dist.get_rank())])
