@@ -45,10 +45,13 @@ class Student(pl.LightningModule):
 
 
 class Report(pl.Callback):
-    """Says now and then what the global weights are."""
+    """Prints the round, the loss and a hash of the global weights. Nodes of one round print the same hash."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
-        time.sleep(0.02)  # else the toy is over before anything happens
+        time.sleep(0.02)  # slows the toy down, so that you can watch it
         if trainer.global_step % 5:
             return
         strategy: Any = trainer.strategy
@@ -57,11 +60,12 @@ class Report(pl.Callback):
             weights = torch.cat([p.detach().flatten() for p in module.parameters()])
         digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]
         nodes = strategy.elastic.gauges()["nodes"]
-        print(f"round {number} of {nodes} nodes: loss {outputs['loss']:.4f}, weights {digest}", flush=True)
+        loss = float(outputs["loss"])
+        print(f"[{self.name}] round {number}, {nodes} node(s): loss {loss:.4f}, hash of weights {digest}", flush=True)
 
 
 def train(name: str) -> None:
-    """Be one node, until it is told to end: then it sends what is pending, and leaves."""
+    """Train as one node until the process is terminated. Then send pending updates, and leave."""
     pl.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     x = torch.randn(8192, 32)
@@ -71,7 +75,7 @@ def train(name: str) -> None:
         devices=1,
         strategy=MSTopKElasticStrategy(node_name=name, timeout=10),
         max_epochs=-1,
-        callbacks=[Report()],
+        callbacks=[Report(name)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -81,7 +85,7 @@ def train(name: str) -> None:
 
 
 def demo(rounds: int) -> int:
-    """Run a lighthouse and three nodes; kill node c, start it again, and tell all to end, `rounds` apart."""
+    """Run a lighthouse and three nodes. Kill node c, start it again, and end all nodes, `rounds` apart."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +102,7 @@ def demo(rounds: int) -> int:
         due, waits_for = 0, [3, 2, 3]  # nodes
         for line in nodes["a"].stdout or ():
             print(line, end="", flush=True)
-            found = re.match(r"round (\d+) of (\d)", line)
+            found = re.match(r"\[a\] round (\d+), (\d)", line)
             number, count = map(int, found.groups()) if found else (0, 0)
             if not waits_for or count != waits_for[0]:
                 continue
@@ -107,16 +111,19 @@ def demo(rounds: int) -> int:
                 continue
             due, _ = 0, waits_for.pop(0)
             if len(waits_for) == 2:
-                print("node c is killed", flush=True)
+                print("killing node c", flush=True)
                 nodes["c"].kill()
                 nodes["c"].wait()
             elif len(waits_for) == 1:
-                print("node c comes back", flush=True)
+                print("starting node c again", flush=True)
                 nodes["c"] = start("c")
             else:
+                print("ending all nodes", flush=True)
                 for node in nodes.values():
                     node.terminate()
-        return max(node.wait() for node in nodes.values())
+        status = max(node.wait() for node in nodes.values())
+        print("Done. In each round, all nodes printed the same hash: they have equal global weights.")
+        return status
     finally:
         lighthouse.kill()
         for node in nodes.values():

@@ -122,8 +122,12 @@ def test_a_node_leaves_and_comes_back(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, done.stderr[-6000:]
-    before, _, after = done.stdout.partition("node c is killed")
-    said = r"round \d+ of (\d) nodes: loss ([\d.]+), weights [0-9a-f]{8}"
-    assert {count for count, _ in re.findall(said, after)} >= {"2", "3"}  # without it, and with it again
-    losses = [float(loss) for _, loss in re.findall(said, done.stdout)]
+    before, _, after = done.stdout.partition("killing node c")
+    line = r"round (\d+), (\d) node\(s\): loss ([\d.]+), hash of weights ([0-9a-f]{8})"
+    assert {count for _, count, _, _ in re.findall(line, after)} >= {"2", "3"}  # without it, and with it again
+    hashes: dict[str, set[str]] = {}
+    for number, _, _, digest in re.findall(line, done.stdout):
+        hashes.setdefault(number, set()).add(digest)
+    assert {len(found) for found in hashes.values()} == {1}, "the last line of the demo says so"
+    losses = [float(loss) for _, _, loss, _ in re.findall(line, done.stdout)]
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
