@@ -183,7 +183,7 @@ class HierCommunicator:
     @property
     def error_context(self) -> str:
         """Told in errors; the hook keeps it up to date. Each thread has its own: they work on different buckets."""
-        return getattr(self._place, "where", "before the first round")
+        return getattr(self._place, "error_context", "before the first round")
 
     @error_context.setter
     def error_context(self, place: str) -> None:
