@@ -35,7 +35,7 @@ class PathChoice:
     Attributes:
         rates: what ``"auto"`` decides by; None until the first round has measured them.
         forbid_sparse: ``"auto"`` leaves no entries out: set for optimizers that cannot bear it.
-        by_shard: ``"auto"`` forms the sums of a node, which an all-reduce over all ranks never does: set where
+        reduces_shards: ``"auto"`` forms the sums of a node, which an all-reduce over all ranks never does: set where
             something is kept with them.
     """
 

@@ -70,7 +70,7 @@ class Shard(NamedTuple):
     """What a device contributes to one exchange.
 
     Args:
-        sum_S: this node's sum; may be overwritten. For a path that is not ``by_shard``: the whole tensor, N elements.
+        sum_S: this node's sum; may be overwritten. For a path that is not ``reduces_shards``: the whole tensor, N elements.
         residual_S: what earlier exchanges left, fp32; None for zero.
         next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
         factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
@@ -97,10 +97,10 @@ class Path(ABC):
 
     Attributes:
         name: as in ``exchange="..."`` and in logs.
-        leaves: what an exchange leaves for the residual.
+        residual_kind: what an exchange leaves for the residual.
         in_place: it sums in the dtype and the units of ``sum_S``, and returns ``sum_S`` itself.
-        by_shard: False for a path over all ranks at once, which takes whole tensors.
-        automatic: ``exchange="auto"`` considers it.
+        reduces_shards: False for a path over all ranks at once, which takes whole tensors.
+        in_auto: ``exchange="auto"`` considers it.
     """
 
     name: ClassVar[str]
@@ -175,7 +175,7 @@ class Flat(Path):
 
     name = "flat"
     in_place = True
-    by_shard = False
+    reduces_shards = False
 
     @property
     def steps(self) -> int:
@@ -257,7 +257,7 @@ class Dense16(Path):
     """
 
     name = "dense16"
-    leaves = "rounding"
+    residual_kind = "rounding"
 
     def bytes(self) -> float:
         return 4.0 * (self.work.num_nodes - 1) * self.row_numel
@@ -311,7 +311,7 @@ class Sparse(Path):
     """
 
     name = "sparse"
-    leaves = "entries"
+    residual_kind = "entries"
 
     k: int
     value_dtype: torch.dtype
@@ -400,7 +400,7 @@ class Regional(Sparse):
     """
 
     name = "regional"
-    automatic = False  # it applies fewer entries than `Sparse`, so time alone does not compare the two
+    in_auto = False  # it applies fewer entries than `Sparse`, so time alone does not compare the two
 
     @classmethod
     def of(cls, work: TensorSpec, density: float, value_dtype: torch.dtype) -> Self | None:
