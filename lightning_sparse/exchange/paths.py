@@ -70,7 +70,7 @@ class Shard(NamedTuple):
     """What a device contributes to one exchange.
 
     Args:
-        sum_S: this node's sum; may be overwritten. For a path that is not ``reduces_shards``: the whole tensor, N elements.
+        sum_S: this node's sum; may be overwritten. If the path does not reduce shards: the whole tensor, N elements.
         residual_S: what earlier exchanges left, fp32; None for zero.
         next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
         factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
