@@ -94,13 +94,6 @@ def check_count(name: str, count: int, most: int | None = None) -> None:
         raise ValueError(f"{name}={count} of {most} elements: there can be {min(most, wire.MAX_REGIONS)} at most")
 
 
-def value_code(value_dtype: torch.dtype) -> int:
-    code = wire.VALUE_CODES.get(value_dtype)
-    if code is None:
-        raise ValueError(f"value_dtype={value_dtype} must be one of {list(wire.VALUE_DTYPES)}")
-    return code
-
-
 def overlap(a: Tensor, b: Tensor | None) -> bool:
     if b is None or a is b:
         return b is not None

@@ -96,7 +96,7 @@ def compress_regions(
     >>> shard
     tensor([ 0., -5.,  0.,  5.,  0.])
     """
-    code = checks.value_code(value_dtype)
+    code = wire.value_code(value_dtype)
     checks.check_acc(grad_S, residual_S, next_residual_S, scale)
     checks.check_k(k, grad_S.numel())
     checks.check_count("num_regions", num_regions, grad_S.numel())
@@ -115,7 +115,7 @@ def accumulate(
     If a message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
     device synchronisation.
     """
-    code = checks.value_code(value_dtype)
+    code = wire.value_code(value_dtype)
     checks.check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
     if alpha is None:
         torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, 1, code)
@@ -128,7 +128,7 @@ def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype
 
     A region whose message counts non-finite elements or is malformed becomes NaN.
     """
-    code = checks.value_code(value_dtype)
+    code = wire.value_code(value_dtype)
     num_regions = messages_MB.shape[0] if messages_MB.dim() == 2 else 1
     checks.check_accumulate(messages_MB, shard_S, k, num_regions, value_dtype)
     torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, num_regions, code)

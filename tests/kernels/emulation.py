@@ -22,7 +22,7 @@ from lightning_sparse.kernels import wire
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 CSRC = Path(__file__).parents[2] / "lightning_sparse/kernels/csrc"
-CODES = wire.VALUE_CODES
+CODES = {**wire.VALUE_CODES, torch.float16: 2}  # fp16 gradients, too
 FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
 CHECKED = [
     "-fsanitize=thread",

@@ -24,7 +24,7 @@ from lightning_sparse.kernels import ops, plain, wire
 
 FLAGS = {"compiled": 0, "scalar": 1, "whole": 2}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-VALUES = wire.VALUE_DTYPES  # those, and two bits
+VALUES = tuple(wire.VALUE_CODES)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_compress(cuda: Emulation, numel: int) -> None:
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "special", "huge"):
             continue
-        grad, value_dtype = x.to(DTYPES[turn % 3]), VALUES[turn // 3 % 4]
+        grad, value_dtype = x.to(DTYPES[turn % 3]), VALUES[turn // 3 % len(VALUES)]
         before, factor = (residual, scale) if turn % 2 else (None, None)
         got, want = torch.full((2, numel), 3.0)
         message = cuda.compress(grad, before, got, k, value_dtype, factor)

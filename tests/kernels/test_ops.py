@@ -41,7 +41,8 @@ OPS = torch.ops.lightning_sparse
         (lambda: mstopk(X[::2], 1), "contiguous"),
         (lambda: mstopk(X[:0], 1), "not empty"),
         (lambda: mstopk(X.double(), 1), "float64"),
-        (lambda: compress(X, None, None, 1, torch.float64), "value_dtype"),
+        (lambda: compress(X, None, None, 1, torch.float64), "value_dtype=torch.float64"),
+        (lambda: compress(X, None, None, 1, torch.float16), "value_dtype=torch.float16 .* use torch.bfloat16"),
         (lambda: compress(X, X[:50], None, 1, torch.float32), "must agree"),
         (lambda: compress(X, X.half(), None, 1, torch.float32), "residual_S is torch.float16"),
         (lambda: compress(X, None, X, 1, torch.float32), "shares memory"),
@@ -141,7 +142,7 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
 OPCHECKS = [
     ("mstopk", (X, 5)),
     ("mstopk", (X.half(), 100)),
-    ("compress", (X, None, torch.zeros(100), 5, 1, 2, None)),
+    ("compress", (X, None, torch.zeros(100), 5, 1, 3, None)),
     ("compress", (X.bfloat16(), X.clone(), torch.zeros(100), 5, 3, 1, torch.tensor(0.5))),
     ("compress", (X, X.clone(), None, 5, 1, 0, None)),
     ("accumulate", (torch.stack([compress(X, None, None, 5, torch.float32)] * 3), torch.zeros(100), 5, 1, 0)),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.kernels import plain, wire
-from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, same_bits
+from tests.kernels.paths import DTYPES, PATHS, VALUES, Path, every_path, inputs, same_bits
 
 SHAPES = [(1, 1, 1), (5, 5, 1), (100, 7, 3), (4097, 2, 40), (70_001, 3, 500), (131_073, 2, 9), (8193, 2, 18)]  # S, M, k
 
@@ -20,7 +20,7 @@ def test_the_bits_of_one_call_a_region(path: Path, numel: int, num_regions: int,
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "few values", "special"):
             continue
-        grad, value_dtype = x.to(DTYPES[turn % 3]), DTYPES[turn // 3 % 3]
+        grad, value_dtype = x.to(DTYPES[turn % 3]), VALUES[turn // 3 % 3]
         got, want = torch.full((2, numel), 3.0)
         rows = path.compress_regions(grad, residual, got, k, num_regions, value_dtype, scale)
         regions = wire.Regions(numel, num_regions, k, value_dtype)

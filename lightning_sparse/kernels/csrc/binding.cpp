@@ -68,7 +68,7 @@ Dtype source_dtype(const Tensor& tensor) {
 }
 
 Dtype value_dtype(int64_t code) {
-  STD_TORCH_CHECK(code >= 0 && code <= 3, "value_code=", code, ": 0 is fp32, 1 bf16, 2 fp16, 3 two bits");
+  STD_TORCH_CHECK(code == 0 || code == 1 || code == 3, "value_code=", code, ": 0 is fp32, 1 bf16, 3 two bits");
   return static_cast<Dtype>(code);
 }
 
