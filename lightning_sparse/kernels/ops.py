@@ -1,13 +1,9 @@
-"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages, round_rows, sum_rows,
-add_change, write_between}`.
+"""The operators `torch.ops.lightning_sparse.*`.
 
-    Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel, which checks what could crash it
-                                                     -> plain torch, where there is none
-
-This file defines the schemas and registers plain-torch implementations for all devices. The compiled library overrides
-them for CPU and CUDA, with bit-identical results. `kernel_report()` returns which implementations are in use, and why.
-
-LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
+A Python function checks its arguments and calls its operator. The dispatcher then runs the compiled CPU or CUDA kernel,
+or plain torch if there is none, with bit-identical results. This file defines the operators' schemas and registers
+plain torch for all devices; the compiled library overrides it. `kernel_report` returns which implementations are in
+use, and why. LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
 """
 
 from __future__ import annotations
@@ -22,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import checks, plain, reference, wire
+from lightning_sparse.kernels import plain, reference, wire
 
 NAMESPACE = "lightning_sparse"
 BUILD_REPORT = Path(__file__).with_name("build_report.txt")
 BUILT = ("CPU and CUDA kernels built", "CPU kernels built")
 """The report of a build that compiled kernels begins with one of these."""
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # Keep a reference: garbage collection of a Library removes its schemas.
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -55,8 +52,8 @@ def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     >>> mstopk(torch.tensor([1.0, -5.0, 2.0, 5.0]), 2)
     (tensor([-5.,  5.]), tensor([1, 3], dtype=torch.int32))
     """
-    checks.check_flat("x", x, checks.FLOATS)
-    checks.check_k(k, x.numel())
+    _check_flat("x", x, FLOATS)
+    _check_k(k, x.numel())
     values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k)
     return values, indices
 
@@ -97,9 +94,9 @@ def compress_regions(
     tensor([ 0., -5.,  0.,  5.,  0.])
     """
     code = wire.value_code(value_dtype)
-    checks.check_acc(grad_S, residual_S, next_residual_S, scale)
-    checks.check_k(k, grad_S.numel())
-    checks.check_count("num_regions", num_regions, grad_S.numel())
+    _check_acc(grad_S, residual_S, next_residual_S, scale)
+    _check_k(k, grad_S.numel())
+    _check_count("num_regions", num_regions, grad_S.numel())
     messages: Tensor = torch.ops.lightning_sparse.compress(
         grad_S.detach(), residual_S, next_residual_S, k, num_regions, code, scale
     )
@@ -116,7 +113,7 @@ def accumulate(
     device synchronisation.
     """
     code = wire.value_code(value_dtype)
-    checks.check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
+    _check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
     if alpha is None:
         torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, 1, code)
     else:
@@ -130,7 +127,7 @@ def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype
     """
     code = wire.value_code(value_dtype)
     num_regions = messages_MB.shape[0] if messages_MB.dim() == 2 else 1
-    checks.check_accumulate(messages_MB, shard_S, k, num_regions, value_dtype)
+    _check_accumulate(messages_MB, shard_S, k, num_regions, value_dtype)
     torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, num_regions, code)
 
 
@@ -153,8 +150,8 @@ def round_rows(
     >>> left
     tensor([0.0000, 0.5000, 0.0000])
     """
-    checks.check_acc(grad_S, residual_S, next_residual_S, scale)
-    checks.check_count("num_rows", num_rows)
+    _check_acc(grad_S, residual_S, next_residual_S, scale)
+    _check_count("num_rows", num_rows)
     rows: Tensor = torch.ops.lightning_sparse.round_rows(grad_S.detach(), residual_S, next_residual_S, num_rows, scale)
     return rows
 
@@ -165,7 +162,7 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     What rounding took off, or 0 where the sum is not finite, is added to residual_R, which may be shorter than a row:
     the others are padding.
     """
-    checks.check_sum_rows(rows_MR, residual_R)
+    _check_sum_rows(rows_MR, residual_R)
     row: Tensor = torch.ops.lightning_sparse.sum_rows(rows_MR, residual_R)
     return row
 
@@ -173,7 +170,7 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
 def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
     """Write shared_S + (own_S - shared_S) * ahead into the flat pieces of a model, one behind the other, rounded to
     their dtypes; with ``ahead`` 1, own_S itself."""
-    checks.check_models(own_S, shared_S, model, ahead)
+    _check_models(own_S, shared_S, model, ahead)
     torch.ops.lightning_sparse.write_between(own_S, shared_S, model, ahead)
 
 
@@ -185,7 +182,7 @@ def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: 
     >>> own
     tensor([2.5000])
     """
-    checks.check_models(own_S, shared_S, model, ahead)
+    _check_models(own_S, shared_S, model, ahead)
     torch.ops.lightning_sparse.add_change(own_S, shared_S, model, ahead)
 
 
@@ -208,6 +205,99 @@ def kernel_report() -> KernelReport:
     return _report
 
 
+# -------------------------------------------------------------------------------------------------------------- checks
+#
+# Dtypes, shapes and numbers are checked here, with errors for users. Memory (outputs that overlap inputs, alignment) is
+# checked only by the compiled operators.
+
+
+def _check_acc(grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, scale: Tensor | None) -> None:
+    _check_flat("grad_S", grad, FLOATS)
+    for name, other in (("residual_S", residual), ("next_residual_S", next_residual)):
+        if other is not None:
+            _check_flat(name, other, (torch.float32,))
+            if other.numel() != grad.numel() or other.device != grad.device:
+                raise ValueError(
+                    f"{name} has {other.numel()} elements on {other.device}, grad_S {grad.numel()} on {grad.device}: "
+                    "they must agree"
+                )
+    if scale is not None and (scale.dtype != torch.float32 or scale.dim() != 0 or scale.device != grad.device):
+        raise ValueError(
+            f"scale is {scale.dtype}{list(scale.shape)} on {scale.device}: it must be a 0-dim float32 tensor on "
+            f"{grad.device}"
+        )
+
+
+def _check_sum_rows(rows: Tensor, residual: Tensor | None) -> None:
+    if rows.dtype != torch.bfloat16 or rows.dim() != 2 or not rows.numel() or not rows.is_contiguous():
+        raise ValueError(
+            f"rows_MR is {rows.dtype}{list(rows.shape)}: it must be contiguous bfloat16[M >= 1, R >= 1]; pass "
+            "rows_MR.contiguous()"
+        )
+    if residual is None:
+        return
+    _check_flat("residual_R", residual, (torch.float32,))
+    if residual.numel() > rows.shape[1] or residual.device != rows.device:
+        raise ValueError(
+            f"residual_R has {residual.numel()} elements on {residual.device}, rows_MR {list(rows.shape)} on "
+            f"{rows.device}: it must be on the same device, and no longer than a row"
+        )
+
+
+def _check_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, value_dtype: torch.dtype) -> None:
+    _check_flat("shard_S", shard, (torch.float32,))
+    _check_k(k, shard.numel())
+    _check_count("num_regions", num_regions, shard.numel())
+    nbytes = wire.Regions(shard.numel(), num_regions, k, value_dtype).row_nbytes
+    fits = messages.dtype == torch.uint8 and messages.dim() == 2 and messages.shape[0] >= 1
+    fits = fits and messages.shape[1] == nbytes and messages.is_contiguous() and messages.device == shard.device
+    if not fits or num_regions not in (1, messages.shape[0]):
+        rows = "M >= 1" if num_regions == 1 else num_regions
+        raise ValueError(
+            f"messages_MB is {messages.dtype}{list(messages.shape)} on {messages.device}: numel={shard.numel()}, k={k} "
+            f"and {value_dtype} need contiguous uint8[{rows}, {nbytes}] on {shard.device}"
+        )
+
+
+def _check_models(own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    _check_flat("own_S", own, (torch.float32,))
+    _check_flat("shared_S", shared, (torch.float32,))
+    for piece in model:
+        _check_flat("a piece of the model", piece, FLOATS)
+    numels = [shared.numel(), sum(piece.numel() for piece in model)]
+    devices = {each.device for each in (shared, *model)}
+    if numels != [own.numel()] * 2 or devices != {own.device}:
+        raise ValueError(
+            f"own_S has {own.numel()} elements on {own.device}, shared_S {numels[0]} and the pieces of the model "
+            f"{numels[1]}, on {sorted(map(str, devices))}: they must agree"
+        )
+    if not 0.0 < ahead <= 1.0:
+        raise ValueError(f"ahead={ahead}: it must be more than 0, and at most 1")
+
+
+def _check_flat(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: it must be one of {list(dtypes)}")
+    if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < 1:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}: it must be flat, contiguous and not empty; "
+            f"pass {name}.contiguous().view(-1)"
+        )
+
+
+def _check_k(k: int, numel: int) -> None:
+    if not isinstance(k, (int, torch.SymInt)) or isinstance(k, bool) or not 1 <= k <= numel:
+        raise ValueError(f"k={k!r} of {numel} elements: k must be an integer with 1 <= k <= {numel}")
+
+
+def _check_count(name: str, count: int, most: int | None = None) -> None:
+    """Check the number of regions or rows, which the shard's elements may limit."""
+    if not isinstance(count, (int, torch.SymInt)) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{name}={count!r}: it must be an integer of at least 1")
+    if most is not None and count > min(most, wire.MAX_REGIONS):
+        raise ValueError(f"{name}={count} of {most} elements: there can be {min(most, wire.MAX_REGIONS)} at most")
+
+
 # ---------------------------------------------------------------------------------------------------- implementations
 
 
@@ -215,32 +305,9 @@ def _fake_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(k), x.new_empty(k, dtype=reference.index_dtype(x.numel()))
 
 
-def _plain_compress(
-    grad: Tensor,
-    residual: Tensor | None,
-    next_residual: Tensor | None,
-    k: int,
-    num_regions: int,
-    code: int,
-    scale: Tensor | None,
-) -> Tensor:
-    return plain.compress_regions(grad, residual, next_residual, k, num_regions, wire.VALUE_DTYPES[code], scale)
-
-
 def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, num_regions: int, code: int, ___: Any) -> Tensor:
     regions = wire.Regions(grad.numel(), num_regions, k, wire.VALUE_DTYPES[code])
     return grad.new_empty(num_regions, regions.row_nbytes, dtype=torch.uint8)
-
-
-def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, code: int) -> None:
-    if num_regions == 1:
-        plain.accumulate(messages, shard, k, wire.VALUE_DTYPES[code])
-    else:
-        plain.accumulate_regions(messages, shard, k, wire.VALUE_DTYPES[code])
-
-
-def _plain_add_messages(messages: Tensor, shard: Tensor, k: int, code: int, alpha: float) -> None:
-    plain.accumulate(messages, shard, k, wire.VALUE_DTYPES[code], alpha)
 
 
 def _fake_round_rows(grad: Tensor, _: Any, __: Any, num_rows: int, ___: Any) -> Tensor:
@@ -302,9 +369,9 @@ def _plain_report(library: str | None, reason: str, cure: str) -> KernelReport:
 
 
 _register("mstopk", plain.mstopk, _fake_mstopk)
-_register("compress", _plain_compress, _fake_compress)
-_register("accumulate", _plain_accumulate, lambda *_: None)
-_register("add_messages", _plain_add_messages, lambda *_: None)
+_register("compress", plain.compress, _fake_compress)
+_register("accumulate", plain.accumulate, lambda *_: None)
+_register("add_messages", plain.add_messages, lambda *_: None)
 _register("round_rows", plain.round_rows, _fake_round_rows)
 _register("sum_rows", plain.sum_rows, lambda rows, _: rows.new_empty(rows.shape[1]))
 _register("add_change", plain.add_change, lambda *_: None)

@@ -1,6 +1,6 @@
-"""The operators in plain torch: the fallback without compiled kernels, with bit-identical results.
+"""The operators in plain torch, for devices without compiled kernels, with bit-identical results.
 
-Nothing here synchronizes with the device.
+Functions have the names and signatures of the operators (see `ops`). They do not synchronize with the device.
 """
 
 from __future__ import annotations
@@ -39,64 +39,51 @@ def compress(
     residual_S: Tensor | None,
     next_residual_S: Tensor | None,
     k: int,
-    value_dtype: torch.dtype,
-    scale: Tensor | None = None,
+    num_regions: int,
+    value_code: int,
+    scale: Tensor | None,
 ) -> Tensor:
-    acc_S = grad_S.detach().float()
+    value_dtype = wire.VALUE_DTYPES[value_code]
+    regions = wire.Regions(grad_S.numel(), num_regions, k, value_dtype)
+    acc_S = grad_S.float()
     if scale is not None:
         acc_S = acc_S * scale
     if residual_S is not None:
         acc_S = residual_S + acc_S
-    bits = reference.magnitude_bits(acc_S)
-    nonfinite = reference.is_nonfinite(bits)
-    indices_K = select(bits, k)
-    values_K, numel = acc_S[indices_K], grad_S.numel()
-    message = wire.encode(values_K, indices_K, numel, value_dtype, nonfinite.sum())
-    if next_residual_S is not None:
-        left_K = values_K - wire.decode(message, numel, k, value_dtype)[0]
-        next_residual_S.copy_(acc_S.masked_fill(nonfinite, 0.0))
-        next_residual_S[indices_K] = left_K.masked_fill(nonfinite[indices_K], 0.0)
-    return message
-
-
-def compress_regions(
-    grad_S: Tensor,
-    residual_S: Tensor | None,
-    next_residual_S: Tensor | None,
-    k: int,
-    num_regions: int,
-    value_dtype: torch.dtype,
-    scale: Tensor | None = None,
-) -> Tensor:
-    regions = wire.Regions(grad_S.numel(), num_regions, k, value_dtype)
     rows_MB = grad_S.new_zeros(num_regions, regions.row_nbytes, dtype=torch.uint8)
     for region in range(num_regions):
-        place = regions.place(region)
-        residual, left = (None if each is None else each[place] for each in (residual_S, next_residual_S))
-        message = compress(grad_S[place], residual, left, regions.pairs(region), value_dtype, scale)
+        place, num_pairs = regions.place(region), regions.pairs(region)
+        acc_R = acc_S[place]
+        bits_R = reference.magnitude_bits(acc_R)
+        nonfinite_R = reference.is_nonfinite(bits_R)
+        indices_K = select(bits_R, num_pairs)
+        values_K = acc_R[indices_K]
+        message = wire.encode(values_K, indices_K, acc_R.numel(), value_dtype, nonfinite_R.sum())
         rows_MB[region, : message.numel()] = message
+        if next_residual_S is not None:
+            unsent_K = values_K - wire.decode(message, acc_R.numel(), num_pairs, value_dtype)[0]
+            next_residual_R = next_residual_S[place]
+            next_residual_R.copy_(acc_R.masked_fill(nonfinite_R, 0.0))
+            next_residual_R[indices_K] = unsent_K.masked_fill(nonfinite_R[indices_K], 0.0)
     return rows_MB
 
 
-def accumulate(
-    messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
-) -> None:
-    if alpha is None:
-        shard_S.zero_()
+def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, num_regions: int, value_code: int) -> None:
+    regions = wire.Regions(shard_S.numel(), num_regions, k, wire.VALUE_DTYPES[value_code])
+    shard_S.zero_()
+    # one region: the messages of all nodes. Several: one message each.
+    for region, rows_MB in enumerate(messages_MB.view(num_regions, -1, messages_MB.shape[1])):
+        shard_R = shard_S[regions.place(region)]
+        add_messages(rows_MB[:, : regions.nbytes(region)], shard_R, regions.pairs(region), value_code, 1.0)
+
+
+def add_messages(messages_MB: Tensor, shard_S: Tensor, k: int, value_code: int, alpha: float) -> None:
     all_valid = torch.ones((), dtype=torch.bool, device=shard_S.device)
     for message in messages_MB:
-        values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, value_dtype)
-        added_K = values_K if alpha is None else values_K * alpha
-        shard_S[indices_K] = shard_S[indices_K] + added_K  # indices are distinct within a message
+        values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, wire.VALUE_DTYPES[value_code])
+        shard_S[indices_K] = shard_S[indices_K] + values_K * alpha  # indices are distinct within a message
         all_valid = all_valid & valid
     shard_S.masked_fill_(~all_valid, torch.nan)
-
-
-def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    regions = wire.Regions(shard_S.numel(), messages_MB.shape[0], k, value_dtype)
-    for region in range(regions.num_regions):
-        row = messages_MB[region : region + 1, : regions.nbytes(region)]
-        accumulate(row, shard_S[regions.place(region)], regions.pairs(region), value_dtype)
 
 
 def round_rows(
@@ -104,7 +91,7 @@ def round_rows(
     residual_S: Tensor | None,
     next_residual_S: Tensor | None,
     num_rows: int,
-    scale: Tensor | None = None,
+    scale: Tensor | None,
 ) -> Tensor:
     acc_S = torch.empty_like(grad_S, dtype=torch.float32) if next_residual_S is None else next_residual_S
     if scale is None:

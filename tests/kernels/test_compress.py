@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.kernels import message_bytes, plain, reference, wire
+from lightning_sparse.kernels import message_bytes, reference, wire
 from tests.kernels.paths import (
     DTYPES,
     PATHS,
+    PLAIN,
     VALUES,
     Path,
     decoded,
@@ -50,7 +51,7 @@ def by_plain(
     grad: Tensor, residual: Tensor | None, k: int, value_dtype: torch.dtype, scale: Tensor | None = None
 ) -> Case:
     left = torch.full((grad.numel(),), 123.0)
-    message = plain.compress(grad, residual, left, k, value_dtype, scale)
+    message = PLAIN.compress(grad, residual, left, k, value_dtype, scale)
     return Case(grad, residual, k, value_dtype, scale, message, left)
 
 

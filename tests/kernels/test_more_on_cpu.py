@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import plain, wire
+from lightning_sparse.kernels import wire
 from tests.kernels.emulation import CSRC, ORDERS, Emulation, EmulationError, build, finds_each, with_fault
-from tests.kernels.paths import DTYPES, VALUES, inputs, same_bits
+from tests.kernels.paths import DTYPES, PLAIN, VALUES, inputs, same_bits
 from tests.kernels.test_models import SHARES, models, pieces_of
 from tests.kernels.test_rounded import rows_of
 
@@ -50,13 +50,13 @@ def check_regions(
     got, want = torch.full((2, grad.numel()), 3.0)
     rows = cuda.compress_regions(grad, residual, got, k, num_regions, value_dtype, scale)
     assert cuda.counts == (5 if value_dtype == wire.TWO_BIT else 4, 0), "launches, memsets"
-    assert same_bits(rows, plain.compress_regions(grad, residual, want, k, num_regions, value_dtype, scale)), (
+    assert same_bits(rows, PLAIN.compress_regions(grad, residual, want, k, num_regions, value_dtype, scale)), (
         "other bits"
     )
     assert same_bits(got, want), "other bits"
     cuda.accumulate_regions(rows, got, k, value_dtype)
     assert cuda.counts == (1, 1), "launches, memsets"
-    plain.accumulate_regions(rows, want, k, value_dtype)
+    PLAIN.accumulate_regions(rows, want, k, value_dtype)
     assert same_bits(got, want), "other bits"
 
 
@@ -109,7 +109,7 @@ def test_a_bad_message_is_that_of_its_region_alone(cuda: Emulation) -> None:
         bad = rows.clone()
         bad[1, place : place + 2] = 255
         want = torch.empty(numel)
-        plain.accumulate_regions(bad, want, k, torch.bfloat16)
+        PLAIN.accumulate_regions(bad, want, k, torch.bfloat16)
         cuda.accumulate_regions(bad, shard, k, torch.bfloat16)
         assert same_bits(shard, want), "other bits"
         assert 0 < int(want.isnan().sum()) < numel
@@ -156,7 +156,7 @@ def check_round(rounds: Emulation, grad: Tensor, residual: Tensor | None, num_ro
     got, want = torch.full((2, grad.numel()), 3.0)
     rows = rounds.round_rows(grad, residual, got, num_rows, scale)
     assert rounds.counts == (1, 0), "launches, memsets"
-    assert same_bits(rows, plain.round_rows(grad, residual, want, num_rows, scale)), "other bits"
+    assert same_bits(rows, PLAIN.round_rows(grad, residual, want, num_rows, scale)), "other bits"
     assert same_bits(got, want), "other bits"
 
 
@@ -164,7 +164,7 @@ def check_sum(rounds: Emulation, rows: Tensor, own: int) -> None:
     got, want = torch.randn(own).expand(2, -1).clone()
     row = rounds.sum_rows(rows, got if own else None)
     assert rounds.counts == (1, 0), "launches, memsets"
-    assert same_bits(row, plain.sum_rows(rows, want if own else None)), "other bits"
+    assert same_bits(row, PLAIN.sum_rows(rows, want if own else None)), "other bits"
     assert same_bits(got, want), "other bits"
 
 
@@ -175,7 +175,7 @@ def test_round(rounds: Emulation, numel: int, num_rows: int) -> None:
         before = residual if turn % 2 else None
         check_round(rounds, x.to(DTYPES[turn % 3]), before, num_rows, scale if turn % 4 > 1 else None)
     assert same_bits(
-        rounds.round_rows(residual, None, None, num_rows), plain.round_rows(residual, None, None, num_rows, None)
+        rounds.round_rows(residual, None, None, num_rows), PLAIN.round_rows(residual, None, None, num_rows, None)
     )
 
 
@@ -236,14 +236,14 @@ def check_models(moves: Emulation, sizes: tuple[int, ...], ahead: float, mixed: 
     got, want = (pieces_of(torch.zeros(sum(sizes)), sizes, mixed) for _ in range(2))
     moves.write_between(own, shared, got, ahead)
     assert moves.counts == (-(-len(sizes) // MOST), 0), "launches, memsets"
-    plain.write_between(own, shared, want, ahead)
+    PLAIN.write_between(own, shared, want, ahead)
     assert all(same_bits(*each) for each in zip(got, want, strict=True)), "other bits"
     assert same_bits(own, before[0]), "other bits"
     for turn, piece in enumerate(got):
         piece += turn * 0.5
     moves.add_change(own, shared, got, ahead)
     assert moves.counts == (-(-len(sizes) // MOST), 0), "launches, memsets"
-    plain.add_change(before[0], shared, got, ahead)
+    PLAIN.add_change(before[0], shared, got, ahead)
     assert same_bits(own, before[0]), "other bits"
     assert same_bits(shared, before[1]), "other bits"
 
