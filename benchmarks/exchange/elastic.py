@@ -38,7 +38,7 @@ from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Node, learner_of
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
 from lightning_sparse.lab import signals_as_exit
 from lightning_sparse.lab.network import INTERFACE, Network, node_address
 from lightning_sparse.lab.processes import RUN_VARIABLE, RunName, die_with_parent, kill_processes

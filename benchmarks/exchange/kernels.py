@@ -43,7 +43,7 @@ from torch import Tensor
 
 from benchmarks.pictures import picture
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
 from lightning_sparse.kernels import (
     accumulate,
     add_change,
