@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from benchmarks.record import Rows
 from lightning_sparse.cli.doctor import is_launched, join_ranks, leave_ranks
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
+from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals, unavailable_reason
 
 FOLDER = "BENCHMARK_RANKS"
 Work = Callable[..., Any]
@@ -89,7 +89,7 @@ def _emulated(
         config = replace(config, storage=storage[0], storage_gbps=storage[1])
     main = sys.modules["__main__"].__spec__
     module = main.name if work.__module__ == "__main__" and main else work.__module__
-    with tempfile.TemporaryDirectory() as name, signals_as_exit(), Cluster(config) as lab, _answered(lab, Path(name)):
+    with tempfile.TemporaryDirectory() as name, exit_on_signals(), Cluster(config) as lab, _answered(lab, Path(name)):
         Path(name, "work").write_bytes(pickle.dumps((module, work.__name__, gbps, arguments)))
         env = {FOLDER: name, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # whose ranks could not share a GPU
         ran = lab.run([sys.executable, "-m", "benchmarks.processes"], env=env, output=sys.stderr)

@@ -41,8 +41,8 @@ Status = Literal["ok", "note", "bad"]
 OLDEST_TORCH = (2, 11)
 MALWARE = ("2.6.2", "2.6.3")
 SAFE_LIGHTNING = (2, 6, 6)
-STRATEGIES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp", "mstopk_elastic")
-FLAVOURS = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
+STRATEGY_NAMES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp", "mstopk_elastic")
+LIGHTNING_PACKAGES = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
     "torchvision": "models and data sets of the examples",
     "nvidia-dali-cuda130": "image decoding with DALI",
@@ -51,7 +51,7 @@ EXTRAS = {
     "xxhash": "cache checksums",
     "simplejpeg": "faster JPEG decoding",
 }
-BUILT_FOR = {
+IMPORT_FIXES = {
     # "operator nms does not exist": a CPU-only torch with a CUDA torchvision
     "torchvision": "install torch and torchvision from the same index",
     "simplejpeg": "install a version that was built for this NumPy, or uninstall it",
@@ -64,7 +64,7 @@ SLOW_SETTINGS = {
 VALUES = torch.bfloat16  # of a message, as in the default of HierConfig
 BUCKET_NUMEL = (25 << 20) // 4
 """fp32 gradients in a DDP bucket of default size."""
-MIN_FREE = 10e9
+MIN_FREE_BYTES = 10e9
 """Free bytes below which an image data set is unlikely to fit."""
 _LABELS = {"flat": "flat (DDP)", "dense": "dense (2-D)", "dense16": "dense16 (2-D, 16 bits)"}
 NOT_MEASURED = "not measured: run `torchrun ... --no-python lightning-sparse doctor` (or srun) on all nodes"
@@ -103,20 +103,20 @@ def check_torch() -> Iterator[CheckResult]:
 
 
 def check_lightning() -> Iterator[CheckResult]:
-    packages = {package: installed for package in FLAVOURS if (installed := _version(package)) is not None}
+    packages = {package: installed for package in LIGHTNING_PACKAGES if (installed := _version(package)) is not None}
     if not packages:
         yield CheckResult("bad", "lightning", "not installed: pip install pytorch-lightning (or lightning)")
     for package, installed in packages.items():
         try:
-            registry = importlib.import_module(FLAVOURS[package]).StrategyRegistry
+            registry = importlib.import_module(LIGHTNING_PACKAGES[package]).StrategyRegistry
         except Exception as error:  # incompatible packages can raise anything on import
             message = f"{installed} cannot be imported: {type(error).__name__}: {error}"
             yield CheckResult("bad", package, message)
             continue
         if advisory := advisory_of(installed):
             yield CheckResult(advisory[0], package, f"{installed}: {advisory[1]}")
-        missing = [name for name in STRATEGIES if name not in registry]
-        names = ", ".join(map(repr, missing or STRATEGIES))
+        missing = [name for name in STRATEGY_NAMES if name not in registry]
+        names = ", ".join(map(repr, missing or STRATEGY_NAMES))
         message = f"{installed}, strategies {names} are {'not ' if missing else ''}registered"
         yield CheckResult("bad" if missing else "ok", package, message)
     if not any(point.name == "lightning_sparse" for point in entry_points(group="torch.backends")):
@@ -150,7 +150,7 @@ def check_extras() -> Iterator[CheckResult]:
             yield CheckResult("note", package, f"not installed, needed for {use}: pip install {package}")
         else:
             yield CheckResult("ok", package, f"{installed}: {use}")
-    for package, fix in BUILT_FOR.items():
+    for package, fix in IMPORT_FIXES.items():
         if _version(package) is not None:
             try:
                 importlib.import_module(package)
@@ -238,7 +238,7 @@ def check_cache(cache_dir: str) -> Iterator[CheckResult]:
         message = f"{existing} is not a folder that this user may write to"
     else:
         free = shutil.disk_usage(existing).free
-        status = "ok" if free > MIN_FREE else "note"
+        status = "ok" if free > MIN_FREE_BYTES else "note"
         message = f"{free / 1e9:,.0f} GB free in {folder} ({kind or 'file system unknown'})"
         message += "" if folder.exists() else "; the folder will be created"
         message += "" if status == "ok" else "; this is little for an image data set, see the option disk_gb"

@@ -300,7 +300,7 @@ def recommend(rows: Sequence[Row], compute_s: float | None) -> str:
     sentences = []
     for optimizer, choose in (("AdamW", _for_adam), ("SGD", simplest)):
         row, overlapped = choose(rows, overlap=False), choose(rows, overlap=True)
-        advice, with_overlap = (_ADVICE[each.path].format(density=each.density) for each in (row, overlapped))
+        advice = _ADVICE[row.path].format(density=row.density)
         if compute_s is None:
             times = f"Predicted communication per step: {predicted(row, False)}. For whole steps, add --compute-ms."
         else:
@@ -309,6 +309,7 @@ def recommend(rows: Sequence[Row], compute_s: float | None) -> str:
                 f"perfect overlap."
             )
         if row.path != overlapped.path:
+            with_overlap = _ADVICE[overlapped.path].format(density=overlapped.density)
             advice = f"{with_overlap} if communication overlaps with backward, otherwise {advice}; measure both"
         sentences.append(f"With {optimizer}, use {advice}. {times}")
     return "\n".join(sentences)

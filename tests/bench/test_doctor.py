@@ -121,7 +121,7 @@ def test_a_package_that_breaks_on_import_is_bad(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(doctor.importlib, "import_module", broken)
     found = run_checks()
-    for package in doctor.BUILT_FOR:
+    for package in doctor.IMPORT_FIXES:
         if doctor._version(package) is not None:
             assert "bad" in [each.status for each in found if each.subject == package]
     assert marks(found)["lightning"] == "bad"
