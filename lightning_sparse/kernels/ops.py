@@ -20,27 +20,10 @@ from torch import Tensor
 
 from lightning_sparse.kernels import plain, reference, wire
 
-NAMESPACE = "lightning_sparse"
 BUILD_REPORT = Path(__file__).with_name("build_report.txt")
 BUILT = ("CPU and CUDA kernels built", "CPU kernels built")
 """The report of a build that compiled kernels begins with one of these."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-# Keep a reference: garbage collection of a Library removes its schemas.
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("mstopk(Tensor x, int k) -> (Tensor, Tensor)")
-_library.define(
-    "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int num_regions, int value_code, "
-    "Tensor? scale) -> Tensor"
-)
-_library.define("accumulate(Tensor messages, Tensor(a!) shard, int k, int num_regions, int value_code) -> ()")
-_library.define("add_messages(Tensor messages, Tensor(a!) shard, int k, int value_code, float alpha) -> ()")
-_library.define(
-    "round_rows(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int num_rows, Tensor? scale) -> Tensor"
-)
-_library.define("sum_rows(Tensor rows, Tensor(a!)? residual) -> Tensor")
-_library.define("add_change(Tensor(a!) own, Tensor shared, Tensor[] model, float ahead) -> ()")
-_library.define("write_between(Tensor own, Tensor shared, Tensor(a!)[] model, float ahead) -> ()")
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -84,8 +67,10 @@ def compress_regions(
     value_dtype: torch.dtype,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """The same for each region of the shard (see `wire.Regions`): the k largest |acc| of each, or all elements of a
-    smaller one, into messages of one length, uint8[num_regions, B].
+    """Pack the k largest |acc| of each region of the shard into one message per region, as `compress` does.
+
+    Regions are those of `wire.Regions`; a region of fewer than k elements sends all of them. Returns the messages as
+    rows of one length, uint8[num_regions, B].
 
     >>> rows = compress_regions(torch.tensor([1.0, -5.0, 2.0, 5.0, 0.5]), None, None, 1, 2, torch.float32)
     >>> shard = torch.empty(5)
@@ -106,11 +91,11 @@ def compress_regions(
 def accumulate(
     messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
 ) -> None:
-    """Overwrite shard_S with the sum of the messages, added in row order; with alpha, add alpha times each value of
-    them to it, which touches the sent entries alone.
+    """Overwrite shard_S with the sum of the messages, added in row order.
 
-    If a message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
-    device synchronisation.
+    With alpha, add alpha times each value of the messages to shard_S instead, which touches only the sent entries. If a
+    message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
+    device synchronization.
     """
     code = wire.value_code(value_dtype)
     _check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
@@ -121,7 +106,7 @@ def accumulate(
 
 
 def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    """Overwrite each of M regions of shard_S with its message, a row of what `compress_regions` returns.
+    """Overwrite each of M regions of shard_S with its message, a row of the result of `compress_regions`.
 
     A region whose message counts non-finite elements or is malformed becomes NaN.
     """
@@ -140,7 +125,7 @@ def round_rows(
 ) -> Tensor:
     """Return acc = residual + grad * scale as bfloat16[M, R]: M = num_rows, R = ceil(S / M), padded with zeros.
 
-    next_residual_S receives what rounding took off, and 0 where the rounded value is not finite: acc was not, or lies
+    next_residual_S receives the rounding error, and 0 where the rounded value is not finite: acc was not, or lies
     beyond the largest bfloat16. residual_S defaults to 0, scale to 1; without next_residual_S, no residual is written.
 
     >>> left = torch.empty(3)
@@ -159,31 +144,38 @@ def round_rows(
 def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     """Return the sum of bfloat16 rows, made in fp32 and in row order, as bfloat16[R].
 
-    What rounding took off, or 0 where the sum is not finite, is added to residual_R, which may be shorter than a row:
-    the others are padding.
+    Adds the rounding error, or 0 where the sum is not finite, to residual_R. It may be shorter than a row, whose other
+    elements are padding.
     """
     _check_sum_rows(rows_MR, residual_R)
     row: Tensor = torch.ops.lightning_sparse.sum_rows(rows_MR, residual_R)
     return row
 
 
-def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    """Write shared_S + (own_S - shared_S) * ahead into the flat pieces of a model, one behind the other, rounded to
-    their dtypes; with ``ahead`` 1, own_S itself."""
+def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    """Write the interpolation shared_S + (own_S - shared_S) * ahead into a model, rounded to its dtypes.
+
+    The model consists of flat pieces, which lie one behind the other in own_S and shared_S. With ``ahead`` 1, the model
+    receives own_S itself.
+    """
     _check_models(own_S, shared_S, model, ahead)
-    torch.ops.lightning_sparse.write_between(own_S, shared_S, model, ahead)
+    torch.ops.lightning_sparse.lerp_into(own_S, shared_S, model, ahead)
 
 
-def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    """Add to own_S what the model has changed by since `write_between` wrote it, given the same.
+def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    """Add to own_S the change of the model since `lerp_into` wrote it with the same arguments.
 
     >>> own, shared, model = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.5])
-    >>> add_change(own, shared, [model], 0.5)  # it held 1
+    >>> accumulate_delta(own, shared, [model], 0.5)  # it held 1
     >>> own
     tensor([2.5000])
     """
     _check_models(own_S, shared_S, model, ahead)
-    torch.ops.lightning_sparse.add_change(own_S, shared_S, model, ahead)
+    torch.ops.lightning_sparse.accumulate_delta(own_S, shared_S, model, ahead)
+
+
+# their names until version 0.2
+write_between, add_change = lerp_into, accumulate_delta
 
 
 @dataclass(frozen=True)
@@ -265,7 +257,7 @@ def _check_models(own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: f
     for piece in model:
         _check_flat("a piece of the model", piece, FLOATS)
     numels = [shared.numel(), sum(piece.numel() for piece in model)]
-    devices = {each.device for each in (shared, *model)}
+    devices = {tensor.device for tensor in (shared, *model)}
     if numels != [own.numel()] * 2 or devices != {own.device}:
         raise ValueError(
             f"own_S has {own.numel()} elements on {own.device}, shared_S {numels[0]} and the pieces of the model "
@@ -298,11 +290,19 @@ def _check_count(name: str, count: int, most: int | None = None) -> None:
         raise ValueError(f"{name}={count} of {most} elements: there can be {min(most, wire.MAX_REGIONS)} at most")
 
 
-# ---------------------------------------------------------------------------------------------------- implementations
+# -------------------------------------------------------------------------------------------------------- registration
+
+# Keep a reference: garbage collection of a Library removes its schemas.
+_library: Any = torch.library.Library("lightning_sparse", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _fake_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(k), x.new_empty(k, dtype=reference.index_dtype(x.numel()))
+def _register(schema: str, fake: Callable[..., Any] = lambda *_: None) -> None:
+    """Define an operator that runs the function of its name in `plain`. `fake` returns an empty result, for tracing."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
+    _library.impl(name, torch.no_grad()(getattr(plain, name)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lightning_sparse::{name}", fake, lib=_library)
 
 
 def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, num_regions: int, code: int, ___: Any) -> Tensor:
@@ -310,15 +310,27 @@ def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, num_regions: int, code
     return grad.new_empty(num_regions, regions.row_nbytes, dtype=torch.uint8)
 
 
-def _fake_round_rows(grad: Tensor, _: Any, __: Any, num_rows: int, ___: Any) -> Tensor:
-    return grad.new_empty(num_rows, -(-grad.numel() // num_rows), dtype=torch.bfloat16)
-
-
-def _register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
-    _library.impl(name, torch.no_grad()(compute), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-
+_register(
+    "mstopk(Tensor x, int k) -> (Tensor, Tensor)",
+    lambda x, k: (x.new_empty(k), x.new_empty(k, dtype=reference.index_dtype(x.numel()))),
+)
+_register(
+    "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int num_regions, int value_code, "
+    "Tensor? scale) -> Tensor",
+    _fake_compress,
+)
+_register("accumulate(Tensor messages, Tensor(a!) shard, int k, int num_regions, int value_code) -> ()")
+_register("add_messages(Tensor messages, Tensor(a!) shard, int k, int value_code, float alpha) -> ()")
+_register(
+    "round_rows(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int num_rows, Tensor? scale) -> Tensor",
+    lambda grad, _, __, num_rows, ___: grad.new_empty(num_rows, -(-grad.numel() // num_rows), dtype=torch.bfloat16),
+)
+_register(
+    "sum_rows(Tensor rows, Tensor(a!)? residual) -> Tensor",
+    lambda rows, _: rows.new_empty(rows.shape[1]),
+)
+_register("accumulate_delta(Tensor(a!) own, Tensor shared, Tensor[] model, float ahead) -> ()")
+_register("lerp_into(Tensor own, Tensor shared, Tensor(a!)[] model, float ahead) -> ()")
 
 COMPILE = (
     "install torch, 'setuptools>=77' and ninja, then run `pip install --no-build-isolation '.[pytorch-lightning]'` in "
@@ -329,51 +341,41 @@ TOOLKIT = f"install the CUDA toolkit (nvcc) for torch's CUDA version; put nvcc o
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
-    build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
+    """Load the compiled library, whose operators then replace plain torch."""
+
+    def plain_report(library: Path | None, reason: str, cure: str) -> KernelReport:
+        name = None if library is None else str(library)
+        return KernelReport("plain torch", "plain torch", name, (reason,), cure)
+
     if os.environ.get("LIGHTNING_SPARSE_KERNELS", "") == "torch":
-        reason = "LIGHTNING_SPARSE_KERNELS=torch is set"
-        return _plain_report(None, reason, "unset LIGHTNING_SPARSE_KERNELS to use compiled kernels"), None
-    found = sorted(Path(__file__).parent.glob("_C*.so"))
-    if not found:
-        return _without_library(build), None
-    path = found[0]
+        reason, cure = "LIGHTNING_SPARSE_KERNELS=torch is set", "unset LIGHTNING_SPARSE_KERNELS to use compiled kernels"
+        return plain_report(None, reason, cure), None
+    build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
+    folder = Path(__file__).parent
+    path = min(folder.glob("_C*.so"), default=None)
+    if path is None and build.startswith(BUILT):  # a build that is not in place leaves its report in this folder, too
+        reason = (
+            f"{folder} has no compiled library, though one was built: Python imports this source folder, not the "
+            f"installed package"
+        )
+        cure = (
+            "start the script outside the checkout, or install the checkout in place: `pip install "
+            "--no-build-isolation -e .`"
+        )
+        return plain_report(None, reason, cure), None
+    if path is None:
+        return plain_report(None, f"nothing was compiled: {build}", COMPILE), None
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         handle = ctypes.CDLL(str(path))
         has_cuda = bool(handle.lightning_sparse_has_cuda())
     except (OSError, AttributeError) as error:
         reason = f"{path.name} does not load under torch {torch.__version__}: {error}"
-        return _plain_report(str(path), reason, COMPILE), None
+        return plain_report(path, reason, COMPILE), None
     if has_cuda:
         return KernelReport("compiled", "compiled", str(path), ()), handle
     reason = f"CUDA kernels were not compiled: {build}"
     return KernelReport("compiled", "plain torch", str(path), (reason,), TOOLKIT), handle
 
 
-def _without_library(build: str) -> KernelReport:
-    """Return the report for a missing library. A build that is not in place leaves its report in this folder, too."""
-    folder = Path(__file__).parent
-    if not build.startswith(BUILT):
-        return _plain_report(None, f"nothing was compiled: {build}", COMPILE)
-    return _plain_report(
-        None,
-        f"{folder} has no compiled library, though one was built: Python imports this source folder, not the "
-        f"installed package",
-        "start the script outside the checkout, or install the checkout in place: `pip install "
-        "--no-build-isolation -e .`",
-    )
-
-
-def _plain_report(library: str | None, reason: str, cure: str) -> KernelReport:
-    return KernelReport("plain torch", "plain torch", library, (reason,), cure)
-
-
-_register("mstopk", plain.mstopk, _fake_mstopk)
-_register("compress", plain.compress, _fake_compress)
-_register("accumulate", plain.accumulate, lambda *_: None)
-_register("add_messages", plain.add_messages, lambda *_: None)
-_register("round_rows", plain.round_rows, _fake_round_rows)
-_register("sum_rows", plain.sum_rows, lambda rows, _: rows.new_empty(rows.shape[1]))
-_register("add_change", plain.add_change, lambda *_: None)
-_register("write_between", plain.write_between, lambda *_: None)
 _report, _handle = _load()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels import reference, wire
 
-CACHED = 1 << 15  # elements of a few tensors that stay in a core's cache
+CACHED = 1 << 15  # elements of the few tensors that stay in the cache of a CPU core
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def round_rows(
         acc_S += residual_S
     rows_MR = grad_S.new_empty(num_rows, -(-grad_S.numel() // num_rows), dtype=torch.bfloat16)
     rounded, padding = rows_MR.view(-1).tensor_split([grad_S.numel()])
-    _cast(acc_S, rounded, keep=next_residual_S is not None)
+    _round_into(rounded, acc_S, keep_error=next_residual_S is not None)
     padding.zero_()
     return rows_MR
 
@@ -113,54 +113,54 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     for row_R in others:
         sum_R += row_R
     row_R = torch.empty_like(first)
-    _cast(sum_R, row_R, keep=residual_R is not None)
+    _round_into(row_R, sum_R, keep_error=residual_R is not None)
     if residual_R is not None:
         residual_R += sum_R[: residual_R.numel()]
     return row_R
 
 
-def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    ahead = ctypes.c_float(ahead).value  # as kernels take it: what rounds to 1 is 1
+def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    ahead = ctypes.c_float(ahead).value  # kernels take a float, so a number that rounds to 1 counts as 1
     for own, shared, piece in _blocks(own_S, shared_S, model):
         if ahead == 1.0 and piece.dtype == torch.float32:
-            own.copy_(piece)  # which held own itself
+            own.copy_(piece)  # the piece held own itself
             continue
-        had = _between(own, shared, ahead)
+        before = _lerp(own, shared, ahead)
         if piece.dtype != torch.float32:
-            had = _stored(had, piece.dtype).float()
-        own += torch.sub(piece, had, out=had) if piece.dtype == torch.float32 else piece - had
+            before = _cast(before, piece.dtype).float()
+        own += torch.sub(piece, before, out=before) if piece.dtype == torch.float32 else piece - before
 
 
-def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
     ahead = ctypes.c_float(ahead).value
     for own, shared, piece in _blocks(own_S, shared_S, model):
-        piece.copy_(_stored(own if ahead == 1.0 else _between(own, shared, ahead), piece.dtype))
+        piece.copy_(_cast(own if ahead == 1.0 else _lerp(own, shared, ahead), piece.dtype))
 
 
 def _blocks(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The pieces, with their places in the flat models; on a CPU few elements at a time, which its cache holds."""
+    """Yield the pieces of a model with their parts of the flat models: on a CPU in blocks that fit into its cache."""
     sizes = [piece.numel() for piece in model]
     for tensors in zip(torch.split(own_S, sizes), torch.split(shared_S, sizes), model, strict=True):
         if own_S.is_cuda:
             yield tensors
         else:
-            yield from zip(*(torch.split(each, CACHED) for each in tensors), strict=True)
+            yield from zip(*(torch.split(tensor, CACHED) for tensor in tensors), strict=True)
 
 
-def _between(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
+def _lerp(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
     return own.clone() if ahead == 1.0 else (own - shared).mul_(ahead).add_(shared)
 
 
-def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:
         return values
-    return values.to(dtype).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make other NaN
+    return values.to(dtype).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # NaN of one bit pattern
 
 
-def _cast(exact: Tensor, rounded: Tensor, keep: bool) -> None:
-    """`exact` into `rounded`; if `keep`, it becomes what that took off, and 0 where the result is not finite."""
+def _round_into(rounded: Tensor, exact: Tensor, keep_error: bool) -> None:
+    """Write `exact` into `rounded`; then `exact` becomes the rounding error, or 0 where the result is not finite."""
     rounded.copy_(exact)
-    rounded.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make NaN of different bits
-    if keep:
+    rounded.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # NaN of one bit pattern
+    if keep_error:
         exact -= rounded
         exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

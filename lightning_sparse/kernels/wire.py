@@ -10,7 +10,7 @@ so nodes all-gather messages without exchanging sizes first. Little-endian:
     12      4       i32  value code: 0 fp32, 1 bf16, 3 two bits
     16      8       i64  S
     24      8       i64  k
-    32      8       i64  round in which the sender made the message (`mark`); zero if it set none
+    32      8       i64  number of the exchange, which receivers compare (`mark`); zero if the sender set none
     40      24      zero
     64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
     *       8*B     f32  lower and upper level of each block (two bits a value only)
@@ -117,7 +117,7 @@ def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Regions:
-    """A shard cut into regions, as equal as whole numbers allow, with a message for each.
+    """A shard cut into regions of almost equal size, with one message per region.
 
     Args:
         numel: S, elements of the shard.
@@ -133,7 +133,7 @@ class Regions:
     value_dtype: torch.dtype
 
     def place(self, region: int) -> slice:
-        """Where a region lies in the shard."""
+        """The slice of a region in the shard."""
         return slice(region * self.numel // self.num_regions, (region + 1) * self.numel // self.num_regions)
 
     def size(self, region: int) -> int:
@@ -151,14 +151,14 @@ class Regions:
 
     @property
     def row_nbytes(self) -> int:
-        """B, the bytes of the longest message: each travels in a row of so many. The last region is the largest."""
+        """B, the bytes of a row, which holds the longest message. The last region is the largest."""
         return self.nbytes(self.num_regions - 1)
 
 
 def encode(
     values_K: Tensor, indices_K: Tensor, numel: int, value_dtype: torch.dtype, nonfinite: Tensor | int = 0
 ) -> Tensor:
-    """Pack fp32 values and ascending indices into a uint8 message, without device synchronisation."""
+    """Pack fp32 values and ascending indices into a uint8 message, without device synchronization."""
     layout = message_layout(numel, indices_K.numel(), value_dtype)
     device, indices_K = values_K.device, indices_K.long()
     message = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
@@ -197,7 +197,7 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
     """Return fp32 values, int64 indices and a 0-dim bool: valid, i.e. well-formed and without non-finite elements.
 
     The indices of an invalid message are within bounds too, so a caller can scatter first and then overwrite the result
-    with NaN, without device synchronisation.
+    with NaN, without device synchronization.
     """
     layout = message_layout(numel, k, value_dtype)
     if message.dtype != torch.uint8 or message.shape != (layout.nbytes,):
@@ -206,7 +206,7 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
             f"uint8[{layout.nbytes}]"
         )
     words = message[:HEADER_BYTES].clone().view(torch.int32)
-    block_K, indices_K, valid = (each[0] for each in _positions(message[None], layout))
+    block_K, indices_K, valid = (rows[0] for rows in _positions(message[None], layout))
     sizes = words[4:8].view(torch.int64)
     valid = valid & (words[0] == MAGIC) & (words[1] == 0) & (words[2] == 0) & (words[3] == VALUE_CODES[value_dtype])
     valid = valid & (sizes[0] == numel) & (sizes[1] == k)
@@ -220,12 +220,12 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
 
 
 def mark(message: Tensor, number: int) -> None:
-    """Write into a message what it was made on."""
+    """Write the number of the exchange into a message."""
     message[_MARK].view(torch.int64).fill_(number)
 
 
 def marks_of(messages_MB: Tensor) -> Tensor:
-    """Return what each message was made on, int64 [M]."""
+    """Return the number of the exchange of each message, int64[M]."""
     return messages_MB[:, _MARK].contiguous().view(torch.int64).view(-1)
 
 
@@ -235,14 +235,14 @@ def nonfinite_of(message: Tensor) -> int:
 
 
 def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
-    """The ascending int64 indices in a message, without device synchronisation."""
+    """Return the ascending int64 indices in a message, without device synchronization."""
     return _positions(message[None], message_layout(numel, k, value_dtype))[1][0].clamp(0, numel - 1)
 
 
 def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
-    """Where in the shard the messages' pairs lie, int64[M * k], without device synchronisation.
+    """Return the places of the messages' pairs in the shard, int64[M * k], without device synchronization.
 
-    A region of fewer than k elements sends all of them, and one of them is named twice.
+    A region of fewer than k elements sends all of them; its last element then occurs more than once.
     """
     small, large = (
         message_layout(regions.size(region), regions.pairs(region), regions.value_dtype)
@@ -289,14 +289,14 @@ def _positions(messages_MB: Tensor, layout: MessageLayout) -> tuple[Tensor, Tens
     return block_Mk.clamp(max=layout.num_blocks - 1), indices_Mk, valid
 
 
-def _starts(count: int, device: torch.device, together: int, span: int) -> Tensor:
-    """Where each of so many blocks or cells begins, and the end; `together` of them are a span."""
-    each = torch.arange(count + 1, device=device)
-    return each // together * span + each % together * CELL
+def _starts(count: int, device: torch.device, per_span: int, span: int) -> Tensor:
+    """Return the first element of each of `count` blocks or cells, and the end; a span has `per_span` of them."""
+    number = torch.arange(count + 1, device=device)
+    return number // per_span * span + number % per_span * CELL
 
 
 def _counts(indices_K: Tensor, starts: Tensor) -> Tensor:
-    """How many ascending indices lie in each block or cell."""
+    """Count the ascending indices in each block or cell."""
     return torch.searchsorted(indices_K, starts).diff()
 
 

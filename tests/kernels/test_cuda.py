@@ -9,17 +9,17 @@ import torch
 
 from lightning_sparse.kernels import (
     accumulate,
+    accumulate_delta,
     accumulate_regions,
-    add_change,
     compress,
     compress_regions,
     kernel_report,
+    lerp_into,
     mstopk,
     ops,
     reference,
     round_rows,
     sum_rows,
-    write_between,
 )
 from tests.kernels.paths import DTYPES, PLAIN, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
@@ -146,14 +146,14 @@ def test_models_of_a_node(sizes: tuple[int, ...], ahead: float) -> None:
     own, shared = models(sum(sizes))
     want = pieces_of(torch.zeros(sum(sizes)), sizes, mixed=True)
     got, on_device = [piece.cuda() for piece in want], [own.cuda(), shared.cuda()]
-    write_between(*on_device, got, ahead)
-    PLAIN.write_between(own, shared, want, ahead)
+    lerp_into(*on_device, got, ahead)
+    PLAIN.lerp_into(own, shared, want, ahead)
     assert all(same_bits(a.cpu(), b) for a, b in zip(got, want, strict=True))
     for a, b in zip(got, want, strict=True):
         a += 0.5
         b += 0.5
-    add_change(*on_device, got, ahead)
-    PLAIN.add_change(own, shared, want, ahead)
+    accumulate_delta(*on_device, got, ahead)
+    PLAIN.accumulate_delta(own, shared, want, ahead)
     assert same_bits(on_device[0].cpu(), own)
 
 

@@ -150,10 +150,10 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
         lambda: OPS.round_rows(a, b, c, min(k, 999), None),
         lambda: OPS.sum_rows(a, b.clone() if none & 1 else None),
         lambda: OPS.sum_rows(a, a),
-        lambda: OPS.add_change(a.clone(), b, [c], 0.5),
-        lambda: OPS.add_change(a.clone(), b, [c, s], 1.0),
-        lambda: OPS.write_between(a, b, [c.clone()], 1.0),
-        lambda: OPS.write_between(a, b, [a] * (none % 3), 0.5),
+        lambda: OPS.accumulate_delta(a.clone(), b, [c], 0.5),
+        lambda: OPS.accumulate_delta(a.clone(), b, [c, s], 1.0),
+        lambda: OPS.lerp_into(a, b, [c.clone()], 1.0),
+        lambda: OPS.lerp_into(a, b, [a] * (none % 3), 0.5),
     ]
     for call in calls:
         with contextlib.suppress(Exception):  # what the test looks for ends the process
@@ -172,8 +172,8 @@ OPCHECKS = [
     ("round_rows", (X.bfloat16(), X.clone(), torch.zeros(100), 2, torch.tensor(0.5))),
     ("sum_rows", (ROWS, None)),
     ("sum_rows", (ROWS, torch.zeros(33))),
-    ("add_change", (X.clone(), X + 1, [torch.zeros(60), torch.zeros(40).half()], 0.5)),
-    ("write_between", (X.clone(), X + 1, [torch.zeros(60), torch.zeros(40).half()], 0.5)),
+    ("accumulate_delta", (X.clone(), X + 1, [torch.zeros(60), torch.zeros(40).half()], 0.5)),
+    ("lerp_into", (X.clone(), X + 1, [torch.zeros(60), torch.zeros(40).half()], 0.5)),
 ]
 
 
