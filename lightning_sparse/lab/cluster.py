@@ -62,33 +62,22 @@ class LabConfig:
     storage_gbps: float | None = None
 
     def __post_init__(self) -> None:
-        rate = "must be between 0.001 and 100 Gbit/s, for example 1 or 10"
-        storage, storage_gbps = self.storage, self.storage_gbps
-        for is_valid, error in (
-            (1 <= self.nodes <= MAX_NODES, f"nodes={self.nodes} must be 1 to {MAX_NODES}. Start with --nodes 2"),
-            (self.devices >= 1, f"devices={self.devices} must be at least 1. Pass --devices 1 or more"),
-            (0.001 <= self.gbps <= 100, f"gbps={self.gbps} {rate}"),
-            (0 <= self.rtt_ms <= 10_000, f"rtt_ms={self.rtt_ms} must be 0 to 10,000 milliseconds, for example 100"),
-            (
-                self.network or not self.rtt_ms,
-                f"rtt_ms={self.rtt_ms} needs a network, but network=False. Omit --no-net or --rtt-ms",
-            ),
-            (storage_gbps is None or 0.001 <= storage_gbps <= 100, f"storage_gbps={storage_gbps} {rate}"),
-            (
-                storage_gbps is None or storage is not None,
-                f"storage_gbps={storage_gbps} needs storage. Pass --storage DIR too, or omit it",
-            ),
-            (
-                self.network or storage is None,
-                f"storage={storage} needs a network, but network=False. Omit --no-net or --storage",
-            ),
-            (
-                storage is None or storage.is_dir(),
-                f"storage={storage} is not a folder. Pass an existing one: the nodes mount it",
-            ),
-        ):
-            if not is_valid:
-                raise ValueError(f"{error}.")
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"nodes={self.nodes} must be 1 to {MAX_NODES}. Start with --nodes 2.")
+        if self.devices < 1:
+            raise ValueError(f"devices={self.devices} must be at least 1. Pass --devices 1 or more.")
+        if not 0 <= self.rtt_ms <= 10_000:
+            raise ValueError(f"rtt_ms={self.rtt_ms} must be 0 to 10,000 milliseconds, for example 100.")
+        for name, gbps in (("gbps", self.gbps), ("storage_gbps", self.storage_gbps)):
+            if gbps is not None and not 0.001 <= gbps <= 100:
+                raise ValueError(f"{name}={gbps} must be between 0.001 and 100 Gbit/s, for example 1 or 10.")
+        for name, flag, value in (("rtt_ms", "--rtt-ms", self.rtt_ms), ("storage", "--storage", self.storage)):
+            if value and not self.network:
+                raise ValueError(f"{name}={value} needs a network, but network=False. Omit --no-net or {flag}.")
+        if self.storage_gbps is not None and self.storage is None:
+            raise ValueError(f"storage_gbps={self.storage_gbps} needs storage. Pass --storage DIR too, or omit it.")
+        if self.storage is not None and not self.storage.is_dir():
+            raise ValueError(f"storage={self.storage} is not a folder. Pass an existing one: the nodes mount it.")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ struct Sums {
 
 // Of one region.
 struct Sum {
-  int64_t numel, k, num_pieces, num_messages, row_nbytes;
+  int64_t numel, k, num_messages, row_nbytes;
   const uint8_t* messages;
   Dtype dtype;
   MessageLayout layout;
@@ -50,7 +50,6 @@ struct Sum {
   __device__ Sum(const Sums& all, uint32_t region)
       : numel(all.regions.numel(region)),
         k(all.k < numel ? all.k : numel),
-        num_pieces((numel + kPiece - 1) / kPiece),
         num_messages(all.num_messages),
         row_nbytes(all.row_nbytes),
         messages(all.messages + region * num_messages * row_nbytes),
@@ -303,8 +302,10 @@ __device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
 
 template <bool in_place>
 __global__ void __launch_bounds__(kThreads, in_place ? 2 : 4) accumulate_kernel(Sums sums) {
+  // Divisions are calls: before `sum` is built, they have no registers to spill.
+  const int64_t num_pieces = (sums.regions.numel(blockIdx.y) + kPiece - 1) / kPiece;
+  const int64_t first = num_pieces * blockIdx.x / gridDim.x, last = num_pieces * (blockIdx.x + 1) / gridDim.x;
   const Sum sum(sums, blockIdx.y);
-  const int64_t first = sum.num_pieces * blockIdx.x / gridDim.x, last = sum.num_pieces * (blockIdx.x + 1) / gridDim.x;
   bool valid = true;
   for (int64_t from = 0; from < sum.num_messages && valid; from += kTogether) {
     const int64_t left = sum.num_messages - from;
