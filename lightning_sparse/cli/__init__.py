@@ -61,11 +61,7 @@ class _Version(argparse.Action):
 
 
 def import_optional(package: str, use: str) -> Any:
-    """Import an optional package.
-
-    Raises:
-        ValueError: if it is not installed.
-    """
+    """Import an optional package."""
     try:
         return import_module(package)
     except ImportError as error:

@@ -263,11 +263,7 @@ def is_launched() -> bool:
 
 
 def join_ranks() -> tuple[Topology, torch.device]:
-    """Initialize the process group: NCCL if this rank has a GPU, otherwise Gloo. A collective.
-
-    Raises:
-        ValueError: if the launcher did not set the address of the process group.
-    """
+    """Initialize the process group: NCCL if this rank has a GPU, otherwise Gloo. A collective."""
     for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
         if slurm in os.environ:
             os.environ.setdefault(name, os.environ[slurm])

@@ -191,11 +191,7 @@ class Row:
 
 
 def predict(scenario: Scenario, nodes: int, method: str, density: float = 1.0) -> Row:
-    """Predict one method. On one node, every method is an all-reduce.
-
-    Raises:
-        ValueError: if there is no node, or the density is not in (0, 1].
-    """
+    """Predict one method. On one node, every method is an all-reduce."""
     if nodes < 1:
         raise ValueError(f"nodes={nodes} must be at least 1.")
     if not 0 < density <= 1:
@@ -325,11 +321,7 @@ QUALITY_LOSS = (
 
 
 def expected_loss(rows: Sequence[Row], steps: int) -> str:
-    """Return how often each entry of the updates is sent in so many steps, and the measured effect on the loss.
-
-    Raises:
-        ValueError: for a run without steps.
-    """
+    """Return how often each entry of the updates is sent in so many steps, and the measured effect on the loss."""
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1, the optimizer steps of the whole run.")
     updates = next(row for row in rows if row.path == "updates")
@@ -345,11 +337,7 @@ def expected_loss(rows: Sequence[Row], steps: int) -> str:
 
 
 def parameter_shapes(name: str) -> list[torch.Size]:
-    """Return the shapes of a model's trainable parameters. Looks in torchvision, then in timm, without downloads.
-
-    Raises:
-        ValueError: if neither is installed, or neither has the model.
-    """
+    """Return the shapes of a model's trainable parameters. Looks in torchvision, then in timm, without downloads."""
     known: list[str] = []
     create: Callable[[str], torch.nn.Module] | None = None
     with suppress(ImportError):
@@ -380,11 +368,7 @@ def parameter_shapes(name: str) -> list[torch.Size]:
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Plot the rows of one density, or the communication time alone if compute time is unknown.
-
-    Raises:
-        ValueError: if matplotlib is not installed, or does not support the file's suffix.
-    """
+    """Plot the rows of one density, or the communication time alone if compute time is unknown."""
     timed = all(row.step_s is not None for row in rows)
     import_optional("matplotlib", "a plot")
     from matplotlib.figure import Figure

@@ -78,11 +78,6 @@ class MessageLayout:
 
 
 def value_code(value_dtype: torch.dtype) -> int:
-    """Return the code of a value format.
-
-    Raises:
-        ValueError: if messages do not have this format.
-    """
     if value_dtype not in VALUE_CODES:
         hint = "use torch.bfloat16" if value_dtype == torch.float16 else f"use one of {list(VALUE_CODES)}"
         raise ValueError(f"value_dtype={value_dtype} is not a format of messages: {hint}.")

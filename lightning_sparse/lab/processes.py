@@ -72,8 +72,8 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _processes() -> Iterator[tuple[int, str]]:
-    """(process, name of its run) of all processes of all runs."""
+def _processes_of_runs() -> Iterator[tuple[int, str]]:
+    """Yield the (process, name of its run) of all processes of all runs."""
     mark = f"{RUN_VARIABLE}=".encode()
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -83,8 +83,7 @@ def _processes() -> Iterator[tuple[int, str]]:
 
 
 def processes_of(run: str) -> list[int]:
-    """The running processes of a run."""
-    return [pid for pid, name in _processes() if name == run and _start_time(pid) is not None]
+    return [pid for pid, name in _processes_of_runs() if name == run and _start_time(pid) is not None]
 
 
 def kill_processes(run: str, exclude: Collection[int] = ()) -> None:
@@ -105,7 +104,7 @@ def kill_processes(run: str, exclude: Collection[int] = ()) -> None:
 
 def kill_orphans() -> None:
     """Kill the processes of runs whose owner died, for example of a killed lab without namespaces."""
-    for pid, name in _processes():
+    for pid, name in _processes_of_runs():
         run = RunName.parse(name)
         if run is not None and not run.owner_lives():
             with contextlib.suppress(OSError):
@@ -113,7 +112,7 @@ def kill_orphans() -> None:
 
 
 def pdeathsig_prefix() -> list[str]:
-    """The command prefix that terminates a command when this process dies."""
+    """Return the command prefix that terminates a command when this process dies."""
     return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
 
@@ -150,7 +149,7 @@ def _handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def torchrun_command(*options: str) -> list[str]:
-    """The command of a launcher: torchrun, except that the launcher of node 0 ends last."""
+    """Return the command of a launcher: torchrun, except that the launcher of node 0 ends last."""
     return [sys.executable, "-c", f"from {__name__} import run_torchrun; run_torchrun()", *options]
 
 
@@ -173,7 +172,7 @@ def run_torchrun() -> None:
 
 
 def redirect_to_pipe(command: list[str]) -> list[str]:
-    """The command of a rank, with its output redirected to its pipe from `Launchers`.
+    """Return the command of a rank with its output redirected to its pipe from `Launchers`.
 
     The ranks of a node inherit the launcher's output, where their lines could interleave.
     """
