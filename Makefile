@@ -25,7 +25,7 @@ PARALLEL = --numprocesses 2 --dist loadfile
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-oldest lint format bench docs docs-serve gpu-check gpu-check-data gpu-session conformance wheel test-wheel test-ray works-with clean
+.PHONY: help demo test test-slow test-all test-oldest check-emulation lint format bench docs docs-serve gpu-check gpu-check-data gpu-session conformance wheel test-wheel test-ray works-with clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -44,6 +44,9 @@ test-all: $(VENV)/.built ## run all tests
 
 test-oldest: ## run all tests with the oldest supported torch and Lightning, in .venv-oldest
 	$(MAKE) --no-print-directory test-all VENV=.venv-oldest TORCH="$(OLDEST)"
+
+check-emulation: $(VENV)/.built ## check that the emulation of CUDA finds faults; run it when tests/kernels/cuda_on_cpu changes
+	$(RUN) -m pytest tests/kernels/cuda_on_cpu/check_emulation.py $(ARGS)
 
 lint: $(VENV)/.installed ## check style, types, spelling and native formatting
 	$(RUN) -m ruff check

@@ -97,7 +97,7 @@ def _paths() -> Iterator[Case]:
 
 def _types() -> Iterator[Case]:
     for topology, path in itertools.product(("2x2", "3x1"), ("sparse", "regional")):
-        for value_dtype in ("float32", "float16"):
+        for value_dtype in ("float32", "2bit"):
             yield Case(f"{path} values {value_dtype}", topology, {"exchange": path, "value_dtype": value_dtype})
     for topology, path in itertools.product(("2x2", "3x1"), PATHS):
         for dtype in (torch.bfloat16, torch.float16, torch.float64):
@@ -171,7 +171,7 @@ def _updates() -> Iterator[Case]:
         yield case("sparse step_ahead sync_every 2 delay 0", topology, {"step_ahead": 0.3, "sync_every": 2, "delay": 0})
     yield case("regional step_ahead", "4x1", {"exchange": "regional", "step_ahead": 0.6})
     yield case("sparse auto ahead momentum", "4x1", {"density": 0.3}, optimizer="momentum")
-    for value_dtype in ("float32", "float16"):
+    for value_dtype in ("float32", "bfloat16"):
         yield case(f"sparse values {value_dtype}", "2x2", {"value_dtype": value_dtype})
     for sharded in (True, False):
         name = "" if sharded else " replicated"

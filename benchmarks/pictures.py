@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse.cli.report import need
+from lightning_sparse.cli import import_optional
 
 WIDTH = 10.0
 LEGEND = 130
@@ -55,7 +55,7 @@ def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool =
     Raises:
         ValueError: if matplotlib is not installed.
     """
-    mpl = need("matplotlib", "a picture")
+    mpl = import_optional("matplotlib", "a picture")
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):

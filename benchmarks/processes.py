@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import Rows
-from lightning_sparse.cli.ranks import join, launched, leave
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
+from lightning_sparse.cli.doctor import is_launched, join_ranks, leave_ranks
+from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals, unavailable_reason
 
 FOLDER = "BENCHMARK_RANKS"
 TensorSpec = Callable[..., Any]
@@ -55,10 +55,10 @@ def on_clusters(
     `storage` is a folder that emulated nodes see over the network alone, and the rate of its link; `rtt_ms` is what a
     packet to another node and its answer take.
     """
-    if launched():
-        topology, device = join()
+    if is_launched():
+        topology, device = join_ranks()
         found = work(topology, device, None, *arguments)
-        leave()
+        leave_ranks()
         place: dict[str, Any] = {"cluster": f"{topology.num_nodes}x{topology.num_devices}", "gbps": None}
         return None if topology.rank else [{**place, **row} for row in found]
     reason, rows = unavailable_reason(), Rows()
@@ -89,7 +89,7 @@ def _emulated(
         config = replace(config, storage=storage[0], storage_gbps=storage[1])
     main = sys.modules["__main__"].__spec__
     module = main.name if work.__module__ == "__main__" and main else work.__module__
-    with tempfile.TemporaryDirectory() as name, signals_as_exit(), Cluster(config) as lab, _answered(lab, Path(name)):
+    with tempfile.TemporaryDirectory() as name, exit_on_signals(), Cluster(config) as lab, _answered(lab, Path(name)):
         Path(name, "work").write_bytes(pickle.dumps((module, work.__name__, gbps, arguments)))
         env = {FOLDER: name, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # whose ranks could not share a GPU
         ran = lab.run([sys.executable, "-m", "benchmarks.processes"], env=env, output=sys.stderr)
@@ -104,11 +104,11 @@ def main() -> None:
     folder = Path(os.environ[FOLDER])
     module, name, gbps, arguments = pickle.loads((folder / "work").read_bytes())
     torch.set_num_threads(1)
-    topology, device = join()
+    topology, device = join_ranks()
     rows = getattr(import_module(module), name)(topology, device, gbps, *arguments)
     if topology.rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
-    leave()
+    leave_ranks()
 
 
 def set_rate(gbps: float) -> None:

@@ -16,9 +16,15 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.cli.report import processor
-
 Rows = list[dict[str, Any]]
+
+
+def processor() -> str:
+    """Return the model name of the CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def parser_of(doc: str | None, quick: str = "") -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit, unavailable_reason
+from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals, unavailable_reason
 
 HERE = Path(__file__).parent
 NODES, DEVICES = 2, 2
@@ -187,7 +187,7 @@ def main() -> None:
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     runs = plan_runs(args.out)
-    with signals_as_exit():
+    with exit_on_signals():
         for nodes in (NODES, 1):
             train(runs, nodes, args.out, args.gbps, reason is None)
     rows = sorted((run.read() for run in runs), key=lambda row: TASKS.index(row.run.task))

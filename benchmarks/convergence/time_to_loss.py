@@ -36,7 +36,7 @@ from benchmarks.convergence.runs import SPARSE, Arguments, Run, Settings, Task, 
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.processes import on_clusters, received_bytes
 from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
 from lightning_sparse.topology import Topology
 
 ALONE = "one node alone"

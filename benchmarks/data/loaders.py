@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.processes import alone
-from lightning_sparse.cli.report import need
+from lightning_sparse.cli import import_optional
 from lightning_sparse.data.config import MEAN, STD
 
 BATCH = 64
@@ -156,7 +156,7 @@ def _as_chunk(path: str) -> dict[str, Any]:
 
 def make_chunks(pictures: Path, chunks: Path, workers: int = 1) -> None:
     """The files of an image folder as LitData's chunks."""
-    optimize = need("litdata", "its rows").optimize
+    optimize = import_optional("litdata", "its rows").optimize
     files = [str(path) for path in files_of(pictures)]
     optimize(_as_chunk, files, str(chunks), chunk_bytes="16MB", num_workers=workers, verbose=False)
 

@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.data import loaders
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
 
 ROUNDS, LATER_IMAGES = 3, 1500
 PARTS = ("first", "later")

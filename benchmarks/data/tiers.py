@@ -30,7 +30,7 @@ import torch
 from benchmarks.data.loaders import BATCH, files_of, generated, in_turn, throughput
 from benchmarks.pictures import picture
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
 from lightning_sparse.data.config import Backend, CacheConfig, ImageOptions
 from lightning_sparse.data.pipeline.batch import Batch
 from lightning_sparse.data.pipeline.images import has_dali

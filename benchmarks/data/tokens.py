@@ -45,7 +45,7 @@ from benchmarks.data.loaders import cpu_seconds
 from benchmarks.data.storage import DROP_CACHES
 from benchmarks.processes import on_clusters, storage_sent
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
 from lightning_sparse.topology import Topology
 
 CONTEXT, BATCH, SHARD_BYTES, RUNS, EPOCHS = 1024, 8, 10**6, 3, 3

@@ -38,10 +38,10 @@ from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Node, learner_of
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
-from lightning_sparse.lab import signals_as_exit
+from lightning_sparse.cli import format_table
+from lightning_sparse.lab import exit_on_signals
 from lightning_sparse.lab.network import INTERFACE, Network, node_address
-from lightning_sparse.lab.processes import RUN_VARIABLE, RunName, die_with_parent, kill_processes
+from lightning_sparse.lab.processes import RUN_VARIABLE, RunName, kill_processes, pdeathsig_prefix
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
@@ -122,7 +122,7 @@ class World:
     def _spawn(self, host: str, command: list[str], output: Path) -> subprocess.Popen[bytes]:
         env = {**os.environ, RUN_VARIABLE: str(self._network.run), "GLOO_SOCKET_IFNAME": INTERFACE}
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [*die_with_parent(), *self._network.enter_node(host), *command]
+        command = [*pdeathsig_prefix(), *self._network.enter_node(host), *command]
         with output.open("ab") as file:
             return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
@@ -210,7 +210,7 @@ def validated(folder: Path, seed: int, steps: int) -> Rows:
 
 
 def compared(said: dict[int, Rows]) -> dict[str, Any]:
-    """Rounds whose weights more than one node told, and those of which they told different bits; rounds lost."""
+    """RoundProtocol whose weights more than one node told, and those of which they told different bits; rounds lost."""
     digests: dict[str, dict[int, str]] = {}
     for place, lines in said.items():
         for line in lines:
@@ -348,7 +348,7 @@ def main() -> None:
     gbps, epochs = options.gbps[0], options.steps // text.TextSettings.steps_per_epoch
     fixed = on_clusters(time_to_loss.measure, None, FIXED, epochs, (), clusters=[f"{NODES}x1"], gbps=[gbps])
     record["rows"] += [{**row, "seed": 0} for row in fixed or ()]
-    with signals_as_exit():
+    with exit_on_signals():
         for seed, way in itertools.product(options.seeds, options.ways):
             record["rows"].append(measure(way, gbps, seed, options.steps, options.pause))
             write(options.out / "elastic.json", record, table(record), plot)

@@ -43,8 +43,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.pictures import colour, picture
 from benchmarks.processes import on_clusters, received_bytes, set_rate, slowest
 from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
-from lightning_sparse.cli import models
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
+from lightning_sparse.cli.plan import parameter_shapes
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, with_groups
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=[], help=f"only these, beside {beside}")
     parser.add_argument("--model", default="resnet50", metavar="NAME", help="of torchvision or timm (default resnet50)")
     options = parser.parse_args()
-    shapes = QUICK if options.quick else models.find(options.model).shapes
+    shapes = QUICK if options.quick else parameter_shapes(options.model)
     arguments = shapes, 3.0 if options.quick else options.seconds, options.ways
     rows = on_clusters(measure, *arguments, clusters=options.clusters, gbps=options.gbps, rtt_ms=options.rtt_ms)
     if rows is None:

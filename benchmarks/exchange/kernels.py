@@ -17,8 +17,8 @@ ratios to the baselines of the same case: reading x once, and reading and writin
 | sum 4, sum 4 2bit | the sum of four such messages |
 | round | of dense16: error feedback, rounding to bf16 rows for 8 nodes, and the sum of 8 such rows |
 | round, torch | the same without compiled kernels |
-| change | of updates: what the optimizer changed is added to the node's model (add_change, step_ahead 0.5) |
-| write | of updates: the model is written between the shared one and the node's (write_between) |
+| change | of updates: what the optimizer changed is added to the node's model (accumulate_delta, step_ahead 0.5) |
+| write | of updates: the model is written between the shared one and the node's (lerp_into) |
 | topk | torch.topk(|x|, k, sorted=False) |
 | mstopk 30 | the paper's loop as it circulates, 30 counting passes; `compiled` under torch.compile |
 | argpartition | numpy, CPU only |
@@ -43,17 +43,17 @@ from torch import Tensor
 
 from benchmarks.pictures import picture
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
 from lightning_sparse.kernels import (
     accumulate,
-    add_change,
+    accumulate_delta,
     compress,
     kernel_report,
+    lerp_into,
     mstopk,
     plain,
     round_rows,
     sum_rows,
-    write_between,
 )
 from lightning_sparse.kernels.wire import TWO_BIT
 
@@ -174,8 +174,8 @@ def ours(x: Tensor, k: int) -> dict[str, Method]:
         "sum 4": lambda: accumulate(four, left, k, torch.bfloat16),
         "sum 4 2bit": lambda: accumulate(four_2bit, left, k, TWO_BIT),
         "round": lambda: sum_rows(round_rows(x, residual, left, NODES), left[: -(-x.numel() // NODES)]),
-        "change": lambda: add_change(left, residual, [y], 0.5),
-        "write": lambda: write_between(left, residual, [y], 0.5),
+        "change": lambda: accumulate_delta(left, residual, [y], 0.5),
+        "write": lambda: lerp_into(left, residual, [y], 0.5),
     }
 
 

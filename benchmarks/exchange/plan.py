@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.exchange.gradients import NOTHING
 from benchmarks.record import Rows, parser_of, surroundings, write
+from lightning_sparse.cli import format_table
 from lightning_sparse.cli.plan import path_of
-from lightning_sparse.cli.report import format_table
 from lightning_sparse.exchange import TensorSpec
 from lightning_sparse.exchange.rates import Link, Rates
 

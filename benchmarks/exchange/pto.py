@@ -39,8 +39,8 @@ from torch.optim import Optimizer
 from benchmarks.pictures import picture
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
-from lightning_sparse.cli import models
-from lightning_sparse.cli.report import format_table
+from lightning_sparse.cli import format_table
+from lightning_sparse.cli.plan import parameter_shapes
 from lightning_sparse.pto import ShardedStep, communicator_of
 from lightning_sparse.pto.step import STEPS
 from lightning_sparse.topology import Topology
@@ -61,7 +61,7 @@ SETTLING = 4  # the first steps create state and compare ranks
 def shapes_of(model: str) -> Sequence[torch.Size]:
     """Parameter shapes of a torchvision or timm model, or of "Transformer", an encoder of 12 layers, width 768."""
     if model != "Transformer":
-        return models.find(model).shapes
+        return parameter_shapes(model)
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
     return [p.shape for _ in range(12) for p in layer.parameters()]

@@ -1,4 +1,4 @@
-"""The `lightning-sparse` command.
+"""The `lightning-sparse` command, and what commands and benchmarks share.
 
 Each subcommand is a module. Its ``declare`` adds the options to a parser and sets ``run``, the function that executes
 the subcommand. Only the module of the requested subcommand is imported, so that the command starts fast. Words after
@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 COMMANDS = {
     "doctor": "check this machine, or the ranks of a cluster, for problems",
@@ -57,3 +58,28 @@ class _Version(argparse.Action):
 
         print(f"lightning-sparse {__version__} (torch {version('torch')})")
         parser.exit()
+
+
+def import_optional(package: str, use: str) -> Any:
+    """Import an optional package."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ValueError(f"{use} needs {package}, which cannot be imported ({error}): pip install {package}") from None
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Format rows as columns: the first left-aligned, the others right-aligned. None is an empty cell.
+
+    >>> print(format_table(["", "ms"], [["sum", 1.5], ["select", None]]))
+              ms
+    sum     1.50
+    select
+    """
+    lines = [list(head)]
+    for row in rows:
+        lines.append(["" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in lines
+    )

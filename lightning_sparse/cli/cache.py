@@ -11,7 +11,7 @@ from lightning_sparse.data.config import CacheConfig
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fill = actions.add_parser("warm", help="copy a data set to local disk before a run; continues if interrupted")
     fill.add_argument("source", help="folder on network storage: a path or an fsspec URL")
@@ -86,11 +86,11 @@ def _warm(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    print("\n".join(each.describe() for each in caches(arguments.cache_dir)) or "no caches found")
+    print("\n".join(cache.describe() for cache in caches(arguments.cache_dir)) or "no caches found")
     return 0
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    for each in clear(arguments.cache_dir, arguments.source):
-        print(f"removed {each.folder}, the cache of {each.source}")
+    for cache in clear(arguments.cache_dir, arguments.source):
+        print(f"removed {cache.folder}, the cache of {cache.source}")
     return 0

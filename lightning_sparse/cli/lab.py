@@ -8,11 +8,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_sparse.lab import Cluster, LabConfig, signals_as_exit
+from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.description = "Run a command on every node of a cluster of network namespaces with rate-limited links."
     parser.usage = "lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]"
     parser.epilog = "Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"
@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
         storage=arguments.storage,
         storage_gbps=arguments.storage_gbps,
     )
-    with signals_as_exit(), Cluster(config) as cluster:
+    with exit_on_signals(), Cluster(config) as cluster:
         result = cluster.run(arguments.command)
     print(result.summary(), file=sys.stderr)
     if arguments.report is not None:

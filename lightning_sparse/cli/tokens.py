@@ -11,14 +11,14 @@ from lightning_sparse.data.tokens import files_of, prepare
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.description = "Convert text files to token ids for TokenDataModule."
     parser.add_argument("out", type=Path, help="file to write, such as train.bin; train.json describes it")
     parser.add_argument(
         "texts", type=Path, nargs="+", metavar="TEXT", help="text files; their ids are written in this order"
     )
-    called = "function that maps the text of a file to its ids (default: the bytes of the file)"
-    parser.add_argument("--tokenizer", type=_named, metavar="MODULE:FUNCTION", help=called)
+    tokenizer = "function that maps the text of a file to its ids (default: the bytes of the file)"
+    parser.add_argument("--tokenizer", type=_import_function, metavar="MODULE:FUNCTION", help=tokenizer)
     parser.add_argument(
         "--vocab-size", type=int, default=256, metavar="N", help="vocabulary size (default %(default)s)"
     )
@@ -28,20 +28,20 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_prepare)
 
 
-def _named(text: str) -> Callable[[str], Sequence[int]]:
+def _import_function(text: str) -> Callable[[str], Sequence[int]]:
     """Import a function by its name ``module:function``; the function may be an attribute of an object."""
     module, _, path = text.partition(":")
     try:
-        found = import_module(module)
+        function = import_module(module)
         for name in path.split("."):
-            found = getattr(found, name)
+            function = getattr(function, name)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be imported as MODULE:FUNCTION ({error})") from None
-    return found  # type: ignore[return-value]  # an attribute of a module
+    return function  # type: ignore[return-value]  # an attribute of a module
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    made = prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size, arguments.end)
-    (file,) = files_of(made)
+    out = prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size, arguments.end)
+    (file,) = files_of(out)
     print(f"{file.path}: {file.tokens:,} tokens of {file.vocab_size:,}, {file.dtype.name}")
     return 0

@@ -10,7 +10,7 @@ import torch
 from lightning_sparse.exchange.paths import PATHS, Exchange, Path
 from lightning_sparse.kernels.wire import TWO_BIT
 
-ValueDtype = Literal["float32", "bfloat16", "float16", "2bit"]
+ValueDtype = Literal["float32", "bfloat16", "2bit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ExchangeConfig:
             measures both networks in the first step. It then selects the fastest of sparse, dense and dense16 for each
             group of parameters, without dense16 if ``value_dtype`` is float32. If two paths are almost equally fast,
             it selects the path that leaves out fewer entries.
-        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``.
+        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``.
             ``"2bit"`` stores a sign and one of two levels per value; each block of 65,536 elements has its own levels.
             The rounding error stays in the residual and is sent later.
         overlap: Run the exchange in the background. Set False to debug hangs.
@@ -52,6 +52,8 @@ class ExchangeConfig:
                 f"dense communication use exchange='dense'."
             )
         _one_of("exchange", self.exchange, get_args(Exchange))
+        if str(self.value_dtype) == "float16":
+            raise ValueError("value_dtype='float16' was removed. Use 'bfloat16', which sends as many bytes.")
         _one_of("value_dtype", self.value_dtype, get_args(ValueDtype))
         if self.inter_gbps is not None and not (is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
             raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None measures it.")

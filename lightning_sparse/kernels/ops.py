@@ -1,13 +1,9 @@
-"""The operators `torch.ops.lightning_sparse.{mstopk, compress, accumulate, add_messages, round_rows, sum_rows,
-add_change, write_between}`.
+"""The operators `torch.ops.lightning_sparse.*`.
 
-    Python call -> checks (ValueError) -> dispatcher -> compiled CPU or CUDA kernel, which checks what could crash it
-                                                     -> plain torch, where there is none
-
-This file defines the schemas and registers plain-torch implementations for all devices. The compiled library overrides
-them for CPU and CUDA, with bit-identical results. `kernel_report()` returns which implementations are in use, and why.
-
-LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
+A Python function checks its arguments and calls its operator. The dispatcher then runs the compiled CPU or CUDA kernel,
+or plain torch if there is none, with bit-identical results. This file defines the operators' schemas and registers
+plain torch for all devices; the compiled library overrides it. `kernel_report` returns which implementations are in
+use, and why. LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
 """
 
 from __future__ import annotations
@@ -22,28 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import checks, plain, reference, wire
+from lightning_sparse.kernels import plain, reference, wire
 
-NAMESPACE = "lightning_sparse"
 BUILD_REPORT = Path(__file__).with_name("build_report.txt")
 BUILT = ("CPU and CUDA kernels built", "CPU kernels built")
 """The report of a build that compiled kernels begins with one of these."""
-
-# Keep a reference: garbage collection of a Library removes its schemas.
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("mstopk(Tensor x, int k) -> (Tensor, Tensor)")
-_library.define(
-    "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int num_regions, int value_code, "
-    "Tensor? scale) -> Tensor"
-)
-_library.define("accumulate(Tensor messages, Tensor(a!) shard, int k, int num_regions, int value_code) -> ()")
-_library.define("add_messages(Tensor messages, Tensor(a!) shard, int k, int value_code, float alpha) -> ()")
-_library.define(
-    "round_rows(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int num_rows, Tensor? scale) -> Tensor"
-)
-_library.define("sum_rows(Tensor rows, Tensor(a!)? residual) -> Tensor")
-_library.define("add_change(Tensor(a!) own, Tensor shared, Tensor[] model, float ahead) -> ()")
-_library.define("write_between(Tensor own, Tensor shared, Tensor(a!)[] model, float ahead) -> ()")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -55,8 +35,8 @@ def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     >>> mstopk(torch.tensor([1.0, -5.0, 2.0, 5.0]), 2)
     (tensor([-5.,  5.]), tensor([1, 3], dtype=torch.int32))
     """
-    checks.check_flat("x", x, checks.FLOATS)
-    checks.check_k(k, x.numel())
+    _check_flat("x", x, FLOATS)
+    _check_k(k, x.numel())
     values, indices = torch.ops.lightning_sparse.mstopk(x.detach(), k)
     return values, indices
 
@@ -87,8 +67,10 @@ def compress_regions(
     value_dtype: torch.dtype,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """The same for each region of the shard (see `wire.Regions`): the k largest |acc| of each, or all elements of a
-    smaller one, into messages of one length, uint8[num_regions, B].
+    """Pack the k largest |acc| of each region of the shard into one message per region, as `compress` does.
+
+    Regions are those of `wire.Regions`; a region of fewer than k elements sends all of them. Returns the messages as
+    rows of one length, uint8[num_regions, B].
 
     >>> rows = compress_regions(torch.tensor([1.0, -5.0, 2.0, 5.0, 0.5]), None, None, 1, 2, torch.float32)
     >>> shard = torch.empty(5)
@@ -96,10 +78,10 @@ def compress_regions(
     >>> shard
     tensor([ 0., -5.,  0.,  5.,  0.])
     """
-    code = checks.value_code(value_dtype)
-    checks.check_acc(grad_S, residual_S, next_residual_S, scale)
-    checks.check_k(k, grad_S.numel())
-    checks.check_count("num_regions", num_regions, grad_S.numel())
+    code = wire.value_code(value_dtype)
+    _check_acc(grad_S, residual_S, next_residual_S, scale)
+    _check_k(k, grad_S.numel())
+    _check_count("num_regions", num_regions, grad_S.numel())
     messages: Tensor = torch.ops.lightning_sparse.compress(
         grad_S.detach(), residual_S, next_residual_S, k, num_regions, code, scale
     )
@@ -109,14 +91,14 @@ def compress_regions(
 def accumulate(
     messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
 ) -> None:
-    """Overwrite shard_S with the sum of the messages, added in row order; with alpha, add alpha times each value of
-    them to it, which touches the sent entries alone.
+    """Overwrite shard_S with the sum of the messages, added in row order.
 
-    If a message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
-    device synchronisation.
+    With alpha, add alpha times each value of the messages to shard_S instead, which touches only the sent entries. If a
+    message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
+    device synchronization.
     """
-    code = checks.value_code(value_dtype)
-    checks.check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
+    code = wire.value_code(value_dtype)
+    _check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
     if alpha is None:
         torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, 1, code)
     else:
@@ -124,13 +106,13 @@ def accumulate(
 
 
 def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    """Overwrite each of M regions of shard_S with its message, a row of what `compress_regions` returns.
+    """Overwrite each of M regions of shard_S with its message, a row of the result of `compress_regions`.
 
     A region whose message counts non-finite elements or is malformed becomes NaN.
     """
-    code = checks.value_code(value_dtype)
+    code = wire.value_code(value_dtype)
     num_regions = messages_MB.shape[0] if messages_MB.dim() == 2 else 1
-    checks.check_accumulate(messages_MB, shard_S, k, num_regions, value_dtype)
+    _check_accumulate(messages_MB, shard_S, k, num_regions, value_dtype)
     torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, num_regions, code)
 
 
@@ -143,7 +125,7 @@ def round_rows(
 ) -> Tensor:
     """Return acc = residual + grad * scale as bfloat16[M, R]: M = num_rows, R = ceil(S / M), padded with zeros.
 
-    next_residual_S receives what rounding took off, and 0 where the rounded value is not finite: acc was not, or lies
+    next_residual_S receives the rounding error, and 0 where the rounded value is not finite: acc was not, or lies
     beyond the largest bfloat16. residual_S defaults to 0, scale to 1; without next_residual_S, no residual is written.
 
     >>> left = torch.empty(3)
@@ -153,8 +135,8 @@ def round_rows(
     >>> left
     tensor([0.0000, 0.5000, 0.0000])
     """
-    checks.check_acc(grad_S, residual_S, next_residual_S, scale)
-    checks.check_count("num_rows", num_rows)
+    _check_acc(grad_S, residual_S, next_residual_S, scale)
+    _check_count("num_rows", num_rows)
     rows: Tensor = torch.ops.lightning_sparse.round_rows(grad_S.detach(), residual_S, next_residual_S, num_rows, scale)
     return rows
 
@@ -162,31 +144,38 @@ def round_rows(
 def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     """Return the sum of bfloat16 rows, made in fp32 and in row order, as bfloat16[R].
 
-    What rounding took off, or 0 where the sum is not finite, is added to residual_R, which may be shorter than a row:
-    the others are padding.
+    Adds the rounding error, or 0 where the sum is not finite, to residual_R. It may be shorter than a row, whose other
+    elements are padding.
     """
-    checks.check_sum_rows(rows_MR, residual_R)
+    _check_sum_rows(rows_MR, residual_R)
     row: Tensor = torch.ops.lightning_sparse.sum_rows(rows_MR, residual_R)
     return row
 
 
-def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    """Write shared_S + (own_S - shared_S) * ahead into the flat pieces of a model, one behind the other, rounded to
-    their dtypes; with ``ahead`` 1, own_S itself."""
-    checks.check_models(own_S, shared_S, model, ahead)
-    torch.ops.lightning_sparse.write_between(own_S, shared_S, model, ahead)
+def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    """Write the interpolation shared_S + (own_S - shared_S) * ahead into a model, rounded to its dtypes.
+
+    The model consists of flat pieces, which lie one behind the other in own_S and shared_S. With ``ahead`` 1, the model
+    receives own_S itself.
+    """
+    _check_models(own_S, shared_S, model, ahead)
+    torch.ops.lightning_sparse.lerp_into(own_S, shared_S, model, ahead)
 
 
-def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    """Add to own_S what the model has changed by since `write_between` wrote it, given the same.
+def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    """Add to own_S the change of the model since `lerp_into` wrote it with the same arguments.
 
     >>> own, shared, model = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.5])
-    >>> add_change(own, shared, [model], 0.5)  # it held 1
+    >>> accumulate_delta(own, shared, [model], 0.5)  # it held 1
     >>> own
     tensor([2.5000])
     """
-    checks.check_models(own_S, shared_S, model, ahead)
-    torch.ops.lightning_sparse.add_change(own_S, shared_S, model, ahead)
+    _check_models(own_S, shared_S, model, ahead)
+    torch.ops.lightning_sparse.accumulate_delta(own_S, shared_S, model, ahead)
+
+
+# their names until version 0.2
+write_between, add_change = lerp_into, accumulate_delta
 
 
 @dataclass(frozen=True)
@@ -208,23 +197,112 @@ def kernel_report() -> KernelReport:
     return _report
 
 
-# ---------------------------------------------------------------------------------------------------- implementations
+# -------------------------------------------------------------------------------------------------------------- checks
+#
+# Dtypes, shapes and numbers are checked here, with errors for users. Memory (outputs that overlap inputs, alignment) is
+# checked only by the compiled operators.
 
 
-def _fake_mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(k), x.new_empty(k, dtype=reference.index_dtype(x.numel()))
+def _check_acc(grad: Tensor, residual: Tensor | None, next_residual: Tensor | None, scale: Tensor | None) -> None:
+    _check_flat("grad_S", grad, FLOATS)
+    for name, other in (("residual_S", residual), ("next_residual_S", next_residual)):
+        if other is not None:
+            _check_flat(name, other, (torch.float32,))
+            if other.numel() != grad.numel() or other.device != grad.device:
+                raise ValueError(
+                    f"{name} has {other.numel()} elements on {other.device}, grad_S {grad.numel()} on {grad.device}: "
+                    "they must agree"
+                )
+    if scale is not None and (scale.dtype != torch.float32 or scale.dim() != 0 or scale.device != grad.device):
+        raise ValueError(
+            f"scale is {scale.dtype}{list(scale.shape)} on {scale.device}: it must be a 0-dim float32 tensor on "
+            f"{grad.device}"
+        )
 
 
-def _plain_compress(
-    grad: Tensor,
-    residual: Tensor | None,
-    next_residual: Tensor | None,
-    k: int,
-    num_regions: int,
-    code: int,
-    scale: Tensor | None,
-) -> Tensor:
-    return plain.compress_regions(grad, residual, next_residual, k, num_regions, wire.VALUE_DTYPES[code], scale)
+def _check_sum_rows(rows: Tensor, residual: Tensor | None) -> None:
+    if rows.dtype != torch.bfloat16 or rows.dim() != 2 or not rows.numel() or not rows.is_contiguous():
+        raise ValueError(
+            f"rows_MR is {rows.dtype}{list(rows.shape)}: it must be contiguous bfloat16[M >= 1, R >= 1]; pass "
+            "rows_MR.contiguous()"
+        )
+    if residual is None:
+        return
+    _check_flat("residual_R", residual, (torch.float32,))
+    if residual.numel() > rows.shape[1] or residual.device != rows.device:
+        raise ValueError(
+            f"residual_R has {residual.numel()} elements on {residual.device}, rows_MR {list(rows.shape)} on "
+            f"{rows.device}: it must be on the same device, and no longer than a row"
+        )
+
+
+def _check_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, value_dtype: torch.dtype) -> None:
+    _check_flat("shard_S", shard, (torch.float32,))
+    _check_k(k, shard.numel())
+    _check_count("num_regions", num_regions, shard.numel())
+    nbytes = wire.Regions(shard.numel(), num_regions, k, value_dtype).row_nbytes
+    fits = messages.dtype == torch.uint8 and messages.dim() == 2 and messages.shape[0] >= 1
+    fits = fits and messages.shape[1] == nbytes and messages.is_contiguous() and messages.device == shard.device
+    if not fits or num_regions not in (1, messages.shape[0]):
+        rows = "M >= 1" if num_regions == 1 else num_regions
+        raise ValueError(
+            f"messages_MB is {messages.dtype}{list(messages.shape)} on {messages.device}: numel={shard.numel()}, k={k} "
+            f"and {value_dtype} need contiguous uint8[{rows}, {nbytes}] on {shard.device}"
+        )
+
+
+def _check_models(own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    _check_flat("own_S", own, (torch.float32,))
+    _check_flat("shared_S", shared, (torch.float32,))
+    for piece in model:
+        _check_flat("a piece of the model", piece, FLOATS)
+    numels = [shared.numel(), sum(piece.numel() for piece in model)]
+    devices = {tensor.device for tensor in (shared, *model)}
+    if numels != [own.numel()] * 2 or devices != {own.device}:
+        raise ValueError(
+            f"own_S has {own.numel()} elements on {own.device}, shared_S {numels[0]} and the pieces of the model "
+            f"{numels[1]}, on {sorted(map(str, devices))}: they must agree"
+        )
+    if not 0.0 < ahead <= 1.0:
+        raise ValueError(f"ahead={ahead}: it must be more than 0, and at most 1")
+
+
+def _check_flat(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: it must be one of {list(dtypes)}")
+    if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < 1:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}: it must be flat, contiguous and not empty; "
+            f"pass {name}.contiguous().view(-1)"
+        )
+
+
+def _check_k(k: int, numel: int) -> None:
+    if not isinstance(k, (int, torch.SymInt)) or isinstance(k, bool) or not 1 <= k <= numel:
+        raise ValueError(f"k={k!r} of {numel} elements: k must be an integer with 1 <= k <= {numel}")
+
+
+def _check_count(name: str, count: int, most: int | None = None) -> None:
+    """Check the number of regions or rows, which the shard's elements may limit."""
+    if not isinstance(count, (int, torch.SymInt)) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{name}={count!r}: it must be an integer of at least 1")
+    if most is not None and count > min(most, wire.MAX_REGIONS):
+        raise ValueError(f"{name}={count} of {most} elements: there can be {min(most, wire.MAX_REGIONS)} at most")
+
+
+# -------------------------------------------------------------------------------------------------------- registration
+
+# Keep a reference: garbage collection of a Library removes its schemas.
+_library: Any = torch.library.Library("lightning_sparse", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _register(schema: str, fake: Callable[..., Any] = lambda *_: None) -> None:
+    """Define an operator that runs the function of its name in `plain`. `fake` returns an empty result, for tracing."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
+    _library.impl(name, torch.no_grad()(getattr(plain, name)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lightning_sparse::{name}", fake, lib=_library)
 
 
 def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, num_regions: int, code: int, ___: Any) -> Tensor:
@@ -232,26 +310,27 @@ def _fake_compress(grad: Tensor, _: Any, __: Any, k: int, num_regions: int, code
     return grad.new_empty(num_regions, regions.row_nbytes, dtype=torch.uint8)
 
 
-def _plain_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int, code: int) -> None:
-    if num_regions == 1:
-        plain.accumulate(messages, shard, k, wire.VALUE_DTYPES[code])
-    else:
-        plain.accumulate_regions(messages, shard, k, wire.VALUE_DTYPES[code])
-
-
-def _plain_add_messages(messages: Tensor, shard: Tensor, k: int, code: int, alpha: float) -> None:
-    plain.accumulate(messages, shard, k, wire.VALUE_DTYPES[code], alpha)
-
-
-def _fake_round_rows(grad: Tensor, _: Any, __: Any, num_rows: int, ___: Any) -> Tensor:
-    return grad.new_empty(num_rows, -(-grad.numel() // num_rows), dtype=torch.bfloat16)
-
-
-def _register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
-    _library.impl(name, torch.no_grad()(compute), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-
+_register(
+    "mstopk(Tensor x, int k) -> (Tensor, Tensor)",
+    lambda x, k: (x.new_empty(k), x.new_empty(k, dtype=reference.index_dtype(x.numel()))),
+)
+_register(
+    "compress(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int k, int num_regions, int value_code, "
+    "Tensor? scale) -> Tensor",
+    _fake_compress,
+)
+_register("accumulate(Tensor messages, Tensor(a!) shard, int k, int num_regions, int value_code) -> ()")
+_register("add_messages(Tensor messages, Tensor(a!) shard, int k, int value_code, float alpha) -> ()")
+_register(
+    "round_rows(Tensor grad, Tensor? residual, Tensor(a!)? next_residual, int num_rows, Tensor? scale) -> Tensor",
+    lambda grad, _, __, num_rows, ___: grad.new_empty(num_rows, -(-grad.numel() // num_rows), dtype=torch.bfloat16),
+)
+_register(
+    "sum_rows(Tensor rows, Tensor(a!)? residual) -> Tensor",
+    lambda rows, _: rows.new_empty(rows.shape[1]),
+)
+_register("accumulate_delta(Tensor(a!) own, Tensor shared, Tensor[] model, float ahead) -> ()")
+_register("lerp_into(Tensor own, Tensor shared, Tensor(a!)[] model, float ahead) -> ()")
 
 COMPILE = (
     "install torch, 'setuptools>=77' and ninja, then run `pip install --no-build-isolation '.[pytorch-lightning]'` in "
@@ -262,51 +341,41 @@ TOOLKIT = f"install the CUDA toolkit (nvcc) for torch's CUDA version; put nvcc o
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
-    build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
+    """Load the compiled library, whose operators then replace plain torch."""
+
+    def plain_report(library: Path | None, reason: str, cure: str) -> KernelReport:
+        name = None if library is None else str(library)
+        return KernelReport("plain torch", "plain torch", name, (reason,), cure)
+
     if os.environ.get("LIGHTNING_SPARSE_KERNELS", "") == "torch":
-        reason = "LIGHTNING_SPARSE_KERNELS=torch is set"
-        return _plain_report(None, reason, "unset LIGHTNING_SPARSE_KERNELS to use compiled kernels"), None
-    found = sorted(Path(__file__).parent.glob("_C*.so"))
-    if not found:
-        return _without_library(build), None
-    path = found[0]
+        reason, cure = "LIGHTNING_SPARSE_KERNELS=torch is set", "unset LIGHTNING_SPARSE_KERNELS to use compiled kernels"
+        return plain_report(None, reason, cure), None
+    build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
+    folder = Path(__file__).parent
+    path = min(folder.glob("_C*.so"), default=None)
+    if path is None and build.startswith(BUILT):  # a build that is not in place leaves its report in this folder, too
+        reason = (
+            f"{folder} has no compiled library, though one was built: Python imports this source folder, not the "
+            f"installed package"
+        )
+        cure = (
+            "start the script outside the checkout, or install the checkout in place: `pip install "
+            "--no-build-isolation -e .`"
+        )
+        return plain_report(None, reason, cure), None
+    if path is None:
+        return plain_report(None, f"nothing was compiled: {build}", COMPILE), None
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         handle = ctypes.CDLL(str(path))
         has_cuda = bool(handle.lightning_sparse_has_cuda())
     except (OSError, AttributeError) as error:
         reason = f"{path.name} does not load under torch {torch.__version__}: {error}"
-        return _plain_report(str(path), reason, COMPILE), None
+        return plain_report(path, reason, COMPILE), None
     if has_cuda:
         return KernelReport("compiled", "compiled", str(path), ()), handle
     reason = f"CUDA kernels were not compiled: {build}"
     return KernelReport("compiled", "plain torch", str(path), (reason,), TOOLKIT), handle
 
 
-def _without_library(build: str) -> KernelReport:
-    """Return the report for a missing library. A build that is not in place leaves its report in this folder, too."""
-    folder = Path(__file__).parent
-    if not build.startswith(BUILT):
-        return _plain_report(None, f"nothing was compiled: {build}", COMPILE)
-    return _plain_report(
-        None,
-        f"{folder} has no compiled library, though one was built: Python imports this source folder, not the "
-        f"installed package",
-        "start the script outside the checkout, or install the checkout in place: `pip install "
-        "--no-build-isolation -e .`",
-    )
-
-
-def _plain_report(library: str | None, reason: str, cure: str) -> KernelReport:
-    return KernelReport("plain torch", "plain torch", library, (reason,), cure)
-
-
-_register("mstopk", plain.mstopk, _fake_mstopk)
-_register("compress", _plain_compress, _fake_compress)
-_register("accumulate", _plain_accumulate, lambda *_: None)
-_register("add_messages", _plain_add_messages, lambda *_: None)
-_register("round_rows", plain.round_rows, _fake_round_rows)
-_register("sum_rows", plain.sum_rows, lambda rows, _: rows.new_empty(rows.shape[1]))
-_register("add_change", plain.add_change, lambda *_: None)
-_register("write_between", plain.write_between, lambda *_: None)
 _report, _handle = _load()

@@ -1,6 +1,6 @@
-"""The operators in plain torch: the fallback without compiled kernels, with bit-identical results.
+"""The operators in plain torch, for devices without compiled kernels, with bit-identical results.
 
-Nothing here synchronizes with the device.
+Functions have the names and signatures of the operators (see `ops`). They do not synchronize with the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels import reference, wire
 
-CACHED = 1 << 15  # elements of a few tensors that stay in a core's cache
+CACHED = 1 << 15  # elements of the few tensors that stay in the cache of a CPU core
 
 
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -39,64 +39,51 @@ def compress(
     residual_S: Tensor | None,
     next_residual_S: Tensor | None,
     k: int,
-    value_dtype: torch.dtype,
-    scale: Tensor | None = None,
+    num_regions: int,
+    value_code: int,
+    scale: Tensor | None,
 ) -> Tensor:
-    acc_S = grad_S.detach().float()
+    value_dtype = wire.VALUE_DTYPES[value_code]
+    regions = wire.Regions(grad_S.numel(), num_regions, k, value_dtype)
+    acc_S = grad_S.float()
     if scale is not None:
         acc_S = acc_S * scale
     if residual_S is not None:
         acc_S = residual_S + acc_S
-    bits = reference.magnitude_bits(acc_S)
-    nonfinite = reference.is_nonfinite(bits)
-    indices_K = select(bits, k)
-    values_K, numel = acc_S[indices_K], grad_S.numel()
-    message = wire.encode(values_K, indices_K, numel, value_dtype, nonfinite.sum())
-    if next_residual_S is not None:
-        left_K = values_K - wire.decode(message, numel, k, value_dtype)[0]
-        next_residual_S.copy_(acc_S.masked_fill(nonfinite, 0.0))
-        next_residual_S[indices_K] = left_K.masked_fill(nonfinite[indices_K], 0.0)
-    return message
-
-
-def compress_regions(
-    grad_S: Tensor,
-    residual_S: Tensor | None,
-    next_residual_S: Tensor | None,
-    k: int,
-    num_regions: int,
-    value_dtype: torch.dtype,
-    scale: Tensor | None = None,
-) -> Tensor:
-    regions = wire.Regions(grad_S.numel(), num_regions, k, value_dtype)
     rows_MB = grad_S.new_zeros(num_regions, regions.row_nbytes, dtype=torch.uint8)
     for region in range(num_regions):
-        place = regions.place(region)
-        residual, left = (None if each is None else each[place] for each in (residual_S, next_residual_S))
-        message = compress(grad_S[place], residual, left, regions.pairs(region), value_dtype, scale)
+        place, num_pairs = regions.place(region), regions.pairs(region)
+        acc_R = acc_S[place]
+        bits_R = reference.magnitude_bits(acc_R)
+        nonfinite_R = reference.is_nonfinite(bits_R)
+        indices_K = select(bits_R, num_pairs)
+        values_K = acc_R[indices_K]
+        message = wire.encode(values_K, indices_K, acc_R.numel(), value_dtype, nonfinite_R.sum())
         rows_MB[region, : message.numel()] = message
+        if next_residual_S is not None:
+            unsent_K = values_K - wire.decode(message, acc_R.numel(), num_pairs, value_dtype)[0]
+            next_residual_R = next_residual_S[place]
+            next_residual_R.copy_(acc_R.masked_fill(nonfinite_R, 0.0))
+            next_residual_R[indices_K] = unsent_K.masked_fill(nonfinite_R[indices_K], 0.0)
     return rows_MB
 
 
-def accumulate(
-    messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype, alpha: float | None = None
-) -> None:
-    if alpha is None:
-        shard_S.zero_()
+def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, num_regions: int, value_code: int) -> None:
+    regions = wire.Regions(shard_S.numel(), num_regions, k, wire.VALUE_DTYPES[value_code])
+    shard_S.zero_()
+    # one region: the messages of all nodes. Several: one message each.
+    for region, rows_MB in enumerate(messages_MB.view(num_regions, -1, messages_MB.shape[1])):
+        shard_R = shard_S[regions.place(region)]
+        add_messages(rows_MB[:, : regions.nbytes(region)], shard_R, regions.pairs(region), value_code, 1.0)
+
+
+def add_messages(messages_MB: Tensor, shard_S: Tensor, k: int, value_code: int, alpha: float) -> None:
     all_valid = torch.ones((), dtype=torch.bool, device=shard_S.device)
     for message in messages_MB:
-        values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, value_dtype)
-        added_K = values_K if alpha is None else values_K * alpha
-        shard_S[indices_K] = shard_S[indices_K] + added_K  # indices are distinct within a message
+        values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, wire.VALUE_DTYPES[value_code])
+        shard_S[indices_K] = shard_S[indices_K] + values_K * alpha  # indices are distinct within a message
         all_valid = all_valid & valid
     shard_S.masked_fill_(~all_valid, torch.nan)
-
-
-def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    regions = wire.Regions(shard_S.numel(), messages_MB.shape[0], k, value_dtype)
-    for region in range(regions.num_regions):
-        row = messages_MB[region : region + 1, : regions.nbytes(region)]
-        accumulate(row, shard_S[regions.place(region)], regions.pairs(region), value_dtype)
 
 
 def round_rows(
@@ -104,7 +91,7 @@ def round_rows(
     residual_S: Tensor | None,
     next_residual_S: Tensor | None,
     num_rows: int,
-    scale: Tensor | None = None,
+    scale: Tensor | None,
 ) -> Tensor:
     acc_S = torch.empty_like(grad_S, dtype=torch.float32) if next_residual_S is None else next_residual_S
     if scale is None:
@@ -115,7 +102,7 @@ def round_rows(
         acc_S += residual_S
     rows_MR = grad_S.new_empty(num_rows, -(-grad_S.numel() // num_rows), dtype=torch.bfloat16)
     rounded, padding = rows_MR.view(-1).tensor_split([grad_S.numel()])
-    _cast(acc_S, rounded, keep=next_residual_S is not None)
+    _round_into(rounded, acc_S, keep_error=next_residual_S is not None)
     padding.zero_()
     return rows_MR
 
@@ -126,54 +113,54 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     for row_R in others:
         sum_R += row_R
     row_R = torch.empty_like(first)
-    _cast(sum_R, row_R, keep=residual_R is not None)
+    _round_into(row_R, sum_R, keep_error=residual_R is not None)
     if residual_R is not None:
         residual_R += sum_R[: residual_R.numel()]
     return row_R
 
 
-def add_change(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    ahead = ctypes.c_float(ahead).value  # as kernels take it: what rounds to 1 is 1
+def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    ahead = ctypes.c_float(ahead).value  # kernels take a float, so a number that rounds to 1 counts as 1
     for own, shared, piece in _blocks(own_S, shared_S, model):
         if ahead == 1.0 and piece.dtype == torch.float32:
-            own.copy_(piece)  # which held own itself
+            own.copy_(piece)  # the piece held own itself
             continue
-        had = _between(own, shared, ahead)
+        before = _lerp(own, shared, ahead)
         if piece.dtype != torch.float32:
-            had = _stored(had, piece.dtype).float()
-        own += torch.sub(piece, had, out=had) if piece.dtype == torch.float32 else piece - had
+            before = _cast(before, piece.dtype).float()
+        own += torch.sub(piece, before, out=before) if piece.dtype == torch.float32 else piece - before
 
 
-def write_between(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
     ahead = ctypes.c_float(ahead).value
     for own, shared, piece in _blocks(own_S, shared_S, model):
-        piece.copy_(_stored(own if ahead == 1.0 else _between(own, shared, ahead), piece.dtype))
+        piece.copy_(_cast(own if ahead == 1.0 else _lerp(own, shared, ahead), piece.dtype))
 
 
 def _blocks(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The pieces, with their places in the flat models; on a CPU few elements at a time, which its cache holds."""
+    """Yield the pieces of a model with their parts of the flat models: on a CPU in blocks that fit into its cache."""
     sizes = [piece.numel() for piece in model]
     for tensors in zip(torch.split(own_S, sizes), torch.split(shared_S, sizes), model, strict=True):
         if own_S.is_cuda:
             yield tensors
         else:
-            yield from zip(*(torch.split(each, CACHED) for each in tensors), strict=True)
+            yield from zip(*(torch.split(tensor, CACHED) for tensor in tensors), strict=True)
 
 
-def _between(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
+def _lerp(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
     return own.clone() if ahead == 1.0 else (own - shared).mul_(ahead).add_(shared)
 
 
-def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:
         return values
-    return values.to(dtype).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make other NaN
+    return values.to(dtype).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # NaN of one bit pattern
 
 
-def _cast(exact: Tensor, rounded: Tensor, keep: bool) -> None:
-    """`exact` into `rounded`; if `keep`, it becomes what that took off, and 0 where the result is not finite."""
+def _round_into(rounded: Tensor, exact: Tensor, keep_error: bool) -> None:
+    """Write `exact` into `rounded`; then `exact` becomes the rounding error, or 0 where the result is not finite."""
     rounded.copy_(exact)
-    rounded.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # casts make NaN of different bits
-    if keep:
+    rounded.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # NaN of one bit pattern
+    if keep_error:
         exact -= rounded
         exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

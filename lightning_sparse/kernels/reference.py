@@ -2,16 +2,8 @@
 
 MSTopK (Shi et al., MLSys 2021) selects about the k largest |x| without sorting. It bisects a threshold between the mean
 and the maximum of |x|, keeps all elements above the last threshold that kept at most k, and fills up to k from the band
-between it and the last threshold that kept more than k.
-
-This version fixes faults of published implementations; the code refers to them by number:
-1. The band's slice starts at random, and an inclusive bound can return k - 1 elements, so ranks disagree on message
-   sizes. Here the slice is the start of the band.
-2. The upper threshold starts at 0 and stays there if no threshold keeps 1..k elements (constant input; more than k ties
-   at the maximum), so all elements are returned. Here it starts at +inf, and all k come from the band.
-3. A single NaN or Inf spoils the mean and the maximum. Here both ignore non-finite elements, which are selected first.
-4. If k exceeds count(|x| >= mean), as in gradients of embeddings, the bisection never brackets it, and the rest is an
-   arbitrary slice of all elements below the mean. Here the bisection then runs between 0 and the mean.
+between it and the last threshold that kept more than k. This version fixes four faults of published implementations;
+comments describe them where the code differs.
 """
 
 from __future__ import annotations
@@ -36,33 +28,42 @@ class Bracket(NamedTuple):
 def mstopk(x: Tensor, k: int, iterations: int = ITERATIONS) -> tuple[Tensor, Tensor]:
     """Select with the paper's loop; return values and ascending indices."""
     _check(x, k)
+    # Fault: a single NaN or Inf spoils the mean and the maximum. Here both ignore non-finite elements, which are
+    # selected first.
     a = x.detach().float().abs()
     finite = a.isfinite()
     num_nonfinite = int((~finite).sum())
     if num_nonfinite >= k:
         return topk(x, k)
-    wanted = k - num_nonfinite
-    if wanted == int(finite.sum()):
+    num_finite_selected = k - num_nonfinite
+    if num_finite_selected == int(finite.sum()):
         return gather(x, torch.arange(x.numel(), device=x.device))
     a = torch.where(finite, a, -1.0)  # below every threshold
-    lower, upper = bisect(a, wanted, iterations)
-    certain = (a >= upper) | ~finite  # 3.
+    lower, upper = bisect(a, num_finite_selected, iterations)
+    certain = (a >= upper) | ~finite
     band = torch.nonzero((a >= lower) & (a < upper)).flatten()
-    chosen = torch.cat([torch.nonzero(certain).flatten(), band[: k - int(certain.sum())]])  # 1.
-    return gather(x, chosen.sort().values)
+    # Fault: the band's slice starts at random, and an inclusive bound can return k - 1 elements, so ranks disagree on
+    # message sizes. Here the slice is the start of the band.
+    selected = torch.cat([torch.nonzero(certain).flatten(), band[: k - int(certain.sum())]])
+    return gather(x, selected.sort().values)
 
 
 def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
     """Bisect a = |x|, where non-finite elements are -1; needs 1 <= k < count(a >= 0).
 
-    Example: a = [1, 2, 3, 10], k = 1, iterations = 2. The mean 4 keeps one element, so the bracket is [0, 4] (4.).
+    Example: a = [1, 2, 3, 10], k = 1, iterations = 2. The mean 4 keeps one element, so the bracket is [0, 4].
     Ratio 1/2 tries 2, which keeps three, so lower = 2. Ratio 3/4 tries 3, which keeps two, so lower = 3. Result:
     lower 3, upper 4; [10] is certain, and the band [3] contributes nothing.
     """
     mean, largest = (a.clamp(min=0.0).double().sum() / (a >= 0).sum()).float(), a.max()
     if int((a >= mean).sum()) > k:
-        low, high, upper = mean, largest, torch.full_like(mean, torch.inf)  # 2.
-    else:  # 4.
+        # Fault: the upper threshold starts at 0 and stays there if no threshold keeps 1..k elements (constant input;
+        # more than k ties at the maximum), so all elements are returned. Here it starts at +inf, and all k come from
+        # the band.
+        low, high, upper = mean, largest, torch.full_like(mean, torch.inf)
+    else:
+        # Fault: if k exceeds count(|x| >= mean), as in gradients of embeddings, the bisection never brackets it, and
+        # the rest is an arbitrary slice of all elements below the mean. Here it runs between 0 and the mean.
         low, high, upper = torch.zeros_like(mean), mean, mean
     lower, width = low, high - low
     left, right = 0.0, 1.0  # exact in fp64 for up to 52 iterations

@@ -1,16 +1,7 @@
-"""Values in two bits: a sign, and one of two levels that each block of a message has for itself.
+"""Values in two bits: a sign, and one of two levels of the value's block.
 
-The levels of a block are the mean magnitudes of its smaller and of its larger values, so that what rounding takes off
-averages to zero on each side. The values of a top-k selection lie above a threshold with a tail that is about
-exponential; for an exponential tail, the two levels that leave the least squared error are split at
-
-    threshold = mean + 0.594 * (mean - smallest)                    (Lloyd-Max: at 1.594 means above the smallest)
-
-of the magnitudes. Values that are all equal are sent exactly, as is a single one.
-
-Compiled kernels give the same bits, whatever the order in which they add: magnitudes are rounded to multiples of
-2^(e - 36), where 2^e is the largest power of two that is not above the largest of the block. So sums of 65,536 of them
-are exact in fp64. A value is not rounded unless it is below 2^-13 of the largest.
+The levels of a block are the mean magnitudes of its smaller and of its larger values, so the rounding errors of each
+level average to zero. Values that are all equal are sent exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# The magnitudes of a top-k selection lie above a threshold with a tail that is about exponential. For an exponential
+# tail, the two levels with the least squared error are split at mean + 0.594 * (mean - smallest) (Lloyd-Max).
 SPLIT = 0.59375  # 0.594 in few bits
+# Magnitudes are rounded to multiples of 2^(e - 36), where 2^e is the largest power of two that is not above the largest
+# magnitude of the block. So sums of 65,536 magnitudes are exact in fp64, and compiled kernels get the same bits in any
+# order of addition. Only values below 2^-13 of the largest are rounded.
 _ROUNDING = 16  # adding 2^(e + 16) leaves multiples of 2^(e - 36) in fp64, whose significand has 52 bits
 
 

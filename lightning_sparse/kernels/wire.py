@@ -1,16 +1,16 @@
 """The message that a device sends to its peers on the other nodes.
 
 A message holds exactly k (index, value) pairs of a shard of S elements. Its size depends only on (S, k, value_dtype),
-so the all-gather needs no exchange of sizes. Little-endian:
+so nodes all-gather messages without exchanging sizes first. Little-endian:
 
     offset  bytes   field
     0       4       magic "LSP2" (0x3250534c): layout version 2
     4       4       i32  number of non-finite elements in the whole shard; saturates at 2^31 - 1
-    8       4       i32  exponent e: decoded value = stored value * 2^e (0 unless the values are fp16)
-    12      4       i32  value code: 0 fp32, 1 bf16, 2 fp16, 3 two bits
+    8       4       zero
+    12      4       i32  value code: 0 fp32, 1 bf16, 3 two bits
     16      8       i64  S
     24      8       i64  k
-    32      8       i64  what the sender exchanged on, which others compare (`write_step_id`); zero where nobody says
+    32      8       i64  number of the exchange, which receivers compare (`write_step_id`); zero if the sender set none
     40      24      zero
     64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
     *       8*B     f32  lower and upper level of each block (two bits a value only)
@@ -18,22 +18,10 @@ so the all-gather needs no exchange of sizes. Little-endian:
     *       i*k     u8 index within its cell, or u16 index within its block; ascending inside each
     *       w*k/8   values, w = 32, 16 or 2 bits, in index order
 
-`*`: each section is zero-padded to 16 bytes, so that the rows of an all-gathered [M, bytes] tensor are aligned for
-vector loads.
-
-Indices take 8 bits, or 16 where that is smaller: below 0.42 % of the shard. A cell is 241 elements, and 17 cells are
-4,096 elements, the last one being of 240: 256 elements could have 256 pairs, a count that needs nine bits.
+`*`: each section is zero-padded to 16 bytes, so that kernels can load vectors from the rows of [M, bytes] messages.
 
 Example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 432 (F = 425) + 1,008 + 2,000 = 3,520 bytes, 3.52 per
 pair; with two bits a value 64 + 16 + 16 + 432 + 1,008 + 256 = 1,792, 1.79 per pair. int32 and fp32 pairs would take 8.
-
-Values:
-- Finite values stay finite. bf16 saturates at its largest finite value. fp16 values are scaled by the power of two that
-  moves the largest into [2^14, 2^15), and saturate at 32,752, the last fp16 below 2^15. So 7e4 does not overflow, and
-  values down to 2^-38 of the largest do not decode to zero; smaller ones stay in the sender's residual.
-- Two bits are a sign and one of two levels; see `two_bit`. What that takes off stays in the sender's residual.
-- Infinities keep their sign; NaN becomes the canonical quiet NaN; in two bits both become the lower level. Receivers
-  check the count, not the values.
 """
 
 from __future__ import annotations
@@ -48,12 +36,14 @@ from lightning_sparse.kernels import two_bit
 MAGIC = 0x3250534C
 HEADER_BYTES = 64
 BLOCK = 65_536
+# A cell of 256 elements could have 256 pairs, a count that needs nine bits. So a span of 4,096 elements has 16 cells of
+# 241 elements and one of 240.
 SPAN, CELL = 4_096, 241
 CELLS = 17  # in a span
 ALIGN = 16
 TWO_BIT: torch.dtype = torch.uint2  # type: ignore[attr-defined]  # torch's stubs lack it
-VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, TWO_BIT: 3}
-VALUE_DTYPES: tuple[torch.dtype, ...] = tuple(VALUE_CODES)
+VALUE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, TWO_BIT: 3}  # 2 was fp16
+VALUE_DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in VALUE_CODES.items()}
 MAX_REGIONS = 65_535  # a dimension of a CUDA grid
 
 _NONFINITE = slice(4, 8)
@@ -61,8 +51,6 @@ _MARK = slice(32, 40)
 
 INF_BITS = 0x7F80_0000
 _BF16_MAX = torch.finfo(torch.bfloat16).max
-_FP16_LIMIT = 32_752.0
-_FP16_EXPONENT = 14
 _INT32_MAX = 2**31 - 1
 
 
@@ -89,16 +77,23 @@ class MessageLayout:
         return 1 if self.num_cells else 2
 
 
-def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayout:
-    """Compute the layout of a message."""
+def value_code(value_dtype: torch.dtype) -> int:
     if value_dtype not in VALUE_CODES:
-        raise ValueError(f"value_dtype={value_dtype} must be one of {list(VALUE_CODES)}")
+        hint = "use torch.bfloat16" if value_dtype == torch.float16 else f"use one of {list(VALUE_CODES)}"
+        raise ValueError(f"value_dtype={value_dtype} is not a format of messages: {hint}.")
+    return VALUE_CODES[value_dtype]
+
+
+def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayout:
+    value_code(value_dtype)  # raises for a format that messages do not have
     if not 1 <= k <= numel:
         raise ValueError(f"k={k} with numel={numel}: k must satisfy 1 <= k <= numel")
     num_blocks = -(-numel // BLOCK)
     num_levels = 2 * num_blocks if value_dtype == TWO_BIT else 0
+    # Indices have 16 bits where that is smaller, below 0.42% of the shard. Padding counts, so that the message of a
+    # larger shard is never shorter.
     num_cells = CELLS * -(-numel // SPAN)
-    if _round_up(num_cells) + _round_up(k) >= _round_up(2 * k):  # as padded, so that a larger shard never takes less
+    if _round_up(num_cells) + _round_up(k) >= _round_up(2 * k):
         num_cells = 0
     levels = HEADER_BYTES + _round_up(4 * num_blocks)
     cells = levels + _round_up(4 * num_levels)
@@ -117,7 +112,7 @@ def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Regions:
-    """A shard cut into regions, as equal as whole numbers allow, with a message for each.
+    """A shard cut into regions of almost equal size, with one message per region.
 
     Args:
         numel: S, elements of the shard.
@@ -133,7 +128,7 @@ class Regions:
     value_dtype: torch.dtype
 
     def place(self, region: int) -> slice:
-        """Where a region lies in the shard."""
+        """The slice of a region in the shard."""
         return slice(region * self.numel // self.num_regions, (region + 1) * self.numel // self.num_regions)
 
     def size(self, region: int) -> int:
@@ -151,28 +146,32 @@ class Regions:
 
     @property
     def row_nbytes(self) -> int:
-        """B, the bytes of the longest message: each travels in a row of so many. The last region is the largest."""
+        """B, the bytes of a row, which holds the longest message. The last region is the largest."""
         return self.nbytes(self.num_regions - 1)
 
 
 def encode(
     values_K: Tensor, indices_K: Tensor, numel: int, value_dtype: torch.dtype, nonfinite: Tensor | int = 0
 ) -> Tensor:
-    """Pack fp32 values and ascending indices into a uint8 message, without device synchronisation."""
+    """Pack fp32 values and ascending indices into a uint8 message, without device synchronization."""
     layout = message_layout(numel, indices_K.numel(), value_dtype)
     device, indices_K = values_K.device, indices_K.long()
     message = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-    exponent: Tensor | int = 0
     if value_dtype == TWO_BIT:
         levels, stored = two_bit.encode(values_K.float(), indices_K // BLOCK, layout.num_blocks)
         _section(message, layout.levels, levels)
     else:
-        stored, exponent = _to_stored(values_K.float(), value_dtype)
+        # NaN becomes the canonical quiet NaN, because torch's conversion is platform-dependent. Receivers check the
+        # count of non-finite elements, not the values.
+        stored = torch.where(values_K.isnan(), torch.nan, values_K.float())
+        if value_dtype == torch.bfloat16:  # finite values stay finite: they saturate
+            saturated = stored.clamp(-_BF16_MAX, _BF16_MAX).bfloat16()
+            stored = torch.where(values_K.isfinite(), saturated, stored.bfloat16())
+            stored = stored.view(torch.int16).masked_fill(values_K.isnan(), 0x7FC0)
 
     words = message[:32].view(torch.int32)
     words[0] = MAGIC
     words[1] = torch.as_tensor(nonfinite, device=device).clamp(max=_INT32_MAX)
-    words[2] = exponent
     words[3] = VALUE_CODES[value_dtype]
     words[4:8].view(torch.int64)[0] = numel
     words[4:8].view(torch.int64)[1] = layout.k
@@ -193,7 +192,7 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
     """Return fp32 values, int64 indices and a 0-dim bool: valid, i.e. well-formed and without non-finite elements.
 
     The indices of an invalid message are within bounds too, so a caller can scatter first and then overwrite the result
-    with NaN, without device synchronisation.
+    with NaN, without device synchronization.
     """
     layout = message_layout(numel, k, value_dtype)
     if message.dtype != torch.uint8 or message.shape != (layout.nbytes,):
@@ -202,24 +201,26 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
             f"uint8[{layout.nbytes}]"
         )
     words = message[:HEADER_BYTES].clone().view(torch.int32)
-    block_K, indices_K, valid = (each[0] for each in _positions(message[None], layout))
-    valid = valid & _header_is_valid(words, layout)
+    block_K, indices_K, valid = (rows[0] for rows in _positions(message[None], layout))
+    sizes = words[4:8].view(torch.int64)
+    valid = valid & (words[0] == MAGIC) & (words[1] == 0) & (words[2] == 0) & (words[3] == VALUE_CODES[value_dtype])
+    valid = valid & (sizes[0] == numel) & (sizes[1] == k)
     stored = message[layout.values :].clone()
     if value_dtype == TWO_BIT:
         levels = message[layout.levels : layout.levels + 4 * layout.num_levels].clone().view(torch.float32)
         values_K = two_bit.decode(levels, stored, block_K)
     else:
-        values_K = _from_stored(stored[: value_dtype.itemsize * k].view(value_dtype), words[2])
+        values_K = stored[: value_dtype.itemsize * k].view(value_dtype).float()
     return values_K, indices_K.clamp(0, numel - 1), valid
 
 
 def write_step_id(message: Tensor, number: int) -> None:
-    """Write into a message what it was made on."""
+    """Write the number of the exchange into a message."""
     message[_MARK].view(torch.int64).fill_(number)
 
 
 def read_step_ids(messages_MB: Tensor) -> Tensor:
-    """Return what each message was made on, int64 [M]."""
+    """Return the number of the exchange of each message, int64[M]."""
     return messages_MB[:, _MARK].contiguous().view(torch.int64).view(-1)
 
 
@@ -229,14 +230,14 @@ def nonfinite_of(message: Tensor) -> int:
 
 
 def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
-    """The ascending int64 indices in a message, without device synchronisation."""
+    """Return the ascending int64 indices in a message, without device synchronization."""
     return _positions(message[None], message_layout(numel, k, value_dtype))[1][0].clamp(0, numel - 1)
 
 
 def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
-    """Where in the shard the messages' pairs lie, int64[M * k], without device synchronisation.
+    """Return the places of the messages' pairs in the shard, int64[M * k], without device synchronization.
 
-    A region of fewer than k elements sends all of them, and one of them is named twice.
+    A region of fewer than k elements sends all of them; its last element then occurs more than once.
     """
     small, large = (
         message_layout(regions.size(region), regions.pairs(region), regions.value_dtype)
@@ -283,14 +284,14 @@ def _positions(messages_MB: Tensor, layout: MessageLayout) -> tuple[Tensor, Tens
     return block_Mk.clamp(max=layout.num_blocks - 1), indices_Mk, valid
 
 
-def _starts(count: int, device: torch.device, together: int, span: int) -> Tensor:
-    """Where each of so many blocks or cells begins, and the end; `together` of them are a span."""
-    each = torch.arange(count + 1, device=device)
-    return each // together * span + each % together * CELL
+def _starts(count: int, device: torch.device, per_span: int, span: int) -> Tensor:
+    """Return the first element of each of `count` blocks or cells, and the end; a span has `per_span` of them."""
+    number = torch.arange(count + 1, device=device)
+    return number // per_span * span + number % per_span * CELL
 
 
 def _counts(indices_K: Tensor, starts: Tensor) -> Tensor:
-    """How many ascending indices lie in each block or cell."""
+    """Count the ascending indices in each block or cell."""
     return torch.searchsorted(indices_K, starts).diff()
 
 
@@ -301,35 +302,3 @@ def _round_up(nbytes: int) -> int:
 def _section(message: Tensor, start: int, data: Tensor) -> None:
     raw = data.contiguous().view(torch.uint8)
     message[start : start + raw.numel()] = raw
-
-
-def _header_is_valid(words: Tensor, layout: MessageLayout) -> Tensor:
-    sizes = words[4:8].clone().view(torch.int64)
-    same = (words[0] == MAGIC) & (words[3] == VALUE_CODES[layout.value_dtype])
-    same = same & (sizes[0] == layout.numel) & (sizes[1] == layout.k)
-    return same & (words[1] == 0) & (words[2] >= -200) & (words[2] <= 200)
-
-
-def _to_stored(values_K: Tensor, value_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    exponent = torch.zeros((), dtype=torch.int32, device=values_K.device)
-    canonical = torch.where(values_K.isnan(), torch.nan, values_K)
-    if value_dtype == torch.float32:
-        return canonical, exponent
-    finite = values_K.isfinite()
-    if value_dtype == torch.bfloat16:
-        stored = canonical.clamp(-_BF16_MAX, _BF16_MAX).bfloat16()
-    else:
-        largest = torch.where(finite, values_K.abs(), 0.0).max()
-        # frexp: largest = f * 2^n with f in [0.5, 1)
-        exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - _FP16_EXPONENT, 0).to(torch.int32)
-        scaled = canonical.double() * two_bit.power_of_two(-exponent)
-        stored = scaled.clamp(-_FP16_LIMIT, _FP16_LIMIT).half()
-    stored = torch.where(finite, stored, canonical.to(value_dtype))
-    quiet = 0x7FC0 if value_dtype == torch.bfloat16 else 0x7E00  # torch's NaN conversion is platform-dependent
-    return stored.view(torch.int16).masked_fill(values_K.isnan(), quiet).view(value_dtype), exponent
-
-
-def _from_stored(stored_K: Tensor, exponent: Tensor) -> Tensor:
-    if stored_K.dtype != torch.float16:
-        return stored_K.float()
-    return (stored_K.double() * two_bit.power_of_two(exponent)).float()

@@ -20,17 +20,64 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from lightning_sparse.lab import network, processes, storage
-from lightning_sparse.lab.config import LabConfig, LabUnavailableError
-from lightning_sparse.lab.launch import Launchers, redirect_to_pipe
-from lightning_sparse.lab.network import Network, NodeTraffic
+from lightning_sparse.lab.network import LabUnavailableError, Network, NodeTraffic
 from lightning_sparse.lab.output import LabelledOutput
-from lightning_sparse.lab.processes import RunName, die_with_parent, kill_processes, signals_ignored
+from lightning_sparse.lab.processes import (
+    Launchers,
+    RunName,
+    kill_processes,
+    pdeathsig_prefix,
+    redirect_to_pipe,
+    signals_ignored,
+    torchrun_command,
+)
 
+MAX_NODES = 250  # each has an address in 10.77.0.0/24
 MASTER_PORT = 29500  # always free in a new namespace
 LOOPBACK_PORTS = range(20000, 32000)  # below the kernel's ephemeral ports
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabConfig:
+    """A cluster of `nodes` nodes with `devices` ranks each.
+
+    Args:
+        gbps: rate of each node's link in Gbit/s, per direction.
+        rtt_ms: round-trip time between nodes in milliseconds, in addition to the time that the rate takes.
+        network: if False, run on loopback: no root needed, no rates limited, no bytes counted.
+        storage: a folder that the nodes access only through a network file system.
+        storage_gbps: rate of the storage node's link in Gbit/s. Default: `gbps`.
+    """
+
+    nodes: int = 2
+    devices: int = 2
+    gbps: float = 1.0
+    rtt_ms: float = 0.0
+    network: bool = True
+    storage: Path | None = None
+    storage_gbps: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"nodes={self.nodes} must be 1 to {MAX_NODES}. Start with --nodes 2.")
+        if self.devices < 1:
+            raise ValueError(f"devices={self.devices} must be at least 1. Pass --devices 1 or more.")
+        if not 0 <= self.rtt_ms <= 10_000:
+            raise ValueError(f"rtt_ms={self.rtt_ms} must be 0 to 10,000 milliseconds, for example 100.")
+        for name, gbps in (("gbps", self.gbps), ("storage_gbps", self.storage_gbps)):
+            if gbps is not None and not 0.001 <= gbps <= 100:
+                raise ValueError(f"{name}={gbps} must be between 0.001 and 100 Gbit/s, for example 1 or 10.")
+        for name, flag, value in (("rtt_ms", "--rtt-ms", self.rtt_ms), ("storage", "--storage", self.storage)):
+            if value and not self.network:
+                raise ValueError(f"{name}={value} needs a network, but network=False. Omit --no-net or {flag}.")
+        if self.storage_gbps is not None and self.storage is None:
+            raise ValueError(f"storage_gbps={self.storage_gbps} needs storage. Pass --storage DIR too, or omit it.")
+        if self.storage is not None and not self.storage.is_dir():
+            raise ValueError(f"storage={self.storage} is not a folder. Pass an existing one: the nodes mount it.")
 
 
 @dataclass(frozen=True)
@@ -79,8 +126,13 @@ class Cluster:
                 raise LabUnavailableError(f"cannot serve storage={self.config.storage}: {reason}")
             try:
                 self._network = Network(self.name, self._links(), delayed=self.config.rtt_ms > 0)
-                self._start_delay()
-                self._start_storage()
+                if self.config.rtt_ms:
+                    # a packet and its answer pass four ends of links
+                    relay = self._network.relay_command(self.config.rtt_ms / 1e3 / 4)
+                    self._delay = self._start(relay, "the delay of links")
+                if self.config.storage is not None:
+                    serve = storage.server_command(network.STORAGE_ADDRESS)
+                    self._storage = self._start([*self._network.enter("storage"), *serve], "the storage node")
             except BaseException:
                 self.close()
                 raise
@@ -116,7 +168,13 @@ class Cluster:
             RuntimeError: if the process that delays links has ended, and nothing passes any more.
         """
         env = env or {}
-        _check_command(command, env.get("PATH"))
+        if not command:
+            raise ValueError("command=[] is empty. Pass the command after --, for example: -- python train.py")
+        if not command[0].endswith(".py") and shutil.which(command[0], path=env.get("PATH")) is None:
+            raise ValueError(
+                f"command={command[0]!r} is neither a program on PATH nor a .py file. Use -- python train.py; under "
+                f"sudo, which resets PATH, use -- train.py, which runs with {sys.executable}."
+            )
         before = self.traffic()
         started = time.monotonic()
         commands = self._commands(list(command), env)
@@ -128,7 +186,9 @@ class Cluster:
             raise
         finally:
             with signals_ignored():  # mounts and background processes of the command, but not the storage node
-                kill_processes(str(self.name), exclude={each.pid for each in (self._storage, self._delay) if each})
+                kill_processes(
+                    str(self.name), exclude={server.pid for server in (self._storage, self._delay) if server}
+                )
                 launchers.close()
         seconds = time.monotonic() - started
         traffic = {host: now - before[host] for host, now in self.traffic().items()}
@@ -167,27 +227,15 @@ class Cluster:
             links.append(("storage", network.STORAGE_ADDRESS, self.config.storage_gbps or self.config.gbps))
         return links
 
-    def _start_storage(self) -> None:
-        if self._network is None or self.config.storage is None:
-            return
-        serve = storage.server_command(network.STORAGE_ADDRESS)
-        self._storage = self._started([*self._network.enter("storage"), *serve], "the storage node")
-
-    def _start_delay(self) -> None:
-        if self._network is None or not self.config.rtt_ms:
-            return
-        seconds = self.config.rtt_ms / 1e3 / 4  # a packet and its answer pass four ends of links
-        relay = [sys.executable, "-m", "lightning_sparse.lab.delay", f"{seconds:.6f}", *self._network.delayed_pairs()]
-        self._delay = self._started([*self._network.enter("switch"), *relay], "the delay of links")
-
-    def _started(self, command: list[str], what: str) -> subprocess.Popen[bytes]:
-        command = [*die_with_parent(), *command]
+    def _start(self, command: list[str], description: str) -> subprocess.Popen[bytes]:
+        """Start a server of the lab, and wait until it is ready."""
+        command = [*pdeathsig_prefix(), *command]
         env = self._environment({})
-        started = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
-        assert started.stdout is not None
-        if started.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"{what} did not start: `{' '.join(command)}` ended; its error is above")
-        return started
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"{description} did not start: `{' '.join(command)}` ended; its error is above")
+        return process
 
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         ranks = self.config.nodes * self.config.devices
@@ -195,37 +243,30 @@ class Cluster:
         return {**defaults, **os.environ, **extra, processes.RUN_VARIABLE: str(self.name)}
 
     def _commands(self, command: list[str], env: Mapping[str, str]) -> list[tuple[list[str], dict[str, str]]]:
-        """(command, environment) for each node."""
+        """Return the (command, environment) of each node's launcher."""
         if command[0].endswith(".py"):
             command = [sys.executable, *command]
         port = MASTER_PORT if self._network else _free_port()
         master = network.node_address(0) if self._network else "127.0.0.1"
-        interface = network.INTERFACE if self._network else _loopback()
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        interface = network.INTERFACE if self._network else loopback
         commands = []
         for node, name in enumerate(self._nodes()):
             enter = self._network.enter_node(name) if self._network else []
             if self.config.storage is not None:
                 enter = [*enter, *storage.mount_prefix(network.STORAGE_ADDRESS, self.config.storage)]
-            launcher = [sys.executable, "-m", "lightning_sparse.lab.torchrun", "--no-python", "--max-restarts=0"]
-            launcher += [f"--nnodes={self.config.nodes}", f"--node-rank={node}"]
-            launcher += [f"--nproc-per-node={self.config.devices}", f"--master-addr={master}", f"--master-port={port}"]
-            place = {"NODE_RANK": str(node), "GLOO_SOCKET_IFNAME": interface}
-            commands.append(([*enter, *launcher, *redirect_to_pipe(command)], self._environment({**env, **place})))
+            launcher = torchrun_command(
+                "--no-python",
+                "--max-restarts=0",
+                f"--nnodes={self.config.nodes}",
+                f"--node-rank={node}",
+                f"--nproc-per-node={self.config.devices}",
+                f"--master-addr={master}",
+                f"--master-port={port}",
+            )
+            environment = self._environment({**env, "NODE_RANK": str(node), "GLOO_SOCKET_IFNAME": interface})
+            commands.append(([*enter, *launcher, *redirect_to_pipe(command)], environment))
         return commands
-
-
-def _check_command(command: Sequence[str], path: str | None) -> None:
-    if not command:
-        raise ValueError("command=[] is empty. Pass the command after --, for example: -- python train.py")
-    if not command[0].endswith(".py") and shutil.which(command[0], path=path) is None:
-        raise ValueError(
-            f"command={command[0]!r} is neither a program on PATH nor a .py file. Use -- python train.py; under "
-            f"sudo, which resets PATH, use -- train.py, which runs with {sys.executable}."
-        )
-
-
-def _loopback() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _free_port() -> int:

@@ -1,16 +1,13 @@
 """Network namespaces, a bridge, links with a limited rate, and their byte counters.
 
-The network namespaces are named ``lslab.<pid>.<start>.<token>.<host>``, where host is ``switch``, ``node0``,
-``node1``, ... or ``storage``. The bridge is in ``switch``, not on the host, so labs with the same addresses do not
-collide. The name holds the owner's process id and start time (`processes.RunName`), so that a later run can remove the
-namespaces of labs that were killed. Deleting a namespace deletes its interfaces. A command in a node has its own
-hostname and ``/etc/hosts``.
+::
 
-``tc tbf`` limits the rate at both ends of a link. It adds no latency; netem would, but many kernels lack it. So a link
-with a delay does not end in the bridge: `delay` copies its frames to and from a pair of interfaces that does. A small
-bucket limits the burst that passes unshaped after a pause, since sparse messages are short. A smaller one would lose
-bandwidth when timers fire late on a busy machine. GSO packets are limited to half a bucket: tbf splits larger ones into
-single frames, and with two processors that alone reduced four links of 1 Gbit/s to a third of their rate.
+    node 0: L ranks   node 1: L ranks        storage (optional)
+        | eth0            | eth0                 | eth0         tbf on eth0 limits sending
+        | node0           | node1                | storage      tbf on the port limits receiving
+    +---+-----------------+----------------------+---+
+    |                  bridge                        |          in its own namespace: the lab adds no interface,
+    +------------------------------------------------+          address, route or firewall rule to the host
 """
 
 from __future__ import annotations
@@ -18,24 +15,30 @@ from __future__ import annotations
 import json
 import os
 import platform
+import select
 import shutil
+import socket
 import subprocess
+import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_sparse.lab.config import LabUnavailableError
 from lightning_sparse.lab.processes import RunName, kill_processes
 
 STORAGE_ADDRESS = "10.77.255.1"
 INTERFACE = "eth0"
 NETNS_FOLDER = Path("/run/netns")
+# A small bucket limits the burst that passes unshaped after a pause, since sparse messages are short. A smaller bucket
+# would lose bandwidth when timers fire late on a busy machine.
 MIN_BURST_BYTES = 16 * 1024  # a few full frames
-MAX_GSO_BYTES = 65_536
 BURST_S = 500e-6
+MAX_GSO_BYTES = 65_536
 QUEUE_MS = 50
 # `ip netns exec` runs the command in its own mount namespace, so these mounts do not affect the host
-_BECOME_NODE = """
+_NODE_SETUP_SCRIPT = """
 echo "$1" > /proc/sys/kernel/hostname
 mount -t tmpfs lab /run/netns
 printf %s "$2" > /run/netns/hosts
@@ -43,7 +46,16 @@ mount --bind /run/netns/hosts /etc/hosts
 shift 2
 exec "$@"
 """
+MAX_FRAME_BYTES = 1 << 17
+RELAY_BUFFER_BYTES = 1 << 24
+# of linux/if_packet.h and linux/if_ether.h; Python's socket module lacks them
+_PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING, _ETH_P_ALL = 15, 23, 3
+_SOL_PACKET, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 263, 32, 33
 LOOPBACK_HINT = "Or use loopback without rate limits and byte counts: --no-net (in Python: network=False)."
+
+
+class LabUnavailableError(RuntimeError):
+    """Raised if this machine or user cannot create network namespaces; the message names what is missing."""
 
 
 def node_address(node: int) -> str:
@@ -51,7 +63,7 @@ def node_address(node: int) -> str:
 
 
 def unavailable_reason() -> str | None:
-    """Why this process cannot create a lab, and how to fix it, without a full stop; None if it can."""
+    """Return why this process cannot create a lab, and the fix, without a full stop; None if it can."""
     if platform.system() != "Linux":
         return f"network namespaces need Linux, and this is {platform.system()}"
     if os.geteuid() != 0:  # first: /usr/sbin, where the tools are, is not on the PATH of every user
@@ -82,11 +94,20 @@ class NodeTraffic:
 
 
 class Network:
-    """A switch with one link per host. `close` may be called at any time, and repeatedly."""
+    """A switch with one link per host. `close` may be called at any time, and repeatedly.
+
+    Namespaces are named ``lslab.<pid>.<start>.<token>.<host>``, where host is ``switch``, ``node0``, ``node1``, ... or
+    ``storage``. The name holds the owner's process id and start time (`processes.RunName`), so that a later run can
+    remove the namespaces of labs that were killed.
+    """
 
     def __init__(self, run: RunName, links: Sequence[tuple[str, str, float]], *, delayed: bool = False) -> None:
-        """links: (host, address, Gbit/s), for example ("node0", "10.77.0.1", 1.0). delayed: nothing passes between
-        hosts until a process in ``switch`` copies frames between `delayed_pairs`."""
+        """Create the network.
+
+        Args:
+            links: (host, address, Gbit/s), for example ("node0", "10.77.0.1", 1.0).
+            delayed: nothing passes between hosts until a process in ``switch`` runs `relay_command`.
+        """
         reason = unavailable_reason()
         if reason:
             raise LabUnavailableError(f"cannot create a lab: {reason}. {LOOPBACK_HINT}")
@@ -104,7 +125,7 @@ class Network:
         return f"{self.run}.{host}"
 
     def enter(self, host: str) -> list[str]:
-        """The command prefix that runs a command in this host's namespace."""
+        """Return the command prefix that runs a command in this host's namespace."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
     def enter_node(self, host: str) -> list[str]:
@@ -112,11 +133,14 @@ class Network:
         hosts = "127.0.0.1 localhost\n::1 localhost\n" + "".join(
             f"{address} {name}\n::ffff:{address} {name}\n" for name, address in self.addresses.items()
         )
-        return [*self.enter(host), "unshare", "--uts", "sh", "-e", "-c", _BECOME_NODE, "sh", host, hosts]
+        return [*self.enter(host), "unshare", "--uts", "sh", "-e", "-c", _NODE_SETUP_SCRIPT, "sh", host, hosts]
 
-    def delayed_pairs(self) -> list[str]:
-        """Interfaces of the switch, two a link: its end, and what stands for it at the bridge."""
-        return [name for host in self.addresses for name in (host, _near(host))]
+    def relay_command(self, seconds: float) -> list[str]:
+        """Return the command that delays all links."""
+        # the end of each link, and the interface that represents it at the bridge
+        pairs = [(host, f"{host}-relay") for host in self.addresses]
+        script = f"from {__name__} import relay; relay({seconds:.6f}, {pairs})"
+        return [*self.enter("switch"), sys.executable, "-c", script]
 
     def traffic(self) -> dict[str, NodeTraffic]:
         listing = _run(["ip", "-n", self.namespace("switch"), "-s", "-j", "link", "show"])
@@ -150,19 +174,23 @@ class Network:
         _run(["ip", "-n", switch, "link", "add", host, "type", "veth", "peer", "name", INTERFACE, "netns", node])
         self._shape_ends("add", host, gbps)
         for place, name in self._ends(host):
-            # sockets read the GSO size only when they connect, so reshape() does not change it
+            # tbf splits packets above the size of its bucket into single frames: with two CPU cores, that alone
+            # reduced four links of 1 Gbit/s to a third of their rate. Sockets read the GSO size only when they
+            # connect, so reshape() does not change it.
             gso_bytes = min(MAX_GSO_BYTES, _burst_bytes(gbps) // 2)
             _run(["ip", "-n", place, "link", "set", name, "gso_max_size", str(gso_bytes)])
             # no IPv6 link-local address: its discovery traffic would distort the counters
             _run(["ip", "-n", place, "link", "set", name, "addrgenmode", "none"])
-        port = host
+        bridge_end = host
+        # tbf adds no latency; netem would, but many kernels lack it. So a link with a delay does not end in the bridge:
+        # `relay` copies its frames to and from a pair of interfaces that does.
         if self._delayed:
-            port = _far(host)
+            relay_end, bridge_end = f"{host}-relay", f"{host}-bridge"
             _run(["ip", "-n", switch, "link", "set", host, "up"])
-            _run(["ip", "-n", switch, "link", "add", _near(host), "type", "veth", "peer", "name", port])
-            _run(["ip", "-n", switch, "link", "set", _near(host), "addrgenmode", "none", "up"])
-            _run(["ip", "-n", switch, "link", "set", port, "addrgenmode", "none"])
-        _run(["ip", "-n", switch, "link", "set", port, "master", "br0", "up"])
+            _run(["ip", "-n", switch, "link", "add", relay_end, "type", "veth", "peer", "name", bridge_end])
+            _run(["ip", "-n", switch, "link", "set", relay_end, "addrgenmode", "none", "up"])
+            _run(["ip", "-n", switch, "link", "set", bridge_end, "addrgenmode", "none"])
+        _run(["ip", "-n", switch, "link", "set", bridge_end, "master", "br0", "up"])
         _run(["ip", "-n", node, "address", "add", f"{address}/16", "dev", INTERFACE])
         _run(["ip", "-n", node, "link", "set", INTERFACE, "up"])
 
@@ -171,16 +199,43 @@ class Network:
             _run(["tc", "-n", place, "qdisc", verb, "dev", name, "root", *_shape(gbps)])
 
     def _ends(self, host: str) -> list[tuple[str, str]]:
-        """(namespace, interface) of both ends of a link."""
+        """Return the (namespace, interface) of both ends of a link."""
         return [(self.namespace("switch"), host), (self.namespace(host), INTERFACE)]
 
 
-def _near(host: str) -> str:
-    return f"{host}-near"
+def relay(seconds: float, pairs: list[tuple[str, str]]) -> None:
+    """Copy frames between the interfaces of each pair, both ways, with a delay. Does not return.
 
+    A program of the switch, for kernels without netem.
+    """
 
-def _far(host: str) -> str:
-    return f"{host}-far"
+    def open_interface(name: str) -> socket.socket:
+        opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # type: ignore[attr-defined, unused-ignore]
+        # Frames keep the header of virtual networks, which tells what is left to do of checksums and segmentation. So
+        # large frames pass as one, and a CPU that also runs the ranks keeps up with them.
+        opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+        opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+        for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):  # more than a link queues: a full link holds up no other
+            opened.setsockopt(socket.SOL_SOCKET, option, RELAY_BUFFER_BYTES)
+        opened.bind((name, _ETH_P_ALL))
+        return opened
+
+    peers: dict[socket.socket, socket.socket] = {}
+    for pair in pairs:
+        first, second = map(open_interface, pair)
+        peers[first], peers[second] = second, first
+    print("ready", flush=True)
+    queue: deque[tuple[float, socket.socket, bytes]] = deque()  # all frames have the same delay: the oldest is first
+    while True:
+        wait = max(0.0, queue[0][0] - time.monotonic()) if queue else None
+        for source in select.select(list(peers), (), (), wait)[0]:
+            queue.append((time.monotonic() + seconds, peers[source], source.recv(MAX_FRAME_BYTES)))
+        while queue and queue[0][0] <= time.monotonic():
+            _, target, frame = queue.popleft()
+            try:
+                target.send(frame)
+            except OSError:  # the link is down, or its queue is full: a switch drops the frame, too
+                continue
 
 
 def remove_leftovers() -> list[str]:

@@ -1,12 +1,8 @@
 r"""The output of the nodes, labelled and line-buffered.
 
-Lines of different ranks do not interleave: a line is written once it is complete. A progress bar overwrites its line
-with carriage returns. On a terminal it stays at the bottom, redrawn below each new line; a file gets one line of it
-every `BAR_S` seconds.
-
-Nested bars move down with a line end and back up with a cursor move. A bar that ends its line is therefore *held* until
-the rank's next output shows whether the bar is nested. A second carriage return or line end means that it is not.
-Example, bytes from two nodes and the resulting file::
+A line is written once it is complete, so lines of different ranks do not interleave. On a terminal, a progress bar
+stays at the bottom, redrawn below each new line; a file gets one line of it every `BAR_S` seconds. Example, bytes from
+two nodes and the resulting file::
 
     node 0: b"\rEpoch 0:  50%"      node 1: b"loaded\n"      node 0: b"\rEpoch 0: 100%\ndone\n"
     [node 0] Epoch 0:  50%
@@ -25,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 BAR_S = 5.0
-CONTROLS = re.compile(r"(\r\n|\n|\r|\x1b\[\d*[A-HJKsu])")  # line ends and cursor moves; colours are text
+CONTROLS = re.compile(r"(\r\n|\n|\r|\x1b\[\d*[A-HJKsu])")  # line ends and cursor moves; colors are text
 CUT_OFF = re.compile(r"(\x1b(\[\d*)?)$")  # an incomplete cursor move
 
 
@@ -51,6 +47,9 @@ class _Source:
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     unread: str = ""
     row: _Row = field(default_factory=_Row)
+    # Nested bars move down with a line end and back up with a cursor move. A bar that ends its line is therefore held
+    # until the rank's next output shows whether the bar is nested. A second carriage return or line end means that it
+    # is not.
     held: _Row | None = None
     last_line: str = ""
 

@@ -1,11 +1,9 @@
-"""Find and kill all processes of a run.
+"""The processes of a run: start one torchrun per node, signal them, and kill whatever they leave behind.
 
 Launchers, file system mounts and scripts start processes in new sessions, so process groups do not cover them. Each run
 therefore has a name, which all its processes inherit in the environment variable `RUN_VARIABLE`;
-``/proc/<pid>/environ`` shows it.
-
-On exit, the lab signals its launchers, waits, then kills the remaining processes. If the lab itself is killed, a
-parent-death signal ends the launchers, and the next lab kills the rest.
+``/proc/<pid>/environ`` shows it. On exit, the lab signals its launchers, waits, then kills the remaining processes. If
+the lab itself is killed, a parent-death signal ends the launchers, and the next lab kills the rest.
 """
 
 from __future__ import annotations
@@ -13,19 +11,28 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import selectors
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+from lightning_sparse.lab.output import LabelledOutput
+
 RUN_VARIABLE = "LIGHTNING_SPARSE_LAB"
 PROC = Path("/proc")
 KILL_S = 10.0
+GRACE_S = 5.0  # until processes that are still running after a signal are killed
+LATE_LAUNCHER_S = 5.0
+LAUNCHER = -1  # instead of a local rank
+READ_BYTES = 1 << 16  # the capacity of a pipe: one read after the end gets the rest
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,8 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _processes() -> Iterator[tuple[int, str]]:
-    """(process, name of its run) of all processes of all runs."""
+def _processes_of_runs() -> Iterator[tuple[int, str]]:
+    """Yield the (process, name of its run) of all processes of all runs."""
     mark = f"{RUN_VARIABLE}=".encode()
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -76,8 +83,7 @@ def _processes() -> Iterator[tuple[int, str]]:
 
 
 def processes_of(run: str) -> list[int]:
-    """The running processes of a run."""
-    return [pid for pid, name in _processes() if name == run and _start_time(pid) is not None]
+    return [pid for pid, name in _processes_of_runs() if name == run and _start_time(pid) is not None]
 
 
 def kill_processes(run: str, exclude: Collection[int] = ()) -> None:
@@ -98,20 +104,20 @@ def kill_processes(run: str, exclude: Collection[int] = ()) -> None:
 
 def kill_orphans() -> None:
     """Kill the processes of runs whose owner died, for example of a killed lab without namespaces."""
-    for pid, name in _processes():
+    for pid, name in _processes_of_runs():
         run = RunName.parse(name)
         if run is not None and not run.owner_lives():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def die_with_parent() -> list[str]:
-    """The command prefix that terminates a command when this process dies."""
+def pdeathsig_prefix() -> list[str]:
+    """Return the command prefix that terminates a command when this process dies."""
     return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
 
 @contextlib.contextmanager
-def signals_as_exit() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Raise SystemExit on SIGTERM and SIGHUP, so that context managers clean up as they do after Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -137,3 +143,136 @@ def _handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+# -- launchers ---------------------------------------------------------------------------------------------------------
+
+
+def torchrun_command(*options: str) -> list[str]:
+    """Return the command of a launcher: torchrun, except that the launcher of node 0 ends last."""
+    return [sys.executable, "-c", f"from {__name__} import run_torchrun; run_torchrun()", *options]
+
+
+def run_torchrun() -> None:
+    from torch.distributed import TCPStore, run  # type: ignore[attr-defined]  # the store is re-exported, unannounced
+
+    # When their ranks have ended, launchers meet once more at a store that the launcher of node 0 serves. If it ended
+    # first, the others could lose the store while they wait, and would print a C++ traceback though nothing failed.
+    options = run.get_args_parser().parse_args(sys.argv[1:])
+    is_first = options.node_rank == 0
+    # torch's own handle of the store, which it drops at the end, shares the server with this one
+    store = TCPStore(
+        options.master_addr, options.master_port, is_master=is_first, wait_for_workers=False, multi_tenant=True
+    )
+    run.main(sys.argv[1:])
+    store.add("ended", 1)
+    deadline = time.monotonic() + LATE_LAUNCHER_S  # other launchers may have been killed
+    while is_first and store.add("ended", 0) < int(options.nnodes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def redirect_to_pipe(command: list[str]) -> list[str]:
+    """Return the command of a rank with its output redirected to its pipe from `Launchers`.
+
+    The ranks of a node inherit the launcher's output, where their lines could interleave.
+    """
+    if not PROC.is_dir():
+        return command  # not Linux: lines can interleave
+    return ["sh", "-c", 'eval "exec >\\$LAB_OUTPUT_$LOCAL_RANK 2>&1"; exec "$@"', "sh", *command]
+
+
+class Launchers:
+    """The launchers of a run. `codes` maps ended nodes to exit codes, in the order of their ends.
+
+    Launchers forward signals to their ranks, so a Trainer receives Ctrl-C. Output is read until the end.
+    """
+
+    def __init__(
+        self, commands: Sequence[tuple[list[str], Mapping[str, str]]], devices: int, output: LabelledOutput
+    ) -> None:
+        """commands: (command, environment) per node."""
+        self.codes: dict[int, int] = {}
+        self._output = output
+        self._selector = selectors.DefaultSelector()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[int] = []
+        for node, (command, environment) in enumerate(commands):
+            process = subprocess.Popen(
+                [*pdeathsig_prefix(), *command],
+                env={**environment, **self._rank_outputs(node, devices)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only the lab, which forwards it
+            )
+            self._processes.append(process)
+            assert process.stdout is not None
+            self._selector.register(process.stdout, selectors.EVENT_READ, (node, LAUNCHER))
+
+    def wait(self, timeout: float | None, check: Callable[[], None]) -> None:
+        """Wait until all nodes end, until `GRACE_S` seconds after the first failure, or until `check` raises."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        give_up = float("inf")
+        while self._running():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nodes {self._running()} were still running after {timeout:g} s")
+            if time.monotonic() > give_up:
+                return self.terminate(signal.SIGTERM)
+            check()
+            self._step()
+            if any(self.codes.values()):
+                give_up = min(give_up, time.monotonic() + GRACE_S)
+        return None
+
+    def terminate(self, number: signal.Signals) -> None:
+        """Send a signal to the running launchers, and kill those that do not end in time."""
+        with signals_ignored():
+            for node in self._running():
+                self._processes[node].send_signal(number)
+            deadline = time.monotonic() + GRACE_S
+            while self._running() and time.monotonic() < deadline:
+                self._step()
+            for node in self._running():
+                self._processes[node].kill()
+            while self._running():
+                self._step()
+
+    def close(self) -> None:
+        """Release pipes. All processes must have ended or been killed."""
+        self._selector.close()
+        for process in self._processes:
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        for end in self._pipes:
+            os.close(end)
+        self._output.close()
+
+    def _rank_outputs(self, node: int, devices: int) -> dict[str, str]:
+        """Create a pipe for each rank of a node; return the environment variables with their paths."""
+        variables = {}
+        for device in range(devices if PROC.is_dir() else 0):
+            read, write = os.pipe()
+            self._pipes += [read, write]  # keep the write end open, so that reads never see the end of the file
+            self._selector.register(read, selectors.EVENT_READ, (node, device))
+            variables[f"LAB_OUTPUT_{device}"] = f"/proc/{os.getpid()}/fd/{write}"
+        return variables
+
+    def _running(self) -> list[int]:
+        return [node for node in range(len(self._processes)) if node not in self.codes]
+
+    def _step(self) -> None:
+        """Copy available output and record the launchers that ended."""
+        # poll before reading: the pipe then holds all output of the processes that ended
+        ended = [node for node in self._running() if self._processes[node].poll() is not None]
+        for key, _ in self._selector.select(timeout=0 if ended else 0.1):
+            data = os.read(key.fd, READ_BYTES)
+            if data:
+                node, rank = key.data
+                self._output.feed(node, rank, data)
+            else:
+                self._selector.unregister(key.fileobj)
+        for node in ended:
+            self._output.finish(node)
+            code = self._processes[node].returncode
+            self.codes[node] = code if code >= 0 else 128 - code

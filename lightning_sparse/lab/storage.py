@@ -55,6 +55,6 @@ def serve(address: str, port: int) -> None:
         while True:
             connection, _ = listener.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sessions = [each for each in sessions if each.poll() is None]
+            sessions = [session for session in sessions if session.poll() is None]
             sessions.append(subprocess.Popen([server], stdin=connection.fileno(), stdout=connection.fileno()))
             connection.close()

@@ -33,7 +33,7 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
     Args:
         exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"auto"`` is
             not available, because it measures DDP's buckets.
-        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``.
+        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``.
             Default: ``"2bit"`` for updates and ``"bfloat16"`` for gradients.
         send: What nodes exchange: ``"updates"`` or ``"gradients"``.
     """

@@ -27,7 +27,7 @@ class UpdatesConfig(ExchangeConfig):
             everything is sent, or if two nodes exchange after every step.
         delay: Number of steps between sending a message and applying it, from 0 to ``sync_every``. With 1, sending
             overlaps with the next step. With 0, each step waits. Use more if sending takes longer than a step.
-        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"2bit"``. On
+        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``. On
             text with AdamW, ``"2bit"`` gave the loss of bfloat16 with half the bytes.
         sync_every: Number of steps between two exchanges. Use 10 or more on the slowest links.
         outer_lr: Multiplier for received updates, in (0, 2]. It is the outer learning rate of DiLoCo (Douillard et al.

@@ -87,13 +87,13 @@ class Slices:
         if now_S is not None:
             model = [now.to(piece.dtype) for now, piece in zip(self.of(now_S), model, strict=True)]
         if model:
-            _kernels_for(model).add_change(local_S, global_S, model, ahead)
+            _kernels_for(model).accumulate_delta(local_S, global_S, model, ahead)
 
     def write_between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> None:
         """Write global_S - ahead * (global_S - local_S) into the parameters, rounded to their dtypes."""
         model = self.in_parameters()
         if model:
-            _kernels_for(model).write_between(local_S, global_S, model, ahead)
+            _kernels_for(model).lerp_into(local_S, global_S, model, ahead)
             torch.autograd.graph.increment_version(model)  # kernels do not: a graph may have saved what was there
 
     def between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> Tensor:
@@ -101,7 +101,7 @@ class Slices:
         flat_S = torch.empty_like(local_S)
         model = [torch.empty_like(piece, device=local_S.device) for piece in self.in_parameters()]
         if model:
-            _kernels_for(self.in_parameters()).write_between(local_S, global_S, model, ahead)
+            _kernels_for(self.in_parameters()).lerp_into(local_S, global_S, model, ahead)
             torch._foreach_copy_(self.of(flat_S), model)
         return flat_S
 

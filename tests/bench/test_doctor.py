@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from lightning_sparse import cli
-from lightning_sparse.cli import doctor, ranks
-from lightning_sparse.cli.doctor import Finding, examine, examine_cache, report
+from lightning_sparse.cli import doctor
+from lightning_sparse.cli.doctor import CheckResult, check_cache, report, run_checks
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.folders import cache_folder
 from lightning_sparse.exchange.rates import Link, Rates
@@ -27,11 +27,11 @@ from tests.helpers.distributed import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def marks(findings: list[Finding]) -> dict[str, str]:
+def marks(findings: list[CheckResult]) -> dict[str, str]:
     return {each.subject: each.status for each in findings}
 
 
-def said(findings: list[Finding], subject: str) -> str:
+def said(findings: list[CheckResult], subject: str) -> str:
     return next(each.message for each in findings if each.subject == subject)
 
 
@@ -39,7 +39,7 @@ def said(findings: list[Finding], subject: str) -> str:
 def test_what_is_said_of_a_network_is_what_auto_does(cast: float, choice: str) -> None:
     topology = Topology(((0,), (1,), (2,), (3,)), 0)
     rates = Rates(Link(0.0, 8e-9), Link(0.0, 0.0), select=1.0, cast=cast)
-    assert doctor.advice(topology, rates).message.endswith(choice)
+    assert doctor.check_paths(topology, rates).message.endswith(choice)
 
 
 def test_the_command() -> None:
@@ -64,10 +64,10 @@ def test_the_nodes_of_a_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
     server = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     address = f"127.0.0.1:{urlsplit(server.address()).port}"
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
-    assert said(examine(), "lighthouse") == f"{address}; nodes of its last quorum: none yet"
+    assert said(run_checks(), "lighthouse") == f"{address}; nodes of its last quorum: none yet"
     client = coordination.LighthouseClient(f"http://{address}", timedelta(seconds=5))
     client.quorum("rack 7:abc", timeout=timedelta(seconds=5), step=1234)
-    assert said(examine(), "lighthouse") == f"{address}; nodes of its last quorum: rack 7 (1,234 rounds)"
+    assert said(run_checks(), "lighthouse") == f"{address}; nodes of its last quorum: rack 7 (1,234 rounds)"
     server.shutdown()
 
 
@@ -75,7 +75,7 @@ def test_a_lighthouse_that_does_not_answer_is_bad(monkeypatch: pytest.MonkeyPatc
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"127.0.0.1:{probe.getsockname()[1]}")
-        (found,) = [each for each in examine() if each.subject == "lighthouse"]
+        (found,) = [each for each in run_checks() if each.subject == "lighthouse"]
     assert found.status == "bad"
     assert "start one there with `torchft_lighthouse" in found.message
 
@@ -91,25 +91,25 @@ def test_an_address_that_is_none_or_of_another_service_is_bad(monkeypatch: pytes
         threading.Thread(target=greet, daemon=True).start()
         for address in (f"127.0.0.1:{other.getsockname()[1]}", "http://head:port", "http://"):
             monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
-            (found,) = doctor._lighthouse()
+            (found,) = doctor.check_lighthouse()
             assert found.status == "bad", address
 
 
 def test_each_line_has_its_mark_subject_and_text() -> None:
-    lines = report([Finding("ok", "a", "fine"), Finding("bad", "longer", "broken")]).splitlines()
+    lines = report([CheckResult("ok", "a", "fine"), CheckResult("bad", "longer", "broken")]).splitlines()
     assert lines == ["ok   a       fine", "bad  longer  broken"]
 
 
 def test_an_old_torch_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
-    found = examine()
+    found = run_checks()
     assert marks(found)["torch"] == "bad"
     assert "needs 2.11" in said(found, "torch")
 
 
 def test_without_lightning_and_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda _: None)
-    found = examine()
+    found = run_checks()
     assert marks(found)["lightning"] == "bad"
     assert {marks(found)[name] for name in doctor.EXTRAS} == {"note"}
     assert "pip install lmdb" in said(found, "lmdb")
@@ -120,8 +120,8 @@ def test_a_package_that_breaks_on_import_is_bad(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(doctor.importlib, "import_module", broken)
-    found = examine()
-    for package in doctor.BUILT_FOR:
+    found = run_checks()
+    for package in doctor.IMPORT_FIXES:
         if doctor._version(package) is not None:
             assert "bad" in [each.status for each in found if each.subject == package]
     assert marks(found)["lightning"] == "bad"
@@ -129,7 +129,7 @@ def test_a_package_that_breaks_on_import_is_bad(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_kernels_that_were_not_compiled_are_told_with_the_reason() -> None:
-    code = "from lightning_sparse.cli.doctor import *; print(report(examine()))"
+    code = "from lightning_sparse.cli.doctor import *; print(report(run_checks()))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
         env={**os.environ, "LIGHTNING_SPARSE_KERNELS": "torch"},
@@ -144,7 +144,7 @@ def test_little_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
         free = 64 << 20
 
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage)
-    found = examine()
+    found = run_checks()
     assert marks(found)["shared memory"] == "note"
     assert "--shm-size" in said(found, "shared memory")
 
@@ -179,14 +179,14 @@ def test_launchers_are_recognised(environment: dict[str, str], launched: bool, m
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert ranks.launched() == launched
+    assert doctor.is_launched() == launched
 
 
 def test_ranks_that_cannot_meet_are_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"MASTER_ADDR, MASTER_PORT is not set.*torchrun"):
-        ranks.join()
+        doctor.join_ranks()
 
 
 def test_on_two_nodes_it_measures_the_network_and_rank_0_alone_speaks() -> None:
@@ -213,8 +213,8 @@ def test_ranks_that_do_not_fit_together_are_bad() -> None:
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def by_subject(cache_dir: Path) -> dict[str, Finding]:
-    return {each.subject: each for each in examine_cache(str(cache_dir))}
+def by_subject(cache_dir: Path) -> dict[str, CheckResult]:
+    return {each.subject: each for each in check_cache(str(cache_dir))}
 
 
 def test_a_cache_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_what_is_cached_is_listed(tmp_path: Path) -> None:
     old = tmp_path / "v0-0123456789abcdef"
     old.mkdir()
     (old / "cache.json").write_text(json.dumps({"source": "/data/old"}))
-    marks = [each.status for each in examine_cache(str(tmp_path)) if each.subject == "cached"]
+    marks = [each.status for each in check_cache(str(tmp_path)) if each.subject == "cached"]
     assert sorted(marks) == ["note", "ok"]
 
 
@@ -251,12 +251,12 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 def test_settings_that_go_badly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", *doctor.SLOW_SETTINGS):
         monkeypatch.delenv(name, raising=False)
-    assert list(doctor._settings()) == []
+    assert list(doctor.check_environment()) == []
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    assert {each.subject: each.status for each in doctor._settings()} == {
+    assert {each.subject: each.status for each in doctor.check_environment()} == {
         "NCCL_SOCKET_IFNAME": "bad",
         "CUDA_LAUNCH_BLOCKING": "note",
     }
@@ -264,4 +264,4 @@ def test_settings_that_go_badly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_negated_interface_needs_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker0")
-    assert "NCCL_SOCKET_IFNAME" not in {each.subject for each in doctor._settings()}
+    assert "NCCL_SOCKET_IFNAME" not in {each.subject for each in doctor.check_environment()}

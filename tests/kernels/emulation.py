@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_sparse.kernels import wire
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 CSRC = Path(__file__).parents[2] / "lightning_sparse/kernels/csrc"
-CODES = wire.VALUE_CODES
+CODES = {**wire.VALUE_CODES, torch.float16: 2}  # fp16 gradients, too
 FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
 CHECKED = [
     "-fsanitize=thread",
@@ -63,42 +62,24 @@ def as_cpp(source: str) -> str:
 
 def build(
     folder: Path,
-    csrc: Path = CSRC,
-    kernels: Iterable[Path] = (),
+    kernels: Sequence[Path] = (),
     flags: Iterable[str] = (),
     drivers: Iterable[str] = ("driver.cpp", "driver_rounded.cpp", "driver_models.cpp"),
 ) -> ctypes.CDLL:
-    """Compile the kernels of `csrc`, or `kernels` alone, into a library in `folder`, with the entry points for them."""
-    for path in [*csrc.glob("*.cu*"), *kernels]:
+    """Compile all kernels, or `kernels` alone, into a library in `folder`, with the entry points for them."""
+    for path in [*CSRC.glob("*.cu*"), *kernels]:
         name = path.name if path.suffix == ".cuh" else f"{path.stem}.cpp"
         (folder / name).write_text(as_cpp(path.read_text()))
-    chosen = list(kernels)
-    checked = [f"{path.stem}.cpp" for path in chosen or sorted(csrc.glob("*.cu"))]
+    checked = [f"{path.stem}.cpp" for path in kernels or sorted(CSRC.glob("*.cu"))]
     plain = ["threads.cpp", "memory.cpp", *drivers]
     objects = []
     for name in [*checked, *plain]:
         source, extra = (folder, [*CHECKED, *flags]) if name in checked else (HERE, flags)
         objects.append(f"{name}.o")
-        includes = [f"-I{folder}", f"-I{HERE}", f"-I{csrc}"]
+        includes = [f"-I{folder}", f"-I{HERE}", f"-I{CSRC}"]
         _run(["g++", *FLAGS, *extra, *includes, "-c", "-o", objects[-1], str(source / name)], folder)
     _run(["g++", "-shared", "-o", "kernels.so", *objects], folder)
     return ctypes.CDLL(str(folder / "kernels.so"))
-
-
-def with_fault(folder: Path, file: str, line: str, instead: str) -> Path:
-    """A copy of the sources in `folder`, with one line changed."""
-    shutil.copytree(CSRC, folder / "csrc")
-    text = (CSRC / file).read_text()
-    assert line in text
-    (folder / "csrc" / file).write_text(text.replace(line, instead))
-    return folder / "csrc"
-
-
-def finds_each(wrong: Mapping[str, tuple[Any, ...]], *quick: str) -> pytest.MarkDecorator:
-    """Parametrize over kernels that are wrong in one way each; all but the quick ones are slow."""
-    slow = pytest.mark.slow
-    cases = [pytest.param(case, id=name, marks=() if name in quick else slow) for name, case in wrong.items()]
-    return pytest.mark.parametrize("fault", cases)
 
 
 def _run(command: list[str], folder: Path) -> None:
@@ -192,11 +173,11 @@ class Emulation:
         self._call("sum_rows", _at(rows), *rows.shape, _at(row), *memory)
         return row
 
-    def add_change(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-        self._move("add_change", own, shared, model, ahead)
+    def accumulate_delta(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+        self._move("accumulate_delta", own, shared, model, ahead)
 
-    def write_between(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-        self._move("write_between", own, shared, model, ahead)
+    def lerp_into(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+        self._move("lerp_into", own, shared, model, ahead)
 
     def _move(self, name: str, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
         count = len(model)

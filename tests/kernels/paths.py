@@ -9,11 +9,12 @@ whole      compiled, as if the sample had misled: refine and emit run over all e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from lightning_sparse.kernels import ops, plain, wire
 
 FLAGS = {"compiled": 0, "scalar": 1, "whole": 2}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-VALUES = wire.VALUE_DTYPES  # those, and two bits
+VALUES = tuple(wire.VALUE_CODES)
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,18 @@ class Path:
         if ops._handle is not None:
             ops._handle.lightning_sparse_force(FLAGS.get(self.name, 0))
         try:
-            yield plain if self.name == "plain" else kernels
+            plain_operators = mock.patch.object(torch.ops, "lightning_sparse", plain)
+            with plain_operators if self.name == "plain" else nullcontext():
+                yield kernels
         finally:
             if ops._handle is not None:
                 ops._handle.lightning_sparse_force(0)
             torch.set_num_threads(before)
 
 
+PLAIN = Path("plain")
 PATHS = [
-    Path("plain"),
+    PLAIN,
     Path("compiled"),
     Path("compiled", threads=2),
     Path("scalar"),

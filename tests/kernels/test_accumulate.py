@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.kernels import plain, wire
-from tests.kernels.paths import DTYPES, PATHS, VALUES, Path, decoded, every_path, same_bits
+from lightning_sparse.kernels import wire
+from tests.kernels.paths import DTYPES, PATHS, PLAIN, VALUES, Path, decoded, every_path, same_bits
 
 
 @lru_cache(maxsize=8)
 def messages_of(numel: int, k: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Messages of random gradients; the same tensor each time, so that who writes to it clones it."""
     grads = torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
-    return torch.stack([plain.compress(grad, None, None, k, dtype, None) for grad in grads])
+    return torch.stack([PLAIN.compress(grad, None, None, k, dtype, None) for grad in grads])
 
 
 @lru_cache(maxsize=3)
@@ -69,7 +69,7 @@ def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> 
     messages = messages_of(70_001, 70, 3, dtype).clone()
     grad = torch.ones(70_001)
     grad[9] = torch.inf
-    messages[1] = plain.compress(grad, None, None, 70, dtype, None)
+    messages[1] = PLAIN.compress(grad, None, None, 70, dtype, None)
     for alpha in (None, 0.5):
         shard = torch.empty(70_001)
         path.accumulate(messages, shard, 70, dtype, alpha)
@@ -124,7 +124,7 @@ def test_any_damage_reads_the_same_on_every_path(data: st.DataObject, flips: lis
     for at, value in flips:
         messages[1, at % messages.shape[1]] = value
     want = torch.empty(numel)
-    plain.accumulate(messages, want, k, dtype)
+    PLAIN.accumulate(messages, want, k, dtype)
     for path in PATHS[1:]:
         shard = torch.empty(numel)
         path.accumulate(messages, shard, k, dtype)

@@ -9,20 +9,19 @@ import torch
 
 from lightning_sparse.kernels import (
     accumulate,
+    accumulate_delta,
     accumulate_regions,
-    add_change,
     compress,
     compress_regions,
     kernel_report,
+    lerp_into,
     mstopk,
     ops,
-    plain,
     reference,
     round_rows,
     sum_rows,
-    write_between,
 )
-from tests.kernels.paths import DTYPES, inputs, ks, same_bits
+from tests.kernels.paths import DTYPES, PLAIN, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
 from tests.kernels.test_models import SHARES, models, pieces_of
 from tests.kernels.test_models import SIZES as PIECES
@@ -63,7 +62,7 @@ def test_exact(numel: int) -> None:
 def test_plain_torch_selects_the_same(numel: int) -> None:
     for name, x in inputs(numel).items():
         for k in ks(numel):
-            assert same_bits(plain.mstopk(x.cuda(), k)[1].cpu(), reference.topk(x, k)[1]), (name, k)
+            assert same_bits(PLAIN.mstopk(x.cuda(), k)[1].cpu(), reference.topk(x, k)[1]), (name, k)
 
 
 @pytest.mark.usefixtures("_path")
@@ -79,7 +78,7 @@ def test_compress(numel: int, value_dtype: torch.dtype) -> None:
                 got, want = torch.full((numel,), 3.0, device="cuda"), torch.full((numel,), 3.0)
                 arguments = [None if t is None else t.cuda() for t in (before, factor)]
                 message = compress(grad.cuda(), arguments[0], got, k, value_dtype, arguments[1])
-                assert same_bits(message.cpu(), plain.compress(grad, before, want, k, value_dtype, factor)), name
+                assert same_bits(message.cpu(), PLAIN.compress(grad, before, want, k, value_dtype, factor)), name
                 assert same_bits(got.cpu(), want), name
 
 
@@ -93,11 +92,11 @@ def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None
         grad = x.to(DTYPES[turn % 3])
         got, want = torch.full((numel,), 3.0, device="cuda"), torch.full((numel,), 3.0)
         rows = compress_regions(grad.cuda(), residual.cuda(), got, k, num_regions, value_dtype)
-        expected = plain.compress_regions(grad, residual, want, k, num_regions, value_dtype, None)
+        expected = PLAIN.compress_regions(grad, residual, want, k, num_regions, value_dtype, None)
         assert same_bits(rows.cpu(), expected), name
         assert same_bits(got.cpu(), want), name
         accumulate_regions(rows, got, k, value_dtype)
-        plain.accumulate_regions(expected, want, k, value_dtype)
+        PLAIN.accumulate_regions(expected, want, k, value_dtype)
         assert same_bits(got.cpu(), want), name
 
 
@@ -107,7 +106,7 @@ def test_accumulate(numel: int, k: int, dtype: torch.dtype) -> None:
     messages = messages_of(numel, k, 5, dtype)
     for count, alpha in ((5, None), (5, -0.25), (1, -0.25)):
         want, shard = torch.full((numel,), 3.0), torch.full((numel,), 3.0, device="cuda")
-        plain.accumulate(messages[:count], want, k, dtype, alpha)
+        PLAIN.accumulate(messages[:count], want, k, dtype, alpha)
         accumulate(messages[:count].cuda(), shard, k, dtype, alpha)
         assert same_bits(shard.cpu(), want)
 
@@ -128,7 +127,7 @@ def test_round(numel: int) -> None:
         got, want = torch.full((numel,), 3.0, device="cuda"), torch.full((numel,), 3.0)
         arguments = [None if t is None else t.cuda() for t in (before, factor)]
         rows = round_rows(grad.cuda(), arguments[0], got, 3, arguments[1])
-        assert same_bits(rows.cpu(), plain.round_rows(grad, before, want, 3, factor)), name
+        assert same_bits(rows.cpu(), PLAIN.round_rows(grad, before, want, 3, factor)), name
         assert same_bits(got.cpu(), want), name
 
 
@@ -137,7 +136,7 @@ def test_sum_rows(numel: int) -> None:
     for num_rows in (1, 2, 9):
         rows, own = rows_of(num_rows, numel), torch.randn(max(1, numel - 5))
         got = own.cuda()
-        assert same_bits(sum_rows(rows.cuda(), got).cpu(), plain.sum_rows(rows, own))
+        assert same_bits(sum_rows(rows.cuda(), got).cpu(), PLAIN.sum_rows(rows, own))
         assert same_bits(got.cpu(), own)
 
 
@@ -147,14 +146,14 @@ def test_models_of_a_node(sizes: tuple[int, ...], ahead: float) -> None:
     own, shared = models(sum(sizes))
     want = pieces_of(torch.zeros(sum(sizes)), sizes, mixed=True)
     got, on_device = [piece.cuda() for piece in want], [own.cuda(), shared.cuda()]
-    write_between(*on_device, got, ahead)
-    plain.write_between(own, shared, want, ahead)
+    lerp_into(*on_device, got, ahead)
+    PLAIN.lerp_into(own, shared, want, ahead)
     assert all(same_bits(a.cpu(), b) for a, b in zip(got, want, strict=True))
     for a, b in zip(got, want, strict=True):
         a += 0.5
         b += 0.5
-    add_change(*on_device, got, ahead)
-    plain.add_change(own, shared, want, ahead)
+    accumulate_delta(*on_device, got, ahead)
+    PLAIN.accumulate_delta(own, shared, want, ahead)
     assert same_bits(on_device[0].cpu(), own)
 
 
@@ -189,8 +188,8 @@ def test_captured_in_a_graph() -> None:
         grad.copy_(x)
         graph.replay()
         want_left, want = torch.empty(numel), torch.empty(numel)
-        message = plain.compress(x, torch.zeros(numel), want_left, k, torch.bfloat16, None)
-        plain.accumulate(message.unsqueeze(0), want, k, torch.bfloat16)
+        message = PLAIN.compress(x, torch.zeros(numel), want_left, k, torch.bfloat16, None)
+        PLAIN.accumulate(message.unsqueeze(0), want, k, torch.bfloat16)
         assert same_bits(left.cpu(), want_left)
         assert same_bits(shard.cpu(), want)
 
@@ -208,9 +207,9 @@ def test_the_regions_are_captured_in_one_graph() -> None:
     grad.copy_(x)
     graph.replay()
     want = torch.empty(numel)
-    messages = plain.compress_regions(x, torch.zeros(numel), want, k, num_regions, torch.bfloat16, None)
+    messages = PLAIN.compress_regions(x, torch.zeros(numel), want, k, num_regions, torch.bfloat16, None)
     assert same_bits(left.cpu(), want)
-    plain.accumulate_regions(messages, want, k, torch.bfloat16)
+    PLAIN.accumulate_regions(messages, want, k, torch.bfloat16)
     assert same_bits(shard.cpu(), want)
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.kernels import plain, wire
-from tests.kernels.paths import DTYPES, PATHS, Path, every_path, inputs, same_bits
+from lightning_sparse.kernels import wire
+from tests.kernels.paths import DTYPES, PATHS, PLAIN, VALUES, Path, every_path, inputs, same_bits
 
 SHAPES = [(1, 1, 1), (5, 5, 1), (100, 7, 3), (4097, 2, 40), (70_001, 3, 500), (131_073, 2, 9), (8193, 2, 18)]  # S, M, k
 
@@ -20,7 +20,7 @@ def test_the_bits_of_one_call_a_region(path: Path, numel: int, num_regions: int,
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "few values", "special"):
             continue
-        grad, value_dtype = x.to(DTYPES[turn % 3]), DTYPES[turn // 3 % 3]
+        grad, value_dtype = x.to(DTYPES[turn % 3]), VALUES[turn // 3 % 3]
         got, want = torch.full((2, numel), 3.0)
         rows = path.compress_regions(grad, residual, got, k, num_regions, value_dtype, scale)
         regions = wire.Regions(numel, num_regions, k, value_dtype)
@@ -29,10 +29,10 @@ def test_the_bits_of_one_call_a_region(path: Path, numel: int, num_regions: int,
         path.accumulate_regions(rows, applied, k, value_dtype)
         for row, region in zip(rows, range(num_regions), strict=True):
             place, pairs = regions.place(region), regions.pairs(region)
-            message = plain.compress(grad[place], residual[place], want[place], pairs, value_dtype, scale)
+            message = PLAIN.compress(grad[place], residual[place], want[place], pairs, value_dtype, scale)
             assert same_bits(row[: message.numel()], message), name
             assert not row[message.numel() :].any(), name
-            plain.accumulate(message[None], expected[place], pairs, value_dtype)
+            PLAIN.accumulate(message[None], expected[place], pairs, value_dtype)
         assert same_bits(got, want), name
         assert same_bits(applied, expected), name
 
@@ -43,10 +43,10 @@ def test_any_shape(path: Path, numel: int, data: st.DataObject) -> None:
     num_regions, k = data.draw(st.integers(1, numel)), data.draw(st.integers(1, numel))
     grad, (got, want) = torch.randn(numel, generator=torch.Generator().manual_seed(numel)), torch.empty(2, numel)
     rows = path.compress_regions(grad, None, got, k, num_regions, torch.bfloat16)
-    assert same_bits(rows, plain.compress_regions(grad, None, want, k, num_regions, torch.bfloat16, None))
+    assert same_bits(rows, PLAIN.compress_regions(grad, None, want, k, num_regions, torch.bfloat16, None))
     assert same_bits(got, want)
     path.accumulate_regions(rows, got, k, torch.bfloat16)
-    plain.accumulate_regions(rows, want, k, torch.bfloat16)
+    PLAIN.accumulate_regions(rows, want, k, torch.bfloat16)
     assert same_bits(got, want)
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import message_bytes, reference, wire
-from tests.kernels.paths import DTYPES, VALUES, inputs, nonfinite_count, same_bits
+from tests.kernels.paths import VALUES, inputs, nonfinite_count, same_bits
+
+EXACT = [dtype for dtype in VALUES if dtype != wire.TWO_BIT]
 
 
 def round_trip(values: list[float], dtype: torch.dtype) -> list[float]:
@@ -24,7 +26,7 @@ def test_worked_example_of_the_size() -> None:
     assert message_bytes(100_000, 1000, torch.bfloat16) == 3520
     assert message_bytes(100_000, 1000, wire.TWO_BIT) == 1792
     assert message_bytes(1, 1, torch.float32) == 64 + 16 + 16 + 16
-    assert message_bytes(65_537, 3, torch.float16) == 64 + 16 + 16 + 16
+    assert message_bytes(65_537, 3, torch.bfloat16) == 64 + 16 + 16 + 16
 
 
 def test_bytes_of_a_pair_at_scale() -> None:
@@ -80,7 +82,7 @@ def test_byte_table() -> None:
     assert not any(raw[86:96] + raw[108:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_finite_values_stay_finite(dtype: torch.dtype) -> None:
     big = torch.finfo(torch.float32).max
     for values in ([7e4, -7e4], [big, -big], [1e-9, -1e-9], [1e-45, 0.0], [65_520.0, 1.0], [32_760.0, 1.0]):
@@ -89,18 +91,12 @@ def test_finite_values_stay_finite(dtype: torch.dtype) -> None:
             assert back == pytest.approx(value, rel=2**-7 if dtype == torch.bfloat16 else 2**-10)
 
 
-def test_small_values_beside_large_ones_in_fp16() -> None:
-    assert round_trip([7e4, 1e-5], torch.float16)[1] == pytest.approx(1e-5, rel=0.5)
-    assert round_trip([1e-9, 3e-9], torch.float16) == pytest.approx([1e-9, 3e-9], rel=2**-10)
-    assert round_trip([1e6, 1e-9], torch.float16)[1] == 0.0, "beyond 2^38: left to the residual"
-
-
 def test_bf16_saturates_and_not_earlier() -> None:
     largest = torch.finfo(torch.bfloat16).max
     assert round_trip([largest, 3.4e38, -3.4e38], torch.bfloat16) == [largest, largest, -largest]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_what_is_not_finite_is_canonical(dtype: torch.dtype) -> None:
     back = torch.tensor(round_trip([float("nan"), float("inf"), float("-inf"), 1.0, -0.0], dtype))
     assert same_bits(back, torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0, -0.0]))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse import cli
-from lightning_sparse.lab import Cluster, LabConfig, launch, unavailable_reason
+from lightning_sparse.lab import Cluster, LabConfig, processes, unavailable_reason
 from lightning_sparse.lab.network import NETNS_FOLDER, Network, node_address, remove_leftovers
 from lightning_sparse.lab.processes import RunName, processes_of
 
@@ -217,7 +217,7 @@ def test_storage_is_read_over_its_own_link(tmp_path):
 
 @pytest.mark.parametrize("network", WITH_AND_WITHOUT_NAMESPACES)
 def test_one_failing_node_decides_and_stops_the_others(network, capfd, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE_S", 1.0)  # the other node would use all of it
+    monkeypatch.setattr(processes, "GRACE_S", 1.0)  # the other node would use all of it
     script = "import os, sys, time\nif os.environ['NODE_RANK'] == '1': sys.exit(3)\ntime.sleep(100)"
     started = time.monotonic()
     words = ["lab", "--devices", "1", *([] if network else ["--no-net"]), "--", sys.executable, "-c", script]
@@ -328,7 +328,7 @@ def test_an_answer_takes_the_round_trip_that_was_asked_for(tmp_path):
 HELD_UP = """
 import os, sys
 
-if os.environ.get("NODE_RANK") == "1" and "lightning_sparse.lab.torchrun" in sys.orig_argv:
+if os.environ.get("NODE_RANK") == "1" and any("run_torchrun" in word for word in sys.orig_argv):
     import time
     from torch.distributed.elastic.utils import store
 

@@ -12,10 +12,10 @@ from lightning_sparse.lab import processes
 from lightning_sparse.lab.processes import (
     RUN_VARIABLE,
     RunName,
+    exit_on_signals,
     kill_orphans,
     kill_processes,
     processes_of,
-    signals_as_exit,
     signals_ignored,
 )
 
@@ -98,7 +98,7 @@ def test_only_orphans_of_dead_labs_are_ended():
 
 
 def test_termination_unwinds_the_stack():
-    with pytest.raises(SystemExit) as left, signals_as_exit():
+    with pytest.raises(SystemExit) as left, exit_on_signals():
         signal.raise_signal(signal.SIGTERM)
     assert left.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

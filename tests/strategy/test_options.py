@@ -28,6 +28,7 @@ from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
         ({"density": 1.5}, r"density=1.5 must be"),
         ({"exchange": "sometimes"}, "exchange='sometimes' is not known"),
         ({"value_dtype": "int8"}, "value_dtype='int8' is not known"),
+        ({"value_dtype": "float16"}, "value_dtype='float16' was removed. Use 'bfloat16'"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be a whole number"),
         ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
         ({"ddp_comm_hook": print}, "cannot be combined with MSTopKHierStrategy: this strategy is a communication hook"),

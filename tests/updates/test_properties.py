@@ -22,7 +22,7 @@ CLUSTERS = [(2, 2), (3, 1), pytest.param(4, 1, marks=pytest.mark.slow)]
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.02},
     {"density": 0.02, "delay": 0},
-    {"density": 0.05, "step_ahead": 0.3, "value_dtype": "float16"},
+    {"density": 0.05, "step_ahead": 0.3, "value_dtype": "bfloat16"},
     {"density": 0.1, "sync_every": 3},
     {"density": 0.1, "sync_every": 3, "delay": 2, "step_ahead": 0.4},
     {"density": 0.1, "sync_every": 3, "delay": 3, "step_ahead": 0.4},
@@ -398,7 +398,7 @@ def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any])
 
 @pytest.mark.parametrize(
     "change",
-    [{"density": 0.1}, {"value_dtype": "float16"}, {"step_ahead": 0.5}, {"outer_lr": 1.5}, {"exchange": "dense16"}],
+    [{"density": 0.1}, {"value_dtype": "bfloat16"}, {"step_ahead": 0.5}, {"outer_lr": 1.5}, {"exchange": "dense16"}],
     ids=str,
 )
 def test_a_state_goes_on_under_other_options(ranks: RunRanks, change: dict[str, Any]) -> None:

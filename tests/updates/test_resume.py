@@ -55,7 +55,7 @@ CASES: list[tuple[tuple[int, int], dict[str, Any]]] = [
 ]
 MORE: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((4, 1), {"step_ahead": 0.4, "value_dtype": "float32"}),
-    ((2, 2), {"density": 0.02, "value_dtype": "float16"}),
+    ((2, 2), {"density": 0.02, "value_dtype": "bfloat16"}),
     ((3, 1), {"exchange": "dense16"}),
     ((2, 2), {"delay": 0, "step_ahead": 0.5, "sync_every": 2}),
     ((4, 1), {"density": 0.2, "precision": "bf16-true"}),

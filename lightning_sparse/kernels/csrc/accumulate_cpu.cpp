@@ -14,14 +14,13 @@ namespace {
 struct Message {
   const uint8_t* data;
   MessageLayout layout;
-  int32_t exponent;
   std::vector<int64_t> starts;  // of each block, and the end; empty if the message is invalid
 };
 
 Message open(const uint8_t* data, int64_t numel, int64_t k, Dtype dtype) {
   Header header;
   std::memcpy(&header, data, sizeof header);
-  Message message{data, MessageLayout(numel, k, dtype), header.exponent, {}};
+  Message message{data, MessageLayout(numel, k, dtype), {}};
   if (!header_is_valid(header, numel, k, dtype)) return message;
   const int64_t num_blocks = message.layout.num_blocks;
   const auto* counts = reinterpret_cast<const uint32_t*>(data + message.layout.counts);
@@ -38,13 +37,9 @@ Message open(const uint8_t* data, int64_t numel, int64_t k, Dtype dtype) {
 template <Dtype dtype>
 struct Values {
   const void* values;
-  int32_t exponent;
 
-  Values(const Message& message, int64_t) : values(message.data + message.layout.values), exponent(message.exponent) {}
-  float operator[](int64_t i) const {
-    if constexpr (dtype == Dtype::fp32) return static_cast<const float*>(values)[i];
-    return decode_value(static_cast<const uint16_t*>(values)[i], exponent, dtype);
-  }
+  Values(const Message& message, int64_t) : values(message.data + message.layout.values) {}
+  float operator[](int64_t i) const { return load_as<dtype>(values, i); }
 };
 
 template <>
@@ -124,8 +119,6 @@ auto adder_of(Dtype dtype) {
       return add_block<Dtype::fp32>;
     case Dtype::bf16:
       return add_block<Dtype::bf16>;
-    case Dtype::fp16:
-      return add_block<Dtype::fp16>;
     default:
       return add_block<Dtype::two_bit>;
   }

@@ -38,7 +38,7 @@ struct Sums {
 
 // Of one region.
 struct Sum {
-  int64_t numel, k, num_pieces, num_messages, row_nbytes;
+  int64_t numel, k, num_messages, row_nbytes;
   const uint8_t* messages;
   Dtype dtype;
   MessageLayout layout;
@@ -50,7 +50,6 @@ struct Sum {
   __device__ Sum(const Sums& all, uint32_t region)
       : numel(all.regions.numel(region)),
         k(all.k < numel ? all.k : numel),
-        num_pieces((numel + kPiece - 1) / kPiece),
         num_messages(all.num_messages),
         row_nbytes(all.row_nbytes),
         messages(all.messages + region * num_messages * row_nbytes),
@@ -66,7 +65,6 @@ struct Sum {
 // Of a message's pairs in the current wire block: the first one, the one past the last, and the next to be added.
 struct Cursor {
   int64_t begin, end, next;
-  int32_t exponent;
 };
 
 struct Piece {
@@ -97,14 +95,14 @@ __device__ const uint8_t* cells_of(const Sum& sum, const uint8_t* message, const
   return message + sum.layout.cells + piece.base / kSpan * kCells;
 }
 
-__device__ float value_at(const Sum& sum, const uint8_t* message, const Piece& piece, int64_t i, int32_t exponent) {
+__device__ float value_at(const Sum& sum, const uint8_t* message, const Piece& piece, int64_t i) {
   const uint8_t* values = message + sum.layout.values;
   if (sum.dtype == Dtype::fp32) return reinterpret_cast<const float*>(values)[i];
   if (sum.dtype == Dtype::two_bit) {
     const float* levels = reinterpret_cast<const float*>(message + sum.layout.levels) + 2 * piece.block;
     return decode_two_bits(values[i / 4] >> 2 * (i % 4) & 3u, levels[0], levels[1]);
   }
-  return decode_value(reinterpret_cast<const uint16_t*>(values)[i], exponent, sum.dtype);
+  return from_bf16(reinterpret_cast<const uint16_t*>(values)[i]);
 }
 
 __device__ void damage(const Sum& sum) { atomicExch(&sum.flags->damaged, 1u); }
@@ -173,7 +171,7 @@ __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece
   } else if (first.start > 0) {
     next = skip(sum, indices_of(sum, message), begin, end, first.start);
   }
-  if (lane() == 0) cursor = {begin, end, next, header.exponent};
+  if (lane() == 0) cursor = {begin, end, next};
   return true;
 }
 
@@ -202,7 +200,7 @@ __device__ void add_message(const Sum& sum, const uint8_t* message, const Piece&
       mine = in_order && index >= piece.start && index < piece.start + piece.size;
       if (mine) {
         float& to = acc[index - piece.start];
-        to = __fadd_rn(to, __fmul_rn(sum.alpha, value_at(sum, message, piece, i, at.exponent)));
+        to = __fadd_rn(to, __fmul_rn(sum.alpha, value_at(sum, message, piece, i)));
       }
     }
     taken = __syncthreads_count(mine);  // the next message may add to the same elements
@@ -222,7 +220,7 @@ __device__ void add_cells(const Sum& sum, const uint8_t* message, const Piece& p
     const int low = indices[i], position = cell * kCell + low;
     const bool in_order = low < kCell && (i == begin || low > indices[i - 1]);
     if (in_order && position < piece.size) {
-      const float value = value_at(sum, message, piece, next + i, cursor.exponent);
+      const float value = value_at(sum, message, piece, next + i);
       acc[position] = __fadd_rn(acc[position], __fmul_rn(sum.alpha, value));
     } else {
       damage(sum);
@@ -304,8 +302,10 @@ __device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
 
 template <bool in_place>
 __global__ void __launch_bounds__(kThreads, in_place ? 2 : 4) accumulate_kernel(Sums sums) {
+  // Divisions are calls: before `sum` is built, they have no registers to spill.
+  const int64_t num_pieces = (sums.regions.numel(blockIdx.y) + kPiece - 1) / kPiece;
+  const int64_t first = num_pieces * blockIdx.x / gridDim.x, last = num_pieces * (blockIdx.x + 1) / gridDim.x;
   const Sum sum(sums, blockIdx.y);
-  const int64_t first = sum.num_pieces * blockIdx.x / gridDim.x, last = sum.num_pieces * (blockIdx.x + 1) / gridDim.x;
   bool valid = true;
   for (int64_t from = 0; from < sum.num_messages && valid; from += kTogether) {
     const int64_t left = sum.num_messages - from;

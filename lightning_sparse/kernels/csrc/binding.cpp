@@ -68,7 +68,7 @@ Dtype source_dtype(const Tensor& tensor) {
 }
 
 Dtype value_dtype(int64_t code) {
-  STD_TORCH_CHECK(code >= 0 && code <= 3, "value_code=", code, ": 0 is fp32, 1 bf16, 2 fp16, 3 two bits");
+  STD_TORCH_CHECK(code == 0 || code == 1 || code == 3, "value_code=", code, ": 0 is fp32, 1 bf16, 3 two bits");
   return static_cast<Dtype>(code);
 }
 
@@ -254,14 +254,14 @@ Tensor sum_rows_cpu(Tensor rows, Optional residual) {
   return row;
 }
 
-void add_change_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+void accumulate_delta_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const auto pieces = pieces_of(model, own, shared);
-  cpu::add_change(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
+  cpu::accumulate_delta(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
 }
 
-void write_between_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+void lerp_into_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const auto pieces = pieces_of(model, own, shared);
-  cpu::write_between(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
+  cpu::lerp_into(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
@@ -338,16 +338,16 @@ Tensor sum_rows_cuda(Tensor rows, Optional residual) {
   return row;
 }
 
-void add_change_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+void accumulate_delta_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const torch::stable::accelerator::DeviceGuard guard(own.get_device());
   const auto pieces = pieces_of(model, own, shared);
-  cuda::add_change(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
+  cuda::accumulate_delta(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
 }
 
-void write_between_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
+void lerp_into_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
   const torch::stable::accelerator::DeviceGuard guard(own.get_device());
   const auto pieces = pieces_of(model, own, shared);
-  cuda::write_between(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
+  cuda::lerp_into(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
 }
 #endif
 
@@ -360,8 +360,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CPU, library) {
   library.impl("add_messages", TORCH_BOX(&add_messages_cpu));
   library.impl("round_rows", TORCH_BOX(&round_rows_cpu));
   library.impl("sum_rows", TORCH_BOX(&sum_rows_cpu));
-  library.impl("add_change", TORCH_BOX(&add_change_cpu));
-  library.impl("write_between", TORCH_BOX(&write_between_cpu));
+  library.impl("accumulate_delta", TORCH_BOX(&accumulate_delta_cpu));
+  library.impl("lerp_into", TORCH_BOX(&lerp_into_cpu));
 }
 
 #ifdef LS_WITH_CUDA
@@ -372,8 +372,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CUDA, library) {
   library.impl("add_messages", TORCH_BOX(&add_messages_cuda));
   library.impl("round_rows", TORCH_BOX(&round_rows_cuda));
   library.impl("sum_rows", TORCH_BOX(&sum_rows_cuda));
-  library.impl("add_change", TORCH_BOX(&add_change_cuda));
-  library.impl("write_between", TORCH_BOX(&write_between_cuda));
+  library.impl("accumulate_delta", TORCH_BOX(&accumulate_delta_cuda));
+  library.impl("lerp_into", TORCH_BOX(&lerp_into_cuda));
 }
 #endif
 

@@ -32,7 +32,6 @@ int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uin
 
 struct Tally {
   int64_t above = 0, ties = 0, nonfinite = 0;  // keys above the k-th largest, and equal to it
-  uint32_t largest = 0;                        // key of the largest finite
 };
 
 struct Range {
@@ -219,9 +218,9 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
 
 // The residual of a sent element.
 template <Dtype dtype>
-float left_of(float acc, int32_t exponent) {
+float left_of(float acc) {
   if (key_of(acc) >= kInfKey) return 0.0f;
-  return acc - decode_value(encode_value(acc, exponent, dtype), exponent, dtype);
+  return acc - decode_value(encode_value(acc, dtype), dtype);
 }
 
 // Settles the candidates of one chunk; `store` holds acc of the range. Masks, since branches would be mispredicted.
@@ -278,15 +277,15 @@ inline void unsettle(Population& population, const Source& source, const Paralle
   population.settled_from = kNever;
 }
 
-// Returns a population that contains the k largest elements, as candidates if possible. Only values whose rounding does
-// not depend on others can be settled.
+// Returns a population that contains the k largest elements, as candidates if possible. Values of two bits are
+// not settled, because their rounding depends on all values of their block.
 inline Population gather(const Source& source, int64_t k, Dtype value_dtype, bool use_whole, const Parallel& parallel) {
   Population population{source, make_ranges(source.numel, parallel.threads), borrow(parallel.threads)};
   auto& ranges = population.ranges;
   auto& workers = *population.workers;
   const Sample chosen = sample(source, k, workers[0].bins);
   population.threshold = chosen.threshold;
-  if (source.store && (value_dtype == Dtype::fp32 || value_dtype == Dtype::bf16)) population.settled_from = chosen.middle;
+  if (source.store && value_dtype != Dtype::two_bit) population.settled_from = chosen.middle;
   const int64_t capacity = chosen.capacity + kChunk;
   for (Worker& worker : workers) worker.make_room(capacity + kPackSlack);
   population.counted = k > kSortBelow;

@@ -17,7 +17,8 @@
 
 namespace lightning_sparse {
 
-enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2, two_bit = 3 };  // the codes of wire.py; the last of messages
+// The codes of wire.py. Gradients are fp32, bf16 or fp16; the values of a message are fp32, bf16 or two_bit.
+enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2, two_bit = 3 };
 
 constexpr uint32_t kInfKey = 0x7F800000u;
 constexpr uint32_t kNanKey = 0x7F800001u;
@@ -115,7 +116,7 @@ LS_HD float lost_to_bf16(float x, uint16_t rounded) {
   return float_of(bits_of(x - from_bf16(rounded)) & -finite);
 }
 
-// Round to nearest even; |x| <= 32752.
+// Round to nearest even; |x| < 65,536.
 LS_HD uint16_t to_fp16(float x) {
   const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   if (magnitude < 0x38800000u) {  // below 2^-14, a denormal: adding 1/2 leaves |x| / 2^-24, rounded, in the low bits
@@ -235,12 +236,11 @@ constexpr uint32_t kMagic = 0x3250534Cu;
 constexpr int64_t kBlock = 65536, kSpan = 4096, kCell = 241;
 constexpr int kCells = 17;  // in a span; the last one is of 240 elements
 constexpr int64_t kHeaderBytes = 64;
-constexpr int kMaxExponent = 200;
 
 struct Header {
   uint32_t magic;
   int32_t nonfinite;
-  int32_t exponent;
+  int32_t zero;  // the exponent of fp16 values, which former versions sent
   int32_t value_code;
   int64_t numel;
   int64_t k;
@@ -282,7 +282,7 @@ inline int64_t row_nbytes(const Regions& regions, int64_t k, Dtype dtype) {
 
 LS_HD bool header_is_valid(const Header& header, int64_t numel, int64_t k, Dtype dtype) {
   return header.magic == kMagic && header.nonfinite == 0 && header.value_code == static_cast<int32_t>(dtype) &&
-         header.numel == numel && header.k == k && header.exponent >= -kMaxExponent && header.exponent <= kMaxExponent;
+         header.numel == numel && header.k == k && header.zero == 0;
 }
 
 // The exponent of a finite magnitude, given as its key, which is not 0.
@@ -293,26 +293,17 @@ LS_HD int exponent_of(uint32_t key) {
   return exponent;
 }
 
-// The exponent that moves the largest finite magnitude, given as its key, into [2^14, 2^15). Only fp16 is scaled.
-LS_HD int32_t message_exponent(uint32_t largest_key, Dtype dtype) {
-  return dtype != Dtype::fp16 || largest_key == 0 ? 0 : exponent_of(largest_key) - 14;
-}
-
-LS_HD uint32_t encode_value(float x, int32_t exponent, Dtype dtype) {
+// A value of a message with fp32 or bf16 values.
+LS_HD uint32_t encode_value(float x, Dtype dtype) {
   const uint32_t key = key_of(x), sign = bits_of(x) >> 31;
   if (dtype == Dtype::fp32) return key == kNanKey ? 0x7FC00000u : bits_of(x);
-  if (key == kNanKey) return dtype == Dtype::bf16 ? 0x7FC0u : 0x7E00u;
-  if (key == kInfKey) return (dtype == Dtype::bf16 ? 0x7F80u : 0x7C00u) | (sign << 15);
-  if (dtype == Dtype::bf16) return to_bf16(x);
-  double scaled = static_cast<double>(x) * power_of_two(-exponent);
-  scaled = scaled > 32752.0 ? 32752.0 : (scaled < -32752.0 ? -32752.0 : scaled);
-  return to_fp16(static_cast<float>(scaled));
+  if (key == kNanKey) return 0x7FC0u;
+  if (key == kInfKey) return 0x7F80u | (sign << 15);
+  return to_bf16(x);
 }
 
-LS_HD float decode_value(uint32_t stored, int32_t exponent, Dtype dtype) {
-  if (dtype == Dtype::fp32) return float_of(stored);
-  if (dtype == Dtype::bf16) return from_bf16(static_cast<uint16_t>(stored));
-  return static_cast<float>(static_cast<double>(from_fp16(static_cast<uint16_t>(stored))) * power_of_two(exponent));
+LS_HD float decode_value(uint32_t stored, Dtype dtype) {
+  return dtype == Dtype::fp32 ? float_of(stored) : from_bf16(static_cast<uint16_t>(stored));
 }
 
 // ------------------------------------------------------------------------------------ two bits a value: see two_bit.py

@@ -91,11 +91,11 @@ void move_all(const Move& move, const Model& model, const Parallel& parallel) {
 
 }  // namespace
 
-void add_change(float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel) {
+void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel) {
   move_all(AddChange{own, shared, ahead}, model, parallel);
 }
 
-void write_between(const float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel) {
+void lerp_into(const float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel) {
   move_all(WriteBetween{own, shared, ahead}, model, parallel);
 }
 

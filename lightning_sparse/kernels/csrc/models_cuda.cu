@@ -94,11 +94,11 @@ void move(float* own, const float* shared, const Model& model, float ahead, void
 
 }  // namespace
 
-void add_change(float* own, const float* shared, const Model& model, float ahead, void* stream) {
+void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, void* stream) {
   move<true>(own, shared, model, ahead, stream);
 }
 
-void write_between(const float* own, const float* shared, const Model& model, float ahead, void* stream) {
+void lerp_into(const float* own, const float* shared, const Model& model, float ahead, void* stream) {
   move<false>(const_cast<float*>(own), shared, model, ahead, stream);  // reads it
 }
 

@@ -141,16 +141,15 @@ uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
 Tally tally_of(const Run& run, uint32_t kth_key) {
   const auto kth = static_cast<int32_t>(kth_key);
   constexpr auto kInf = static_cast<int32_t>(kInfKey), kNan = static_cast<int32_t>(kNanKey);
-  int32_t above = 0, ties = 0, nonfinite = 0, largest = 0;
+  int32_t above = 0, ties = 0, nonfinite = 0;
   for (int64_t i = 0; i < run.n; ++i) {
     const auto bits = static_cast<int32_t>(bits_of(run.x[i]) & 0x7FFFFFFFu);
-    const int32_t key = bits < kNan ? bits : kNan, finite = bits & -static_cast<int32_t>(bits < kInf);
+    const int32_t key = bits < kNan ? bits : kNan;
     above += key > kth;
     ties += key == kth;
     nonfinite += bits >= kInf;
-    largest = finite > largest ? finite : largest;
   }
-  return {above, ties, nonfinite, static_cast<uint32_t>(largest)};
+  return {above, ties, nonfinite};
 }
 
 void tally(Population& population, uint32_t kth, const Parallel& parallel) {
@@ -160,7 +159,6 @@ void tally(Population& population, uint32_t kth, const Parallel& parallel) {
     population.each(ranges[r], [&](const Run& run) {
       const Tally more = tally_of(run, kth);
       sum.above += more.above, sum.ties += more.ties, sum.nonfinite += more.nonfinite;
-      sum.largest = std::max(sum.largest, more.largest);
     });
     ranges[r].tally = sum;
   });
@@ -172,7 +170,6 @@ bool count_ties(Population& population, int64_t k) {
   const uint32_t kth = population.threshold - 1;
   int64_t left = k - population.count();
   for (Range& range : population.ranges) {
-    range.tally.largest = std::max(range.tally.largest, kth);
     for (int64_t at = range.begin; at < range.end && left > range.tally.ties; at += kChunk) {
       population.each_element(at, std::min(range.end, at + kChunk),
                               [&](const Run& run) { range.tally.ties += tally_of(run, kth).ties; });
@@ -302,22 +299,22 @@ void emit_tensors(const Choice& choice, const Source& source, int64_t k, void* v
 }
 
 template <Dtype dtype>
-void emit_message(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, int32_t exponent,
-                  float* residual, const Kept* kept, const Parallel& parallel) {
+void emit_message(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, float* residual,
+                  const Kept* kept, const Parallel& parallel) {
   const Population& population = choice.population;
   if (layout.num_cells > 0) {
-    const MessageSink<dtype, true> sink{message, layout, exponent, residual, population.settled_from, kept};
+    const MessageSink<dtype, true> sink{message, layout, residual, population.settled_from, kept};
     emit(population, choice.kth, k, sink, parallel);
   } else {
-    const MessageSink<dtype, false> sink{message, layout, exponent, residual, population.settled_from, kept};
+    const MessageSink<dtype, false> sink{message, layout, residual, population.settled_from, kept};
     emit(population, choice.kth, k, sink, parallel);
   }
 }
 
-void emit_two_bits(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, int32_t exponent,
-                   float* residual, const Parallel& parallel) {
+void emit_two_bits(const Choice& choice, int64_t k, uint8_t* message, const MessageLayout& layout, float* residual,
+                   const Parallel& parallel) {
   const Kept kept(k);
-  emit_message<Dtype::two_bit>(choice, k, message, layout, exponent, residual, &kept, parallel);
+  emit_message<Dtype::two_bit>(choice, k, message, layout, residual, &kept, parallel);
   const auto* counts = reinterpret_cast<const uint32_t*>(message + layout.counts);
   std::vector<int64_t> starts(static_cast<size_t>(layout.num_blocks) + 1);
   for (int64_t b = 0; b < layout.num_blocks; ++b) starts[b + 1] = starts[b] + counts[b];
@@ -331,27 +328,19 @@ void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t
                      const Parallel& parallel) {
   const Choice choice = choose(source, k, value_dtype, parallel);
   int64_t nonfinite = 0;
-  uint32_t largest = 0;
-  for (const Range& range : choice.population.ranges) {
-    nonfinite += range.tally.nonfinite;
-    largest = std::max(largest, range.tally.largest);
-  }
-  if (nonfinite >= k) largest = 0;  // the message holds no finite element
+  for (const Range& range : choice.population.ranges) nonfinite += range.tally.nonfinite;
   const MessageLayout layout(source.numel, k, value_dtype);
   std::memset(message, 0, static_cast<size_t>(layout.indices));
   std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
   std::memset(message + layout.nbytes - 16, 0, static_cast<size_t>(row_nbytes - layout.nbytes + 16));
-  const int32_t exponent = message_exponent(largest, value_dtype);
   const Header header{kMagic,       static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),
-                      exponent,     static_cast<int32_t>(value_dtype),
+                      0,            static_cast<int32_t>(value_dtype),
                       source.numel, k};
   std::memcpy(message, &header, sizeof header);
   const Parallel& on = unless_few(choice.population.count(), kEmitAlone, parallel);
-  if (value_dtype == Dtype::two_bit) return emit_two_bits(choice, k, message, layout, exponent, source.store, on);
-  const auto send = value_dtype == Dtype::fp32   ? emit_message<Dtype::fp32>
-                    : value_dtype == Dtype::bf16 ? emit_message<Dtype::bf16>
-                                                 : emit_message<Dtype::fp16>;
-  send(choice, k, message, layout, exponent, source.store, nullptr, on);
+  if (value_dtype == Dtype::two_bit) return emit_two_bits(choice, k, message, layout, source.store, on);
+  const auto send = value_dtype == Dtype::fp32 ? emit_message<Dtype::fp32> : emit_message<Dtype::bf16>;
+  send(choice, k, message, layout, source.store, nullptr, on);
 }
 
 }  // namespace

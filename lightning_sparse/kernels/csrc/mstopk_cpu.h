@@ -51,7 +51,7 @@ void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, const Pa
 void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
               int64_t residual_numel, const Parallel& parallel);
 // Adds to `own` what the model has changed by since it held what lies between own and `shared`.
-void add_change(float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
-void write_between(const float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
+void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
+void lerp_into(const float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
 
 }  // namespace lightning_sparse::cpu

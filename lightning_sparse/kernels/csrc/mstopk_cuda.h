@@ -49,7 +49,7 @@ void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, void* st
 void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
               int64_t residual_numel, void* stream);
 // Adds to `own` what the model has changed by since it held what lies between own and `shared`.
-void add_change(float* own, const float* shared, const Model& model, float ahead, void* stream);
-void write_between(const float* own, const float* shared, const Model& model, float ahead, void* stream);
+void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, void* stream);
+void lerp_into(const float* own, const float* shared, const Model& model, float ahead, void* stream);
 
 }  // namespace lightning_sparse::cuda

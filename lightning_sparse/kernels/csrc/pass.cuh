@@ -59,15 +59,6 @@ __device__ void clear_for_tile(const Problem& p, int64_t tile) {
   }
 }
 
-// Of the elements of a warp: how many are not finite, and for fp16 messages the largest that is.
-__device__ void note_extremes(const Problem& p, int nonfinite, uint32_t largest) {
-  nonfinite = sum_of_warp(nonfinite);
-  if (lane() == 0 && nonfinite > 0) atomicAdd(&p.control->nonfinite, static_cast<Count>(nonfinite));
-  if (p.message == nullptr || p.value_dtype != Dtype::fp16) return;
-  largest = max_of_warp(largest);
-  if (lane() == 0 && largest > peek(&p.control->largest)) atomicMax(&p.control->largest, largest);
-}
-
 template <Dtype dtype>
 __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_kernel(Problems all) {
   const Problem p = problem_of_block(all);
@@ -82,7 +73,6 @@ __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_k
   if (threadIdx.x == 0) clear_for_tile(p, blockIdx.x);
   const uint32_t threshold = p.control->threshold;
   int count = 0, nonfinite = 0;
-  uint32_t largest = 0;
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     const int64_t i = base + place + j * 32 * kPer;
@@ -91,12 +81,12 @@ __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_k
     for (int e = 0; e < kPer; ++e) {
       const uint32_t key = key_of(acc[j][e]);
       nonfinite += key >= kInfKey;
-      largest = key < kInfKey && key > largest ? key : largest;
       ballots[j][e] = __ballot_sync(kAllLanes, i + e < p.source.numel && key >= threshold);
       count += __popc(ballots[j][e]);
     }
   }
-  note_extremes(p, nonfinite, largest);
+  nonfinite = sum_of_warp(nonfinite);
+  if (lane() == 0 && nonfinite > 0) atomicAdd(&p.control->nonfinite, static_cast<Count>(nonfinite));
   int total, before = before_this_warp(count, total);
   if (threadIdx.x == 0) {
     reserved = atomicAdd(&p.control->cursor, static_cast<Count>(total));

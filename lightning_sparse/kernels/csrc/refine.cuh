@@ -78,14 +78,11 @@ __device__ void clear(uint8_t* begin, uint8_t* end) {
 
 // What of a message does not depend on which elements are kept.
 __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
-  Control& control = *p.control;
-  const bool any_finite = control.nonfinite < static_cast<Count>(p.k);
-  control.exponent = message_exponent(any_finite ? control.largest : 0, p.value_dtype);
-  const Count most = 0x7FFFFFFF;
+  const Count nonfinite = p.control->nonfinite, most = 0x7FFFFFFF;
   *reinterpret_cast<Header*>(p.message) = {
-      kMagic,           static_cast<int32_t>(control.nonfinite < most ? control.nonfinite : most),
-      control.exponent, static_cast<int32_t>(p.value_dtype),
-      p.source.numel,   p.k};
+      kMagic,         static_cast<int32_t>(nonfinite < most ? nonfinite : most),
+      0,              static_cast<int32_t>(p.value_dtype),
+      p.source.numel, p.k};
   const MessageLayout layout(p.source.numel, p.k, p.value_dtype);
   clear(p.message + sizeof(Header), p.message + kHeaderBytes);
   clear(p.message + layout.counts + 4 * layout.num_blocks, p.message + layout.levels);

@@ -38,15 +38,14 @@ struct MessageSink {
       if (slot % 16 == 0) reinterpret_cast<uint32_t*>(message + layout.values)[slot / 16] = 0;
       return;
     }
-    const int32_t exponent = p.control->exponent;
-    const uint32_t stored = encode_value(acc, exponent, dtype);
+    const uint32_t stored = encode_value(acc, dtype);
     if (dtype == Dtype::fp32) {
       reinterpret_cast<uint32_t*>(message + layout.values)[slot] = stored;
     } else {
       reinterpret_cast<uint16_t*>(message + layout.values)[slot] = static_cast<uint16_t>(stored);
     }
     if (!p.source.store) return;
-    p.source.store[index] = key_of(acc) >= kInfKey ? 0.0f : __fsub_rn(acc, decode_value(stored, exponent, dtype));
+    p.source.store[index] = key_of(acc) >= kInfKey ? 0.0f : __fsub_rn(acc, decode_value(stored, dtype));
   }
   __device__ void drop(const Problem& p, int64_t index) const {
     if (p.source.store) p.source.store[index] = 0.0f;

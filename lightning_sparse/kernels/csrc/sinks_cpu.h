@@ -51,7 +51,6 @@ struct MessageSink {
   using Index = std::conditional_t<with_cells, uint8_t, uint16_t>;
   uint8_t* message;
   MessageLayout layout;
-  int32_t exponent;
   float* residual;
   uint32_t settled_from;
   const Kept* kept;
@@ -87,7 +86,7 @@ struct MessageSink {
       kept->values[slot] = x;
       kept->positions[slot] = static_cast<uint16_t>(index);
     } else {
-      reinterpret_cast<Stored*>(message + layout.values)[slot] = static_cast<Stored>(encode_value(x, exponent, dtype));
+      reinterpret_cast<Stored*>(message + layout.values)[slot] = static_cast<Stored>(encode_value(x, dtype));
     }
   }
 
@@ -95,8 +94,8 @@ struct MessageSink {
     if (sent > 0) reinterpret_cast<uint32_t*>(message + layout.counts)[block_end / kBlock - 1] += sent;
   }
 
-  // Corrects residuals that the pass did not settle, or settled wrongly. For fp16, it settled none, so most of the run
-  // needs scattered writes: prefetch. For two bits, it drops what is not finite, and the rest comes with the levels.
+  // Corrects residuals that the pass settled wrongly. For two bits, it drops what is not finite, and the rest comes with
+  // the levels. Writes are scattered: prefetch.
   void correct(const Run& run, uint32_t bound) const {
     constexpr int64_t kAhead = 32;
     uint16_t wrong[kChunk + 1];
@@ -111,7 +110,7 @@ struct MessageSink {
       if (j + kAhead < count) __builtin_prefetch(residual + run.index(wrong[j + kAhead]), 1);
       const float acc = run.x[wrong[j]];
       const uint32_t key = key_of(acc);
-      residual[run.index(wrong[j])] = key >= bound || key >= kInfKey ? left_of<dtype>(acc, exponent) : acc;
+      residual[run.index(wrong[j])] = key >= bound || key >= kInfKey ? left_of<dtype>(acc) : acc;
     }
   }
 };

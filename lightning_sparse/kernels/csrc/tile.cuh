@@ -34,8 +34,6 @@ struct Control {
   uint32_t threshold;
   uint32_t prefix;   // of the k-th largest key, so far; all of it after the last digit
   uint32_t digits;   // that are known
-  uint32_t largest;  // key of the largest finite; of fp16 messages only
-  int32_t exponent;
   Count remaining;  // of the k, how many share the prefix; after the last digit, how many ties are kept
   Count nonfinite;
   Count cursor;         // candidates found

@@ -28,15 +28,15 @@ const char* move(const Call& call, float* own, const float* shared, void* const*
 
 extern "C" {
 
-const char* emulate_add_change(float* own, const float* shared, void* const* data, const int* dtypes,
+const char* emulate_accumulate_delta(float* own, const float* shared, void* const* data, const int* dtypes,
                                const int64_t* numels, int64_t count, float ahead) {
-  return move(cuda::add_change, own, shared, data, dtypes, numels, count, ahead, true);
+  return move(cuda::accumulate_delta, own, shared, data, dtypes, numels, count, ahead, true);
 }
 
-const char* emulate_write_between(float* own, const float* shared, void* const* data, const int* dtypes,
+const char* emulate_lerp_into(float* own, const float* shared, void* const* data, const int* dtypes,
                                   const int64_t* numels, int64_t count, float ahead) {
   const auto write = [](float* mine, const float* theirs, const Model& model, float share, void* stream) {
-    cuda::write_between(mine, theirs, model, share, stream);
+    cuda::lerp_into(mine, theirs, model, share, stream);
   };
   return move(write, own, shared, data, dtypes, numels, count, ahead, false);
 }

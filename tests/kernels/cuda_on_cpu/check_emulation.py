@@ -1,4 +1,4 @@
-"""The emulation itself: each thing that it looks for is found in a kernel that is wrong in that way alone. Seconds."""
+"""The emulation must find each kind of fault, in kernels that have one fault each: `make check-emulation`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOUND = {
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    library = build(tmp_path_factory.mktemp("broken"), kernels=[HERE / "broken.cu"], drivers=[])
+    library = build(tmp_path_factory.mktemp("broken"), [HERE / "broken.cu"], drivers=[])
     library.emulate_broken.restype = ctypes.c_char_p
     return library
 
