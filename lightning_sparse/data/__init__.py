@@ -15,7 +15,7 @@ tokens.py      windows of token ids, and their DataModule; text.py makes the ids
 session.py     what is open between setup and teardown, and what ranks agree on before
 pipeline/      samples -> batches: sampler, loader, augmentation, DALI and torch
 cache/         the tiers of a node, and the store that reads a sample from the nearest one
-peers/         between nodes: server, client, addresses, collectives
+peers/         between nodes: server, client, addresses
 sources/       the layouts of a source, and the process that reads network storage
 folders.py     folders and files of the cache on local disk
 config.py      options of the cache, and the errors

@@ -7,6 +7,7 @@ the memory tier, and the addresses of the servers, in this order.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_sparse.agree import is_distributed, on_all, on_first
 from lightning_sparse.data.cache.counts import TierCounts, TierLog, TierSizes
 from lightning_sparse.data.cache.memory import format_for
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
@@ -27,7 +29,6 @@ from lightning_sparse.data.config import (
     check_limit,
     limited_count,
 )
-from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.peers.protocol import node_address, reachable
 from lightning_sparse.data.pipeline.batch import Pipeline
 from lightning_sparse.data.pipeline.images import choose_backend, has_dali, image_pipeline
@@ -40,7 +41,20 @@ from lightning_sparse.data.sources.listing import classes_of, has_split, keep, k
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
 from lightning_sparse.messages import log, show_log_lines
-from lightning_sparse.topology import Topology
+from lightning_sparse.topology import Topology, locate
+
+
+def find_topology(node_rank: int | None = None, local_rank: int | None = None) -> Topology:
+    """Find which ranks share a host, as disks and memory do, also where a node of the gradients has several hosts: a
+    rack, for example. A collective."""
+    if not is_distributed():
+        return Topology(((0,),), 0)
+    topology = locate(node_rank=node_rank, local_rank=local_rank)
+    names, hosts = on_all(socket.gethostname), dict[tuple[int, str], list[int]]()
+    for index, node in enumerate(topology.nodes):
+        for rank in node:
+            hosts.setdefault((index, names[rank]), []).append(rank)
+    return Topology(tuple(map(tuple, hosts.values())), topology.rank)
 
 
 def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
@@ -57,14 +71,14 @@ def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
         own.append(load_or_list(config, split))
         return own[0].identity
 
-    identity = on_rank_zero(lead)
+    identity = on_first(lead)
     found = own[0] if own else kept_manifest(config, split)
     if found is not None and found.identity != identity:
         found = None
-    if all(on_all_ranks(lambda: found is not None)):
+    if all(on_all(lambda: found is not None)):
         assert found is not None
         return found
-    sent = on_rank_zero(lambda: own[0].to_bytes())
+    sent = on_first(lambda: own[0].to_bytes())
     return found or keep(config, split, sent)
 
 
@@ -82,7 +96,7 @@ def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement)
 
     if config.format != "auto":
         return config.format
-    return "decoded" if all(each == "decoded" for each in on_all_ranks(own)) else "jpeg"
+    return "decoded" if all(each == "decoded" for each in on_all(own)) else "jpeg"
 
 
 _MAX_THREADS = 16
@@ -174,7 +188,7 @@ class Session:
     def _open_stores(self, run: bytes, stage: str) -> None:
         cache, fraction = self.options.cache, self.options.val_fraction
         if stage in ("test", "predict"):
-            if on_rank_zero(partial(has_split, cache, "test")):
+            if on_first(partial(has_split, cache, "test")):
                 self.test = self._open_evaluation("test", run)
                 return
             self.log_once("there is no test/: testing on the samples to validate on")
@@ -204,7 +218,7 @@ class Session:
         if self.train is not None:
             classes, whole = _labels_of(self.train.store.manifest)
         else:
-            classes, whole = on_rank_zero(partial(_labels_of_train, self.options.cache))
+            classes, whole = on_first(partial(_labels_of_train, self.options.cache))
         if classes or self.train is not None:
             manifest = manifest.numbered_as(classes)
         if whole is not None:
@@ -237,7 +251,7 @@ class Session:
         config = replace(wanted, format=self.formats[manifest.split])
 
         serves = serves and here.device_index == 0
-        addresses = on_all_ranks(lambda: node_address(config.peer_address) if serves else "")
+        addresses = on_all(lambda: node_address(config.peer_address) if serves else "")
 
         def endpoint() -> tuple[int, str]:
             self._stores.append(SampleStore(config, manifest, placement, run))
@@ -247,14 +261,14 @@ class Session:
             address = own if config.peer_address else reachable(own, others)
             return here.node_index, self._stores[-1].serve(address, here.world_size - here.num_devices)
 
-        endpoints = {node: each for node, each in on_all_ranks(endpoint) if each}
+        endpoints = {node: each for node, each in on_all(endpoint) if each}
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
 
     def _choose_backend(self, options: ImageOptions) -> None:
         """Choose the same backend on all ranks."""
-        everywhere = all(on_all_ranks(has_dali))
+        everywhere = all(on_all(has_dali))
         self.backend, reason = choose_backend(options.backend, self.device, has_dali=everywhere, kept=self.backend)
         self.log_once(f"backend={self.backend!r}: {reason}")
         self.options = replace(self.options, samples=replace(options, backend=self.backend))
@@ -270,7 +284,7 @@ class Session:
         """
         subset = self.train or self.val or self.test
         classes = subset.store.manifest.num_classes if subset is not None else used or 0
-        others = {rank: each for rank, each in enumerate(on_all_ranks(lambda: used)) if each not in (None, classes)}
+        others = {rank: each for rank, each in enumerate(on_all(lambda: used)) if each not in (None, classes)}
         if others:
             rank, each = next(iter(others.items()))
             raise ValueError(
@@ -376,7 +390,7 @@ class Session:
             for store in self._stores:
                 store.disk.flush()
 
-        on_all_ranks(end)
+        on_all(end)
 
     def close(self) -> None:
         """Free threads, processes and shared memory."""
@@ -441,7 +455,7 @@ def open_session(
     topology = find_topology(*position)
     session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}), backend=backend)
     try:
-        session.open(on_rank_zero(new_run), stage)
+        session.open(on_first(new_run), stage)
     except BaseException:
         session.close()
         raise

@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sparse.agree import on_all, on_first
 from lightning_sparse.data.config import check_fraction, check_limit, limited_count
 from lightning_sparse.data.corpus import Corpus, files_of, token_files
 from lightning_sparse.data.datamodule import DataModuleMixin
 from lightning_sparse.data.id_files import check_vocab_size, prepare
-from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
 from lightning_sparse.data.pipeline.batch import BatchRequest
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.prefetch import prefetch_map
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig, evaluation_batches
+from lightning_sparse.data.session import find_topology
 from lightning_sparse.data.shard_workers import Workers
 from lightning_sparse.data.shards import (
     TokenSource,
@@ -196,11 +197,11 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._average_exactly()
         self._close()
         self._topology = topology = find_topology(*self._position)
-        if len(set(on_all_ranks(lambda: tuple(path in self._sources for path in self._all_paths)))) > 1:
+        if len(set(on_all(lambda: tuple(path in self._sources for path in self._all_paths)))) > 1:
             raise ValueError(f"{', '.join(self._all_paths)}: some nodes have the files, others do not.")
         made = {path: _prepared(source, topology) for path, source in self._sources.items()}
         checksums = {path: self._checksums(path) for path in self._all_paths if path not in made}
-        fingerprints = on_all_ranks(lambda: self._open(made, checksums))
+        fingerprints = on_all(lambda: self._open(made, checksums))
         for rank, each in enumerate(fingerprints):
             for path, own, first in zip(self._all_paths, each, fingerprints[0], strict=True):
                 if own != first:
@@ -212,8 +213,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         """Return the checksums of files that are used in place. One process per host reads the files. A collective."""
         topology = self._topology
         assert topology is not None
-        on_rank_zero(lambda: log_unused_files(path))
-        of_ranks = on_all_ranks(
+        on_first(lambda: log_unused_files(path))
+        of_ranks = on_all(
             lambda: verified_in_place(files_of(path), self._cache_dir) if topology.device_index == 0 else []
         )
         return of_ranks[topology.nodes[topology.node_index][0]]
@@ -374,10 +375,10 @@ def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
     Raises:
         ValueError, DataError: on all ranks, as `TokenSource.listed` and `TokenSource.make` on one.
     """
-    shards = on_rank_zero(source.listed)
+    shards = on_first(source.listed)
     workers = Workers(source, shards if topology.device_index == 0 else [], quiet=topology.rank != 0)
     try:
-        while not all(on_all_ranks(lambda: workers.done(POLL_S))):
+        while not all(on_all(lambda: workers.done(POLL_S))):
             pass
     finally:
         workers.close()

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_sparse.agree import on_all
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.folders import file_name
-from lightning_sparse.data.peers.collectives import on_all_ranks
 from lightning_sparse.messages import log
 
 
@@ -169,14 +169,14 @@ class TierLog:
 
     def end_epoch(self, epoch: int) -> TierCounts:
         """Return what was read since the last call. A collective."""
-        total = sum(on_all_ranks(self._read), TierCounts())
+        total = sum(on_all(self._read), TierCounts())
         self.epochs[epoch] = self.epochs.get(epoch, TierCounts()) + (total - self._total)
         self._total = total
         return self.epochs[epoch]
 
     def summary(self) -> str:
         """Return a table of the samples by tier and epoch, and one line on what the tiers hold. A collective."""
-        held = on_all_ranks(self._sizes)
+        held = on_all(self._sizes)
         disks = {each.folder: each for each in held}.values()
         sizes = (
             f"  in memory: {sum(each.memory for each in held):,} samples, "
