@@ -19,8 +19,7 @@ peers/         between nodes: server, client, addresses
 sources/       the layouts of a source, and the process that reads network storage
 folders.py     folders and files of the cache on local disk
 config.py      options of the cache, and the errors
-sample.py      a sample, and the interface of what reads samples
-decode.py      the image decoder
+decode.py      a sample, the interface of what reads samples, and the image decoder
 rng.py         counter-based random numbers, of which all of this is drawn
 ============== ===========================================================================
 

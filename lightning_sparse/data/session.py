@@ -29,14 +29,13 @@ from lightning_sparse.data.config import (
     check_limit,
     limited_count,
 )
+from lightning_sparse.data.decode import Format
 from lightning_sparse.data.peers.protocol import node_address, reachable
-from lightning_sparse.data.pipeline.batch import Pipeline
-from lightning_sparse.data.pipeline.images import choose_backend, has_dali, image_pipeline
-from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
+from lightning_sparse.data.pipeline.images import TorchPipeline, choose_backend, has_dali
+from lightning_sparse.data.pipeline.loader import EvalLoader, Pipeline, TrainLoader
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches, repeated
 from lightning_sparse.data.pipeline.workers import WorkerPipeline
 from lightning_sparse.data.rng import bits, shuffled
-from lightning_sparse.data.sample import Format
 from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
@@ -414,16 +413,24 @@ class Session:
             share = len(os.sched_getaffinity(0)) // self.topology.num_devices - 1  # of the CPU cores; one for training
             cores = max(1, min(_MAX_THREADS, share))
             options = self.options.samples
-            if isinstance(options, ImageOptions):
-                batch, threads, about = (
-                    max(2, self.options.batch_size),
-                    options.threads or cores,
-                    "",
-                )  # 2: in an evaluation
-                made: Pipeline = image_pipeline(store, options, batch_size=batch, threads=threads, device=self.device)
+            made: Pipeline
+            about, pin = "", self.device.type == "cuda"
+            if isinstance(options, ImageOptions) and options.backend == "dali":
+                from lightning_sparse.data.pipeline.dali import DaliPipeline
+
+                made = DaliPipeline(
+                    store,
+                    options,
+                    batch_size=max(2, self.options.batch_size),  # 2: in an evaluation
+                    threads=options.threads or cores,
+                    device=self.device.index if pin else None,
+                )
+            elif isinstance(options, ImageOptions):
+                device = self.device if pin and self.device.index is not None else None
+                made = TorchPipeline(store, options, threads=options.threads or cores, device=device)
             else:
                 workers = cores if options.workers is None else options.workers
-                made = WorkerPipeline(store, options, workers=workers, pin=self.device.type == "cuda")
+                made = WorkerPipeline(store, options, workers=workers, pin=pin)
                 about = f"; {workers} process(es) a rank make batches of them"
             if not self._pipelines:
                 self.log_once(f"samples in memory as {'files' if store.format == 'bytes' else store.format}{about}")

@@ -23,9 +23,7 @@ from lightning_sparse.data.config import check_fraction, check_limit, limited_co
 from lightning_sparse.data.corpus import Corpus, files_of, token_files
 from lightning_sparse.data.datamodule import DataModuleMixin
 from lightning_sparse.data.id_files import check_vocab_size, prepare
-from lightning_sparse.data.pipeline.batch import BatchRequest
-from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.prefetch import prefetch_map
+from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, prefetch_map
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.session import find_topology
 from lightning_sparse.data.shard_workers import Workers

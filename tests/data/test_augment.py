@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse.data.config import ImageOptions
-from lightning_sparse.data.pipeline.batch import centre_crops, random_crops
+from lightning_sparse.data.pipeline.images import centre_crops, random_crops
 
 PLAIN = ImageOptions()
 

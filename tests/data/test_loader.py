@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_sparse.data.config import ImageSizes
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest
-from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
+from lightning_sparse.data.pipeline.images import Batch
+from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Sampler, SamplerConfig
 
 CONFIG = SamplerConfig(batch_size=4)

@@ -41,8 +41,8 @@ from weakref import WeakValueDictionary
 
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.config import DataError, no_address_space
+from lightning_sparse.data.decode import DIGEST_BYTES, FileKey
 from lightning_sparse.data.folders import private_folder
-from lightning_sparse.data.sample import DIGEST_BYTES, FileKey
 
 if TYPE_CHECKING:
     import lmdb

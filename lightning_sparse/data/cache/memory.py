@@ -35,8 +35,8 @@ from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.segment import Segment
 from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.decode import Format, View
 from lightning_sparse.data.folders import file_name, source_name
-from lightning_sparse.data.sample import Format, View
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.messages import log
 

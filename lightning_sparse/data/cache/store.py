@@ -32,12 +32,12 @@ from lightning_sparse.data.cache.counts import Counter, TierCounts, TierSizes, r
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, corrupt_file
 from lightning_sparse.data.cache.memory import open_memory
 from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
+from lightning_sparse.data.decode import EXIT_PRIORITY, FileKey, Format, Sample, View
 from lightning_sparse.data.folders import cache_folder, file_name, locked, usable
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.protocol import allow_connections, node_address
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sample import EXIT_PRIORITY, FileKey, Format, Sample, View
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
 

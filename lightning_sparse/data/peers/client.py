@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lightning_sparse.data.decode import Format, View
 from lightning_sparse.data.peers.protocol import Keys
-from lightning_sparse.data.sample import Format, View
 
 if TYPE_CHECKING:
     import zmq

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from lightning_sparse.data.config import CorruptSampleError, DataError
+from lightning_sparse.data.decode import Sample, SampleReader
 from lightning_sparse.data.peers.protocol import Keys, allow_connections
-from lightning_sparse.data.sample import Sample, SampleReader
 
 THREADS = 4
 MAX_REQUEST_BYTES = 1 << 16

@@ -28,10 +28,9 @@ from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.config import ImageOptions
-from lightning_sparse.data.decode import decode, orientation
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, prepare
-from lightning_sparse.data.pipeline.prefetch import prefetch_map
-from lightning_sparse.data.sample import SampleReader
+from lightning_sparse.data.decode import SampleReader, decode, orientation
+from lightning_sparse.data.pipeline.images import Batch, PreparedBatch, prepare
+from lightning_sparse.data.pipeline.loader import BatchRequest, prefetch_map
 
 _SCAN, _APP1 = 0xDA, 0xE1  # markers of JPEG
 _FRAMES = {0xC0, 0xC1, 0xC2}  # Huffman codes: sequential or progressive

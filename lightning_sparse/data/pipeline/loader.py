@@ -8,22 +8,73 @@ They are plain iterables, not DataLoaders, so Lightning neither replaces nor add
 - state_dict() and load_state_dict(): saved with the loops, loaded before the first batch of a resumed epoch.
 """
 
+import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_sparse.data.config import ImageSizes
-from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline
+from lightning_sparse.data.decode import EXIT_PRIORITY
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
 from lightning_sparse.messages import log
 
 Share = Callable[[list[int], int], Iterator[int]]
 """Given all samples of an epoch in order, and how many all epochs before have: yields those of this rank."""
+
+
+class BatchRequest(NamedTuple):
+    """A batch of a rank.
+
+    Attributes:
+        indices: indices of the samples in the manifest [B].
+        epoch: number of the epoch, for random transforms.
+        size: height and width of the images in the batch; 0 for other samples.
+        train: random transforms if True.
+    """
+
+    indices: NDArray[np.int64]
+    epoch: int
+    size: int
+    train: bool
+
+
+class Pipeline(Protocol):
+    """Makes batches of requests, in order and ahead of time.
+
+    Attributes:
+        ahead: requests that it takes, at most, before it yields the batch of the first of them.
+    """
+
+    ahead: int
+
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Any, None, None]:
+        """Yield batches; of images: float32 [B, 3, size, size] and labels int64 [B].
+
+        Work starts with the first next() and stops when the generator is closed.
+        """
+
+    def close(self) -> None:
+        """Free threads and memory. Open iterators end."""
+
+
+def label_tensor(labels: Sequence[Any]) -> Tensor:
+    """Return labels as they come from a store: int64, or float32 if one of them is not whole, [B] or [B, L]."""
+    tensor = torch.from_numpy(np.array(labels))
+    if tensor.ndim == 2 and tensor.shape[1] == 1:
+        tensor = tensor[:, 0]
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class _Loader:
@@ -196,3 +247,109 @@ class EvalLoader(_Loader):
     def _requests(self) -> Iterator[BatchRequest]:
         for indices in self._indices:
             yield BatchRequest(indices, 0, self._size, False)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+CLOSE_S = 1.0  # a generator that is closed waits this long for the current items
+EXIT_S = 10.0  # a program that ends, which would abort otherwise
+
+
+def prefetch(items: Iterable[T], depth: int, name: str) -> Generator[T, None, None]:
+    """Yield `items` in order, prefetching up to `depth` of them in a thread. As `prefetch_map`."""
+    return prefetch_map(lambda item: item, items, depth, name)
+
+
+def prefetch_map(
+    make: Callable[[T], R], items: Iterable[T], depth: int, name: str, threads: int = 1
+) -> Generator[R, None, None]:
+    """Yield ``make(item)`` in the order of `items`, made ahead of time. Exceptions are raised in order, too.
+
+    Threads start with the first next(). Closing the generator stops them after their current items, and closes `items`
+    if that is a generator. Ctrl-C does not wait for the current items.
+
+    Args:
+        depth: results that are made, or being made, and not yielded yet.
+        threads: number of items that are made at the same time.
+    """
+    ahead = _Ahead(make, items, depth, threads)
+    workers = [
+        threading.Thread(target=ahead.work, name=f"lightning_sparse {name}", daemon=True) for _ in range(threads)
+    ]
+    for each in workers:
+        each.start()
+        Finalize(each, _end, (ahead.stop, weakref.ref(each)), exitpriority=EXIT_PRIORITY)
+    patience = CLOSE_S
+    try:
+        while (result := ahead.results.get()) is not None:
+            made = result.result()
+            ahead.free.release()
+            yield made
+    except KeyboardInterrupt:
+        patience = 0.0
+        raise
+    finally:
+        ahead.stop()
+        end = time.monotonic() + patience
+        for each in set(workers) - {threading.current_thread()}:  # where garbage is collected in one of them
+            each.join(max(0.0, end - time.monotonic()))
+
+
+class _Ahead(Generic[T, R]):
+    """What the threads of a generator share.
+
+    Attributes:
+        results: in the order of the items; None at their end.
+        free: results that may be made.
+    """
+
+    def __init__(self, make: Callable[[T], R], items: Iterable[T], depth: int, threads: int) -> None:
+        self._make, self._items, self._iterator, self._threads = make, items, iter(items), threads
+        self._turn = threading.Lock()  # items are taken by one thread at a time
+        self._stopped = threading.Event()
+        self.results: SimpleQueue[Future[R] | None] = SimpleQueue()
+        self.free = threading.Semaphore(depth)
+
+    def work(self) -> None:
+        """Take items and make results of them, until there are none, or `stop`."""
+        while (taken := self._take()) is not None:
+            item, result = taken
+            try:
+                result.set_result(self._make(item))
+            except BaseException as error:  # raised in the consumer
+                result.set_exception(error)
+            del taken, item, result  # while waiting for the next one
+
+    def _take(self) -> tuple[T, Future[R]] | None:
+        """Return the next item, and where its result goes; None if there is none."""
+        self.free.acquire()
+        result: Future[R] = Future()
+        with self._turn:
+            if self._stopped.is_set():
+                if isinstance(self._items, Generator):
+                    self._items.close()
+                return None
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                self.results.put(None)
+            except BaseException as error:
+                result.set_exception(error)
+                self.results.put(result)
+            else:
+                self.results.put(result)
+                return item, result
+            self.stop()
+        return None
+
+    def stop(self) -> None:
+        """End the threads after their current items."""
+        self._stopped.set()
+        self.free.release(self._threads)
+
+
+def _end(stop: Callable[[], None], thread: "weakref.ref[threading.Thread]") -> None:
+    """Called when the program ends; or when the thread is collected, which has ended then."""
+    if (alive := thread()) is not None:
+        stop()
+        alive.join(EXIT_S)

@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_sparse.data.config import DataError, SampleOptions
-from lightning_sparse.data.pipeline.batch import BatchRequest, label_tensor
-from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.decode import EXIT_PRIORITY, ReplacingReader, Sample
+from lightning_sparse.data.pipeline.loader import BatchRequest, label_tensor, prefetch
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sample import EXIT_PRIORITY, ReplacingReader, Sample
 from lightning_sparse.messages import log
 
 _SEED_OFFSET = 0x5EED_0F_5A39  # so that transforms and the order of samples are independent

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.sample import FileKey
+from lightning_sparse.data.decode import FileKey
 
 _MAGIC = b"lightning_sparse manifest 4 "
 _ALIGN = 64
