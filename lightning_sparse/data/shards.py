@@ -30,7 +30,6 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.encoders import Tokenizer, tokenizer_of
 from lightning_sparse.data.folders import (
     NETWORK_FILE_SYSTEMS,
     cache_folder,
@@ -42,10 +41,17 @@ from lightning_sparse.data.folders import (
     usable,
     write_private,
 )
-from lightning_sparse.data.id_files import IdWriter, TokenFile, VocabularyError, id_writer, verified_checksums
+from lightning_sparse.data.id_files import (
+    IdWriter,
+    TokenFile,
+    VocabularyError,
+    id_writer,
+    token_files,
+    verified_checksums,
+)
 from lightning_sparse.data.sources.storage import CHECK_S, Entry, MissingFolderError, Storage, Unreadable
 from lightning_sparse.data.sources.storage_reader import LocalStorage, is_visible
-from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, documents, text_suffix
+from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, Tokenizer, documents, text_suffix, tokenizer_of
 from lightning_sparse.messages import log, log_ignored
 
 PART = 1 << 24  # bytes of a request
@@ -435,6 +441,47 @@ def is_used_in_place(path: str) -> bool:
     names = [each for each, *_ in local_files(here)] if here.is_dir() else [here.name]
     kinds = {id_suffix(each) or text_suffix(each) for each in names} - {""}
     return kinds == {".bin"}
+
+
+def files_of(path: str | Path) -> list[TokenFile]:
+    """Return the file at `path`, or all ``.bin`` below that folder, in the order of their paths.
+
+    Raises:
+        ValueError: if there is no file, a shard is of another kind, a file does not match its JSON, or the files have
+            different vocabularies.
+    """
+    path = Path(path)
+    if path.is_file() and (id_suffix(path.name) or text_suffix(path.name)) not in ("", ".bin"):
+        raise ValueError(
+            f"{path} cannot be used in place as .bin files are: give cache_dir, a local folder for its ids."
+        )
+    paths = _bins_below(path) if path.is_dir() else [path]
+    for each in paths:
+        if each.is_symlink() and not each.exists():
+            raise ValueError(
+                f"{each} is a link to {os.readlink(each)}, which does not exist: repair or remove the link."
+            )
+    if not paths or not paths[0].exists():
+        raise ValueError(
+            f"{path} is neither a file of token ids nor a folder with *.bin files. Write one with `lightning-sparse "
+            "tokens` or `lightning_sparse.data.tokens.prepare`; or give cache_dir, a local folder, to use text or "
+            "network storage."
+        )
+    return token_files(paths)
+
+
+def _bins_below(folder: Path) -> list[Path]:
+    files = local_files(folder)
+    if not any(id_suffix(name) for name, *_ in files):
+        return []
+    shards, _ = shards_of(str(folder), files)
+    for each in shards:
+        if id_suffix(each.path) != ".bin":
+            raise ValueError(
+                f"{folder} has {each.path}, which cannot be used in place, because it is not a .bin file: give "
+                "cache_dir, a local folder for its ids, or remove the file."
+            )
+    return [folder / each.path for each in shards]
 
 
 def log_unused_files(path: str) -> None:

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from lightning_sparse.agree import on_all, on_first
 from lightning_sparse.data.config import check_fraction, check_limit, limited_count
-from lightning_sparse.data.corpus import Corpus, files_of, token_files
 from lightning_sparse.data.datamodule import DataModuleMixin
-from lightning_sparse.data.id_files import check_vocab_size, prepare
+from lightning_sparse.data.id_files import Corpus, check_vocab_size, prepare, token_files
 from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, prefetch_map
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.session import find_topology
@@ -30,6 +29,7 @@ from lightning_sparse.data.shard_workers import Workers
 from lightning_sparse.data.shards import (
     TokenSource,
     check_cache_dir,
+    files_of,
     is_used_in_place,
     log_unused_files,
     verified_in_place,

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.corpus import Corpus, Spans
+from lightning_sparse.data.id_files import Corpus, Spans
 from lightning_sparse.data.rng import shuffled
 
 _MIXTURE, _LIMIT, _HELD_OUT = 4, 5, 6  # numbers of random streams; `sampler.py` uses others

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_sparse.data import encoders
-from lightning_sparse.data.encoders import Tokenizer, encode_in_blocks, tokenizer_of
+from lightning_sparse.data.text import Tokenizer, encode_in_blocks, tokenizer_of
 
 tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
 END = "<|endoftext|>"

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lightning_sparse.data.corpus import Corpus
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 from lightning_sparse.data.tokens import files_of
 from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, TokenStream, Windows, split
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.small import corpus_of
 
 CORPORA = int(os.environ.get("TOKEN_CORPORA", "60"))
 FIRST = int(os.environ.get("TOKEN_CORPORA_SEED", "0"))
@@ -119,9 +119,9 @@ def stream_of(folder: Path, context: int, mode: Documents) -> TokenStream | None
         max(map(len, documents_of(files)), default=0) > 1 if mode == "packed" else sum(map(len, files)) > context
     )
     if is_enough:
-        return kind(Corpus.of(folder), context, mode)
+        return kind(corpus_of(folder), context, mode)
     with pytest.raises(ValueError, match="needs|no document of two tokens"):
-        kind(Corpus.of(folder), context, mode)
+        kind(corpus_of(folder), context, mode)
     return None
 
 
