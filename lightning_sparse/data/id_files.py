@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.text import BYTES
+from lightning_sparse.options import whole
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _KEPT_OPEN = 256  # files; others are opened for each read, because open files are limited
@@ -91,8 +92,7 @@ class TokenFile:
 
 def check_vocab_size(size: int) -> None:
     """Raise ValueError if a file cannot store ids of a vocabulary of this size."""
-    if not 1 <= size <= 2**32:
-        raise ValueError(f"vocab_size={size} must be between 1 and 2**32: it is the number of ids.")
+    whole({"vocab_size": size}, "vocab_size", low=1, high=2**32, hint="it is the number of ids")
 
 
 def _whole(name: str, value: object) -> int:

@@ -23,14 +23,14 @@ from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, o
 from lightning_sparse.data.config import (
     CacheConfig,
     ImageOptions,
-    ImageSizes,
     SampleOptions,
+    check_batch_size,
     check_fraction,
     check_limit,
     limited_count,
 )
 from lightning_sparse.data.decode import Format
-from lightning_sparse.data.peers.protocol import node_address, reachable
+from lightning_sparse.data.peers import node_address, reachable
 from lightning_sparse.data.pipeline.images import TorchPipeline, choose_backend, has_dali
 from lightning_sparse.data.pipeline.loader import EvalLoader, Pipeline, TrainLoader
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches, repeated
@@ -128,10 +128,10 @@ class DataOptions:
     limit: int | float | None = None
 
     def __post_init__(self) -> None:
-        SamplerConfig(batch_size=self.batch_size)
+        check_batch_size(self)
         check_limit(self.limit)
-        check_fraction(self.val_fraction)
-        largest = 0 if self.sizes is None else self.sizes.largest
+        check_fraction(self)
+        largest = max(self.sizes.values()) if self.sizes else 0
         if self.cache.short_side < largest:
             raise ValueError(
                 f"short_side={self.cache.short_side} is less than the largest image_size, {largest}: cached images "
@@ -139,8 +139,8 @@ class DataOptions:
             )
 
     @property
-    def sizes(self) -> ImageSizes | None:
-        """Of images, by epoch."""
+    def sizes(self) -> dict[int, int] | None:
+        """Of images, by first epoch."""
         return self.samples.sizes if isinstance(self.samples, ImageOptions) else None
 
 
@@ -348,7 +348,7 @@ class Session:
         loader = EvalLoader(
             batches,
             self._pipeline(split, subset.store),
-            size=0 if sizes is None else sizes.largest,
+            size=max(sizes.values()) if sizes else 0,
             with_indices=self.options.with_indices,
         )
         self._loaders[split] = loader

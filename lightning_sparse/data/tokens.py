@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.agree import on_all, on_first
-from lightning_sparse.data.config import check_fraction, check_limit, limited_count
+from lightning_sparse.data.config import check_batch_size, check_fraction, check_limit, limited_count
 from lightning_sparse.data.datamodule import DataModuleMixin
 from lightning_sparse.data.id_files import Corpus, check_vocab_size, prepare, token_files
 from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, prefetch_map
@@ -46,6 +46,7 @@ from lightning_sparse.data.windows import (
     split,
 )
 from lightning_sparse.messages import described, log, show_log_lines
+from lightning_sparse.options import one_of, whole
 from lightning_sparse.topology import Topology
 
 __all__ = ["TokenDataModuleMixin", "TokenStream", "cu_seqlens", "document_mask", "files_of", "prepare"]
@@ -146,8 +147,15 @@ class TokenDataModuleMixin(DataModuleMixin):
         on_corrupt: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__()
-        SamplerConfig(batch_size=batch_size)
-        _check_options(context, val, val_fraction, vocab_size, documents)
+        options = {"batch_size": batch_size, "context": context, "val_fraction": val_fraction, "documents": documents}
+        check_batch_size(options)
+        whole(options, "context", low=1, hint="it is the number of tokens of a sample")
+        check_fraction(options)
+        one_of(options, "documents", DOCUMENTS)
+        if val is not None and val_fraction is not None:
+            raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
+        if vocab_size is not None:
+            check_vocab_size(vocab_size)
         check_limit(limit)
         self._weights = _weights_of(train)
         self._documents, self._limit = documents, limit
@@ -157,8 +165,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._cache_dir = cache_dir
         self._sources: dict[str, TokenSource] = {}  # by path
         if cache_dir is not None:
-            options = {"storage_timeout": storage_timeout, "on_corrupt": on_corrupt}
-            self._sources = _sources(self._all_paths, cache_dir, tokenizer, vocab_size, storage_options, options)
+            reading = {"storage_timeout": storage_timeout, "on_corrupt": on_corrupt}
+            self._sources = _sources(self._all_paths, cache_dir, tokenizer, vocab_size, storage_options, reading)
         self._vocab_size = self._vocabulary_in_place(vocab_size)
         self._topology: Topology | None = None
         self._streams: dict[str, Windows] = {}
@@ -381,21 +389,6 @@ def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
     finally:
         workers.close()
     return [source.file(each) for each in shards]
-
-
-def _check_options(
-    context: int, val: object, val_fraction: float | None, vocab_size: int | None, documents: str
-) -> None:
-    """Raise ValueError if an option of `TokenDataModuleMixin` is out of range."""
-    if context < 1:
-        raise ValueError(f"context={context} must be at least 1: it is the number of tokens of a sample.")
-    check_fraction(val_fraction)
-    if val is not None and val_fraction is not None:
-        raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
-    if vocab_size is not None:
-        check_vocab_size(vocab_size)
-    if documents not in DOCUMENTS:
-        raise ValueError(f"documents={documents!r}: choose one of {', '.join(DOCUMENTS)}.")
 
 
 def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:

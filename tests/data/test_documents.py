@@ -74,7 +74,7 @@ def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> N
             ValueError, match=rf'documents={documents!r} needs the same id .* has end=None: write "end": ID into'
         ):
             windows(counted(tmp_path / "0.bin", 20), documents)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="documents='whole': choose one of joined, separate, packed"):
+    with pytest.raises(ValueError, match="documents='whole' must be one of 'joined', 'separate', 'packed'"):
         TokenDataModule(tmp_path / "0.bin", documents="whole")  # type: ignore[arg-type]
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="end=256 must be an id of the vocabulary"):

@@ -240,7 +240,7 @@ def test_ownership_follows_the_seed_and_mixes_classes() -> None:
         ("source", "", "give the folder"),
         ("memory_gb", -1.0, "size in GB"),
         ("disk_gb", float("nan"), "size in GB"),
-        ("format", "png", "choose one of auto, jpeg, decoded"),
+        ("format", "png", "must be one of 'auto', 'jpeg', 'decoded'"),
         ("shuffle", "some", "local, global"),
         ("on_corrupt", "ignore", "raise, skip"),
         ("short_side", 0, "pixels"),

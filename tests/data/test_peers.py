@@ -20,12 +20,11 @@ import numpy as np
 import pytest
 import zmq
 
+from lightning_sparse.data import peers as interface
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
 from lightning_sparse.data.decode import Format
-from lightning_sparse.data.peers import client
-from lightning_sparse.data.peers import protocol as interface
-from lightning_sparse.data.peers.protocol import RESERVE, Keys, allow_connections
+from lightning_sparse.data.peers import RESERVE, Keys, allow_connections, client
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import make_folder
 

@@ -117,7 +117,7 @@ def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Pa
         prepare([tmp_path / "empty.txt"], out, lambda text: [3, 4], 4)
     with pytest.raises(ValueError, match=r"1 text file\(s\) contain no tokens"):
         prepare([tmp_path / "empty.txt"], out)
-    with pytest.raises(ValueError, match="vocab_size=0 must be between 1"):
+    with pytest.raises(ValueError, match="vocab_size=0 must be"):
         prepare(texts, out, vocab_size=0)
     assert not list(tmp_path.glob("out*"))
 
@@ -141,9 +141,9 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_no
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"context": 0}, "context=0 must be at least 1"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"val_fraction": 1.5}, "val_fraction=1.5 must be between 0 and 1"),
+        ({"context": 0}, "context=0 must be"),
+        ({"batch_size": 0}, "batch_size=0 must be"),
+        ({"val_fraction": 1.5}, "val_fraction=1.5 must be"),
         ({"val_fraction": 0.5, "val": "x.bin"}, "exclude each other"),
     ],
 )

@@ -34,8 +34,8 @@ from lightning_sparse.data.cache.memory import open_memory
 from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
 from lightning_sparse.data.decode import EXIT_PRIORITY, FileKey, Format, Sample, View
 from lightning_sparse.data.folders import cache_folder, file_name, locked, usable
+from lightning_sparse.data.peers import allow_connections, node_address
 from lightning_sparse.data.peers.client import PeerClient
-from lightning_sparse.data.peers.protocol import allow_connections, node_address
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.rng import bits
 from lightning_sparse.data.sources.manifest import Manifest

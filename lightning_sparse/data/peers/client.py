@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_sparse.data.decode import Format, View
-from lightning_sparse.data.peers.protocol import Keys
+from lightning_sparse.data.peers import Keys
 
 if TYPE_CHECKING:
     import zmq

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_sparse.data.config import CorruptSampleError, DataError
 from lightning_sparse.data.decode import Sample, SampleReader
-from lightning_sparse.data.peers.protocol import Keys, allow_connections
+from lightning_sparse.data.peers import Keys, allow_connections
 
 THREADS = 4
 MAX_REQUEST_BYTES = 1 << 16

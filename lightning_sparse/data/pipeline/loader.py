@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.data.config import ImageSizes
+from lightning_sparse.data.config import size_at
 from lightning_sparse.data.decode import EXIT_PRIORITY
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
 from lightning_sparse.messages import log
@@ -137,7 +137,7 @@ class TrainLoader(_Loader):
         pipeline: Pipeline,
         *,
         rank: tuple[int, int] = (0, 0),
-        sizes: ImageSizes | None = None,
+        sizes: dict[int, int] | None = None,
         fingerprint: str = "",
         fixed: bool = False,
         on_epoch: Callable[[int], None] = lambda epoch: None,
@@ -184,7 +184,7 @@ class TrainLoader(_Loader):
     def _dealt(self, share: Share) -> Iterator[BatchRequest]:
         epoch = self._epoch
         (shard,) = self._sampler.epoch(0 if self._fixed else epoch).shards  # of one node
-        size = 0 if self._sizes is None else self._sizes.at(epoch)
+        size = size_at(self._sizes, epoch)
         drawn = share(shard.order.tolist(), epoch * len(shard.order))
         while len(batch := list(islice(drawn, self.batch_size))) == self.batch_size:
             yield BatchRequest(np.array(batch), epoch, size, True)
@@ -197,7 +197,7 @@ class TrainLoader(_Loader):
             self._before, self._done = (), 0
         self._resumes = False
         epoch = self._epoch
-        size = 0 if self._sizes is None else self._sizes.at(epoch)
+        size = size_at(self._sizes, epoch)
         plan = self._sampler.epoch(0 if self._fixed else epoch, self._before)
         steps = range(self._done, plan.steps)
         return (BatchRequest(plan.batch(step, *self._rank), epoch, size, True) for step in steps)

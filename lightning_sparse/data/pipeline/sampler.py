@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_sparse.data.config import Shuffle
+from lightning_sparse.data.config import Shuffle, check_batch_size
 from lightning_sparse.data.rng import shuffled
 
 Indices = NDArray[np.int64]
@@ -60,10 +60,7 @@ class SamplerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(
-                f"batch_size={self.batch_size!r} must be at least 1: it is the number of samples per device and step."
-            )
+        check_batch_size(self)
 
     @property
     def num_nodes(self) -> int:
