@@ -8,8 +8,7 @@
             <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
             shards.json                      the list of the shards, for when storage does not answer
 
-Each file gets its name when it is complete. So after a killed run, the next run continues with the missing shards. This
-module does not import torch, so that the processes of `shard_workers` start fast.
+Each file gets its name when it is complete. So after a killed run, the next run continues with the missing shards.
 """
 
 from __future__ import annotations
@@ -20,15 +19,19 @@ import io
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing.connection import Connection, wait
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
+from tqdm import tqdm
 
+from lightning_sparse.data.child import Child, end_with_parent
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.folders import (
     NETWORK_FILE_SYSTEMS,
@@ -508,3 +511,97 @@ def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list
         if not found.keys() <= known.keys() and os.access(record.parent, os.W_OK):
             write_private(record, json.dumps(known | found).encode())
     return [*found.values()]
+
+
+MAX_WORKERS = 16
+
+
+class Workers:
+    """Processes that write missing shards to the cache. The first call of `done` starts them.
+
+    Args:
+        quiet: show no progress bar.
+    """
+
+    def __init__(self, source: TokenSource, shards: Sequence[Shard], *, quiet: bool = False) -> None:
+        self._source, self._shards, self._quiet = source, shards, quiet
+        self._running: dict[Connection, Child] = {}
+        self._bar: tqdm[None] | None = None
+        self._left_out = LeftOut()
+
+    def done(self, patience_s: float) -> bool:
+        """Wait up to `patience_s`, then return whether the cache has all shards.
+
+        Raises:
+            ValueError, DataError: as `TokenSource.make` in one of the processes.
+        """
+        if self._bar is None:
+            self._start()
+        end = time.monotonic() + patience_s
+        while self._running and (left := end - time.monotonic()) > 0:
+            for connection in wait([*self._running], left):
+                self._receive(cast(Connection, connection))
+        return not self._running
+
+    def _start(self) -> None:
+        missing = sorted((each for each in self._shards if not self._source.is_kept(each)), key=lambda each: -each.size)
+        total, name = sum(each.size for each in missing), f"tokens of {self._source.config.source}"
+        hidden = self._quiet or not missing
+        if missing:
+            self._source.create_folder()
+        self._bar = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=hidden)
+        count = min(len(missing), len(os.sched_getaffinity(0)), MAX_WORKERS)
+        source = replace(self._source)  # a copy without the tokenizer, which starts threads
+        for number in range(count):
+            child = Child(f"{__name__}:make_shards", own_session=False)
+            self._running[child.connection] = child
+            child.connection.send((source, missing[number::count]))
+
+    def _receive(self, connection: Connection) -> None:
+        assert self._bar is not None
+        try:
+            kind, value = connection.recv()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                f"a process that tokenizes {self._source.config.source} ended early, probably because memory "
+                "ran out: start again with fewer cores or smaller documents."
+            ) from error
+        if kind == "read":
+            self._bar.update(value)
+        elif kind == "error":
+            raise value
+        else:
+            self._left_out = LeftOut(*(own + more for own, more in zip(self._left_out, value, strict=True)))
+            self._running.pop(connection).process.wait()
+            connection.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection, child in self._running.items():
+            child.end(0)
+            connection.close()
+        self._running = {}
+        if self._bar is not None:
+            self._bar.close()
+        (empty, corrupt), source = self._left_out, self._source.config.source
+        if self._quiet:
+            return
+        if empty:
+            log.info("%s: skipped %s empty document(s)", source, f"{empty:,}")
+        if corrupt:
+            log.warning("%s: skipped %s corrupt document(s): %s", source, f"{len(corrupt):,}", some(corrupt))
+
+
+def make_shards(connection: Connection) -> None:
+    """What a process does: write shards to the cache."""
+    source, shards = connection.recv()
+    end_with_parent(connection)
+    try:
+        with Storage(source.config) as storage:
+            made = [source.make(each, storage, lambda size: connection.send(("read", size))) for each in shards]
+        empty, corrupt = zip(*made, strict=True)
+        connection.send(("end", LeftOut(sum(empty), sum(corrupt, ()))))
+    except Exception as error:
+        message = str(error) if isinstance(error, (ValueError, DataError)) else f"{type(error).__name__}: {error}"
+        connection.send(("error", ValueError(message) if isinstance(error, ValueError) else DataError(message)))
+    os._exit(0)  # does not wait for the thread, which still reads

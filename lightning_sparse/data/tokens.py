@@ -25,9 +25,9 @@ from lightning_sparse.data.id_files import Corpus, check_vocab_size, prepare, to
 from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, prefetch_map
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.session import find_topology
-from lightning_sparse.data.shard_workers import Workers
 from lightning_sparse.data.shards import (
     TokenSource,
+    Workers,
     check_cache_dir,
     files_of,
     is_used_in_place,

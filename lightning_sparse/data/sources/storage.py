@@ -8,13 +8,9 @@ permission) are returned at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from lightning_sparse.data.child import END_S, Child
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources.storage_reader import Answer, Member
 from lightning_sparse.messages import log
@@ -356,49 +352,37 @@ class Storage:
         log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
 
 
-END_S = 0.5  # for the end of a reader; one that hangs in the kernel is left to it
 _READER = Path(__file__).with_name("storage_reader.py")
-
-
-class _Owner(Protocol):
-    def on_answers(self, answers: Sequence[Answer]) -> None: ...
 
 
 class ReaderProcess:
     """The reader process, and the thread that listens to it."""
 
-    def __init__(self, source: str, readers: int, owner: _Owner) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
-        # in a session of its own: Ctrl-C goes to the trainer, and the reader ends when the socket closes
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
+    def __init__(self, source: str, readers: int, owner: Storage) -> None:
+        self._child = Child(_READER, str(readers), source)
         self._sending = threading.Lock()
         self._owner = weakref.ref(owner)  # the thread must not keep the Storage alive
         self.alive = True
-        self._stop = weakref.finalize(owner, _stop, self._process, self._connection, os.getpid())
+        self._end = weakref.finalize(owner, self._child.end, END_S)
         threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Send the options; after that, lists of requests."""
         try:
             with self._sending:
-                self._connection.send_bytes(pickle.dumps(message))
+                self._child.connection.send_bytes(pickle.dumps(message))
         except OSError:
             self.alive = False  # a waiting thread restarts it
 
     def abandon(self) -> None:
         """Kill the process without waiting for its end: it may hang in the kernel."""
         self.alive = False
-        self._stop()
+        self._end()
 
     def _listen(self) -> None:
         while True:
             try:
-                message = self._connection.recv_bytes()
+                message = self._child.connection.recv_bytes()
             except (EOFError, OSError):
                 break
             owner = self._owner()
@@ -406,25 +390,5 @@ class ReaderProcess:
                 break
             owner.on_answers(pickle.loads(message))
             del owner, message  # both may be large
-        self._connection.close()
+        self._child.connection.close()
         self.alive = False
-
-
-def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # this is a forked copy; the process belongs to the parent
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.shutdown(socket.SHUT_RDWR)  # ends the process, and the thread that listens, which closes the connection
-    if _ended(process):
-        return
-    process.kill()
-    if not _ended(process):
-        process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for
-
-
-def _ended(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(timeout=END_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
