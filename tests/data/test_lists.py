@@ -73,7 +73,7 @@ def test_labels_are_names_or_numbers(
     config = config_of(folder)
     assert (manifest.classes, manifest.num_classes) == (classes, count)
     assert classes_of(config, "train") == (classes, count)
-    again = Manifest.from_bytes(manifest.to_bytes())
+    again = Manifest.load(manifest.to_bytes())
     assert (again.fingerprint, again.labels.tolist(), again.labels.dtype) == (
         manifest.fingerprint,
         labels,

@@ -183,7 +183,7 @@ def test_a_manifest_cannot_lead_outside_the_source(path: str) -> None:
 def test_a_manifest_survives_its_travels() -> None:
     manifest = manifest_of("train/c/ä.jpg", "train/c/\udcff.jpg", "")
     manifest = replace(manifest, folders=Paths.of(["train/c"]), folder_stamps=np.array([7]))
-    for copy in (Manifest.from_bytes(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
+    for copy in (Manifest.load(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
         assert list(copy.paths) == [copy.paths[i] for i in range(3)] == ["train/c/ä.jpg", "train/c/\udcff.jpg", ""]
         assert copy.fingerprint == manifest.fingerprint
         assert (copy.paths[-1], list(copy.paths)[1:]) == ("", ["train/c/\udcff.jpg", ""])

@@ -200,29 +200,24 @@ class Layout(ABC):
         """
 
 
-def manifest_of_files(
-    source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...], **more: Any
+def build_manifest(
+    source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...], **others: Any
 ) -> Manifest:
-    """Return the manifest of samples that are files. more: other fields of `Manifest`."""
+    """Return the manifest of samples that are files.
+
+    Args:
+        others: Other fields of `Manifest`. For samples in shards, also those that are not of the listed files.
+    """
     sizes, mtimes, tags = (np.array([each[column] for each in listed.files], np.int64) for column in (1, 2, 3))
-    return Manifest(
-        split,
-        source_name(source),
-        classes,
-        [path for path, *_ in listed.files],
-        labels,
-        sizes,
-        mtimes,
-        tags=tags,
-        **folder_stamps(listed.folders),
-        **more,
-    )
-
-
-def folder_stamps(folders: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """Return the fields of `Manifest` that show whether folders have changed."""
-    stamps = np.array([stamp for _, stamp in folders], np.int64)
-    return {"folders": Paths.of([path for path, _ in folders]), "folder_stamps": stamps}
+    values = {
+        "paths": [path for path, *_ in listed.files],
+        "sizes": sizes,
+        "mtimes_ns": mtimes,
+        "tags": tags,
+        "folders": Paths.of([path for path, _ in listed.folders]),
+        "folder_stamps": np.array([stamp for _, stamp in listed.folders], np.int64),
+    }
+    return Manifest(split, source_name(source), classes, labels=labels, **{**values, **others})
 
 
 class Files(Layout):
@@ -237,7 +232,7 @@ class Files(Layout):
         assert listed is not None
         if not listed.files:
             raise ValueError(f"source={split.source}: {split.name}/ contains no files.")
-        return manifest_of_files(split.source, split.name, listed, np.zeros((len(listed.files), 0), np.int64), ())
+        return build_manifest(split.source, split.name, listed, np.zeros((len(listed.files), 0), np.int64), ())
 
 
 @dataclass
@@ -355,7 +350,7 @@ def manifest_of(
     folders |= {path: stamp for each in below.values() for path, stamp in each.folders if path not in folders}
     labels = np.array([label for *_, label in found], np.int64)
     listed = Listed([(path, size, mtime, tag) for path, size, mtime, tag, _ in found], list(folders.items()), [])
-    return manifest_of_files(source, split, listed, labels, tuple(below), **more)
+    return build_manifest(source, split, listed, labels, tuple(below), **more)
 
 
 @dataclass
@@ -430,7 +425,7 @@ class SampleList(Layout):
             )
         folders = [folder for each in below for folder in each.folders]
         named = Listed([about[path] for path in self.paths], folders, [])
-        return manifest_of_files(
+        return build_manifest(
             source, split.name, named, self.labels, self.names, list_digest=self.digest, probed=probed
         )
 
@@ -497,20 +492,20 @@ class TarShards(Layout):
         shard_of, offsets, sizes = (np.array(each, np.int64) for each in list(zip(*found, strict=True))[1:4])
         mtimes, tags = (np.array([each[column] for each in self.listed.files], np.int64) for column in (2, 3))
         parts = [(shards[each.shard], each.offset, each.offset + each.size) for each in found if split.images]
-        return Manifest(
+        return build_manifest(
+            split.source,
             split.name,
-            source_name(split.source),
-            (),
-            [sample.path for sample in found],
+            self.listed,
             labels.reshape(len(found), -1),
-            sizes,
-            mtimes[shard_of],
+            (),
+            paths=[sample.path for sample in found],
+            sizes=sizes,
+            mtimes_ns=mtimes[shard_of],
             tags=tags[shard_of],
             shards=Paths.of(shards),
             shard_of=shard_of,
             offsets=offsets,
             probed=split.probed(parts),
-            **folder_stamps(self.listed.folders),
         )
 
     def _found(self, shards: list[str]) -> list[_Sample]:
@@ -599,20 +594,20 @@ class ParquetFiles(Layout):
             raise ValueError(f"the files {files[0]}, ... contain no rows.")
         labels, classes = self._labels(files, contents, total)
         shard_of = np.repeat(np.arange(len(groups)), counts)
-        return Manifest(
+        return build_manifest(
+            split.source,
             split.name,
-            source_name(split.source),
-            classes,
-            [f"{group}/{row}" for group, rows, *_ in groups for row in range(rows)],
+            self.listed,
             labels,
-            (sizes // counts.clip(1))[shard_of],
-            mtimes[shard_of],
+            classes,
+            paths=[f"{group}/{row}" for group, rows, *_ in groups for row in range(rows)],
+            sizes=(sizes // counts.clip(1))[shard_of],
+            mtimes_ns=mtimes[shard_of],
             tags=tags[shard_of],
             is_vector=any(isinstance(label, list) for label in contents[0]["labels"][:1]),
             shards=Paths.of([group for group, *_ in groups]),
             shard_of=shard_of,
             offsets=np.concatenate([np.arange(rows) for rows in counts]),
-            **folder_stamps(self.listed.folders),
         )
 
     def _labels(

@@ -154,7 +154,7 @@ def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
 
 def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
     """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
-    sent, file = Manifest.from_bytes(data), _file(config, split)
+    sent, file = Manifest.load(data), _file(config, split)
     cache_folder(config)
     if is_read_only(file.parent):
         return sent
