@@ -135,7 +135,8 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
         return
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    waits = threading.Timer(WAIT_S, _tell, [path])
+    text = "waiting for another process of this node that uses %s; if it was suspended, resume or end it"
+    waits = threading.Timer(WAIT_S, log.info, [text, path])
     waits.daemon = True
     try:
         try:
@@ -149,10 +150,6 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # a process that another thread forked meanwhile would go on to hold it
         os.close(file)
-
-
-def _tell(path: Path) -> None:
-    log.info("waiting for another process of this node that uses %s; if it was suspended, resume or end it", path)
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

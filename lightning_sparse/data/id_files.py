@@ -182,7 +182,9 @@ def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> 
         ValueError: if a checksum differs from the checksum in the JSON file.
     """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        names = [_identity(each.path) for each in files]
+        names = []  # they differ after each change of a file
+        for about, path in ((each.path.stat(), each.path.resolve()) for each in files):
+            names.append(f"{path} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}")
         found = threads.map(lambda name, file: known[name] if name in known else _checksum(file.path), names, files)
         checksums = dict(zip(names, found, strict=True))
     for name, file in zip(names, files, strict=True):
@@ -191,12 +193,6 @@ def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> 
                 f"{file.path} is damaged: its checksum differs from the checksum in its JSON file. Write it again."
             )
     return checksums
-
-
-def _identity(path: Path) -> str:
-    """Return a key that differs after each change of the file."""
-    about = path.stat()
-    return f"{path.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 
 def _checksum(path: Path) -> int:

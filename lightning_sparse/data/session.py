@@ -182,7 +182,11 @@ class Session:
         """Open the stores, and choose the backend. A collective."""
         self._open_stores(run, stage)
         if isinstance(self.options.samples, ImageOptions):
-            self._choose_backend(self.options.samples)
+            samples = self.options.samples
+            everywhere = all(on_all(has_dali))
+            self.backend, reason = choose_backend(samples.backend, self.device, has_dali=everywhere, kept=self.backend)
+            self.log_once(f"backend={self.backend!r}: {reason}")
+            self.options = replace(self.options, samples=replace(samples, backend=self.backend))
 
     def _open_stores(self, run: bytes, stage: str) -> None:
         cache, fraction = self.options.cache, self.options.val_fraction
@@ -264,13 +268,6 @@ class Session:
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
-
-    def _choose_backend(self, options: ImageOptions) -> None:
-        """Choose the same backend on all ranks."""
-        everywhere = all(on_all(has_dali))
-        self.backend, reason = choose_backend(options.backend, self.device, has_dali=everywhere, kept=self.backend)
-        self.log_once(f"backend={self.backend!r}: {reason}")
-        self.options = replace(self.options, samples=replace(options, backend=self.backend))
 
     def check_classes(self, used: int | None) -> int:
         """Return the number of classes. A collective.

@@ -296,7 +296,12 @@ class TokenSource:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
         if self.only:
             patterns = self.only, _json_of(self.only)
-            files = [each for each in files if any(_matches(each[0], pattern) for pattern in patterns)]
+            stars = [re.compile(re.escape(pattern).replace(r"\*", ".*")) for pattern in patterns]
+            files = [
+                each
+                for each in files
+                if each[0] in patterns or (is_visible(each[0]) and any(star.fullmatch(each[0]) for star in stars))
+            ]
             return shards_of(f"{source}/{self.only}", files)[0]
         shards, left_out = shards_of(source, files)
         log_ignored(source, left_out, "ids or text")
@@ -345,11 +350,6 @@ class TokenSource:
         return left_out
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a visible file has a name like the pattern, in which ``*`` stands for any characters."""
-    return name == pattern or (is_visible(name) and bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name)))
-
-
 def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWriter, *, skip: bool) -> LeftOut:
     """Encode the documents of a text shard, and write their ids, each with its end. Return the skipped documents.
 
@@ -368,7 +368,9 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
             except VocabularyError:
                 raise
             except UNREADABLE as error:
-                corrupt.append(_problem(name, place, error))
+                problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read as text"
+                where = f" in {place}" if place else ""
+                corrupt.append(f"{name} {problem} ({type(error).__name__}: {error}){where}")
                 if not skip:
                     raise ValueError(f'{corrupt[0]}: repair it, or set on_corrupt="skip" to skip it.') from error
                 writer.take_back()
@@ -381,11 +383,6 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
     except ImportError as error:
         raise ValueError(f"{name} needs pyarrow: `pip install pyarrow`.") from error
     return LeftOut(empty, tuple(corrupt))
-
-
-def _problem(name: str, place: str, error: Exception) -> str:
-    problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read as text"
-    return f"{name} {problem} ({type(error).__name__}: {error}){f' in {place}' if place else ''}"
 
 
 def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:

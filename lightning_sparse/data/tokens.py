@@ -165,21 +165,27 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._cache_dir = cache_dir
         self._sources: dict[str, TokenSource] = {}  # by path
         if cache_dir is not None:
-            reading = {"storage_timeout": storage_timeout, "on_corrupt": on_corrupt}
-            self._sources = _sources(self._all_paths, cache_dir, tokenizer, vocab_size, storage_options, reading)
-        self._vocab_size = self._vocabulary_in_place(vocab_size)
-        self._topology: Topology | None = None
-        self._streams: dict[str, Windows] = {}
-        self._loaders: dict[str, TrainLoader | EvalLoader] = {}
-
-    def _vocabulary_in_place(self, vocab_size: int | None) -> int | None:
-        """Return the vocabulary size of the `train` files that are used in place; `vocab_size` if there are none."""
-        for path in sorted(self._weights.keys() - self._sources.keys()):
+            for path in self._all_paths:
+                check_cache_dir(path, cache_dir)
+                if not is_used_in_place(path):
+                    self._sources[path] = TokenSource.of(
+                        path,
+                        cache_dir,
+                        tokenizer,
+                        vocab_size,
+                        storage_timeout=storage_timeout,
+                        on_corrupt=on_corrupt,
+                        storage_options=storage_options if "://" in path else None,
+                    )
+        for path in sorted(self._weights.keys() - self._sources.keys()):  # files that are used in place
             own = files_of(path)[0].vocab_size
             if vocab_size not in (None, own):
                 raise ValueError(f"{path} has vocab_size {own}, not {vocab_size}: use one tokenizer for all.")
             vocab_size = own
-        return vocab_size
+        self._vocab_size = vocab_size
+        self._topology: Topology | None = None
+        self._streams: dict[str, Windows] = {}
+        self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -355,24 +361,6 @@ class TokenDataModuleMixin(DataModuleMixin):
             loader.close()
         self._loaders, self._streams, self._topology = {}, {}, None
         self._forget_loader()
-
-
-def _sources(
-    paths: Sequence[str],
-    cache_dir: str,
-    tokenizer: str,
-    vocab_size: int | None,
-    storage_options: dict[str, Any] | None,
-    options: dict[str, Any],
-) -> dict[str, TokenSource]:
-    """Return the sources that need the cache, by path."""
-    found = {}
-    for path in paths:
-        check_cache_dir(path, cache_dir)
-        if not is_used_in_place(path):
-            more = {**options, "storage_options": storage_options if "://" in path else None}
-            found[path] = TokenSource.of(path, cache_dir, tokenizer, vocab_size, **more)
-    return found
 
 
 def _prepared(source: TokenSource, topology: Topology) -> list[Path]:

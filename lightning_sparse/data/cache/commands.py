@@ -91,9 +91,19 @@ def warm(
         missing = owned[~np.array(store.disk.has(keys), np.bool_)]
         report.present = len(keys) - len(missing)
         if verify:
-            _verify(store, np.setdiff1d(owned, missing), pool, report)
+            cached = np.setdiff1d(owned, missing)
+            with tqdm(total=len(cached), desc=f"verifying {split}", unit="file") as bar:
+                chunks = [*_chunks(store.manifest, cached)]
+                for chunk, differing in zip(chunks, pool.map(store.differing, chunks), strict=True):
+                    report.differing += [store.manifest.paths[index] for index in differing]
+                    bar.update(len(chunk))
         _fill(store, missing, pool, report)
-        _count_fetched(store, missing, report)
+        store.disk.flush()
+        corrupt = {path for path, _ in report.corrupt}
+        kept = store.disk.has(store.manifest.keys(missing.tolist()))
+        fetched = (store.manifest.paths[index] for index, is_kept in zip(missing, kept, strict=True) if is_kept)
+        report.fetched = sum(path not in corrupt for path in fetched)
+        report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
     return report
 
 
@@ -112,24 +122,6 @@ def warm_splits(
         if splits or split == "train" or has_split(config, split):
             reports.append(warm(config, split, placement=placement, threads=threads, prune=prune, verify=verify))
     return reports
-
-
-def _count_fetched(store: SampleStore, missing: npt.NDArray[np.int64], report: WarmReport) -> None:
-    store.disk.flush()
-    broken = {path for path, _ in report.corrupt}
-    kept = store.disk.has(store.manifest.keys(missing.tolist()))
-    report.fetched = sum(
-        each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
-    )
-    report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
-
-
-def _verify(store: SampleStore, cached: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport) -> None:
-    with tqdm(total=len(cached), desc=f"verifying {report.split}", unit="file") as bar:
-        chunks = [*_chunks(store.manifest, cached)]
-        for chunk, differing in zip(chunks, pool.map(store.differing, chunks), strict=True):
-            report.differing += [store.manifest.paths[index] for index in differing]
-            bar.update(len(chunk))
 
 
 def _fill(store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport) -> None:

@@ -99,17 +99,6 @@ def _bind(context: Any, keys: Keys, address: str, ports: tuple[int, int] | None)
     )
 
 
-def _authenticator(context: Any, keys: Keys) -> Any:
-    """Accept only clients that hold the client key."""
-    from zmq.auth.thread import ThreadAuthenticator
-
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    clients = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, keys.client_public))
-    authenticator.configure_curve_callback(domain="*", credentials_provider=clients)
-    return authenticator
-
-
 class _Listener:
     """Stops to accept connections for a while if that fails, as at the limit of open files.
 
@@ -152,9 +141,13 @@ def serve(
 ) -> None:
     """Answer requests forever. `ready` is called with the endpoint."""
     import zmq
+    from zmq.auth.thread import ThreadAuthenticator
 
     context, keys = zmq.Context(), Keys.of(run)
-    authenticator = _authenticator(context, keys)  # noqa: F841  # stops when it is collected
+    authenticator = ThreadAuthenticator(context)  # stops when it is collected
+    authenticator.start()
+    clients = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, keys.client_public))
+    authenticator.configure_curve_callback(domain="*", credentials_provider=clients)
     router, endpoint = _bind(context, keys, address, ports)
     answers = context.socket(zmq.PULL)
     answers.bind(_ANSWERS)

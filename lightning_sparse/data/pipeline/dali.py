@@ -73,7 +73,9 @@ class DaliPipeline:
         try:
             for images, labels in made:
                 # in the consumer's thread: on a GPU this makes the consumer's stream wait for DALI's
-                yield from_dlpack(images.as_tensor()), labels.to(_device_of(images), non_blocking=True)
+                on_gpu = "GPU" in type(images).__name__
+                device = torch.device("cuda", images.device_id()) if on_gpu else torch.device("cpu")
+                yield from_dlpack(images.as_tensor()), labels.to(device, non_blocking=True)
         finally:
             made.close()
 
@@ -89,7 +91,10 @@ class DaliPipeline:
         return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
 
     def _run(self, prepared: PreparedBatch) -> tuple[Any, torch.Tensor]:
-        inputs = _inputs(prepared, self._store.format)
+        flip = prepared.crops.flip
+        inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
+        if self._store.format == "jpeg":  # decoded images are already cropped
+            inputs |= _regions(prepared)
         try:
             with self._turn:
                 self._in_use.append(prepared)
@@ -178,15 +183,6 @@ def jpeg_segments(file: memoryview) -> list[tuple[int, int, int]]:
     return []
 
 
-def _inputs(prepared: PreparedBatch, store_format: str) -> dict[str, Any]:
-    """Return the inputs besides the images. Decoded images are already cropped."""
-    top, left, height, width, flip = prepared.crops
-    inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
-    if store_format == "jpeg":
-        inputs |= _regions(prepared)
-    return inputs
-
-
 def _regions(prepared: PreparedBatch) -> dict[str, Any]:
     """Return the pixels of each file that its crop at the short side is made of, and where the crop is in them."""
     top, left, height, width, _ = prepared.crops
@@ -202,7 +198,3 @@ def _regions(prepared: PreparedBatch) -> dict[str, Any]:
         "roi_end": (end - first).astype(np.float32),
         "decoded": shape.astype(np.float32),
     }
-
-
-def _device_of(images: Any) -> torch.device:
-    return torch.device("cuda", images.device_id()) if "GPU" in type(images).__name__ else torch.device("cpu")

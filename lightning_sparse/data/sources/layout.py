@@ -400,7 +400,8 @@ class SampleList(Layout):
                 f"{file} must have a first column named path, and a row for each sample; its columns are "
                 f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
             )
-        paths = _within(split.source, [str(each) for each in columns.pop("path")])
+        root = f"{source_name(split.source).rstrip('/')}/"
+        paths = [str(path).removeprefix(root).removeprefix("./") for path in columns.pop("path")]
         no_labels: tuple[npt.NDArray[Any], tuple[str, ...]] = (np.zeros((len(paths), 0), np.int64), ())
         labels, names = numbered(file, columns, text=is_csv) if columns else no_labels
         return cls(split, file, digest, paths, labels, names)
@@ -428,12 +429,6 @@ class SampleList(Layout):
         return build_manifest(
             source, split.name, named, self.labels, self.names, list_digest=self.digest, probed=probed
         )
-
-
-def _within(source: str, paths: Sequence[str]) -> list[str]:
-    """Return the paths relative to the source, without the source or ./ at their beginning."""
-    root = f"{source_name(source).rstrip('/')}/"
-    return [path.removeprefix(root).removeprefix("./") for path in paths]
 
 
 def _highest(paths: Sequence[str]) -> list[str]:

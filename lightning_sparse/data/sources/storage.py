@@ -276,8 +276,9 @@ class Storage:
                 elif request is not None:
                     del self._requests[number]
                     answered.append((request, (status, result, size, mtime_ns)))
-            if answered:
-                self._log_recovery()
+            if answered and self._warned_since is not None:
+                self._log(f"storage {self.source} responds again after {time.monotonic() - self._warned_since:.0f} s")
+                self._warned_since, self._trouble = None, ""
         for request, answer in answered:
             request.future.set_result(answer)
 
@@ -342,11 +343,6 @@ class Storage:
 
     def _was_closed(self) -> DataError:
         return DataError(f"storage {self.source} was closed during a read.")
-
-    def _log_recovery(self) -> None:
-        if self._warned_since is not None:
-            self._log(f"storage {self.source} responds again after {time.monotonic() - self._warned_since:.0f} s")
-            self._warned_since, self._trouble = None, ""
 
     def _log(self, text: str) -> None:
         log.log(logging.DEBUG if self._quiet else logging.WARNING, text)

@@ -397,7 +397,12 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
                 return "k", *sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
             if kind == "read":
                 return "k", *storage.read(*arguments)
-            return "k", _found(storage, kind, *arguments, progress=progress), 0, 0
+            path, *others = arguments
+            if kind == "list":
+                return "k", storage.listing(path, arguments[1], progress), 0, 0
+            if kind == "stamp":
+                return "k", storage.stamp(path), 0, 0
+            return "k", _PARSERS[kind](storage.opened(path), *others, progress), 0, 0
     except UnreadableFileError as error:
         return "s", str(error), 0, 0
     except Exception as error:
@@ -416,16 +421,6 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         except Exception as root_error:
             return "t", _described(root_error), 0, 0
         return "s" if final else "t", _described(error), 0, 0
-
-
-def _found(
-    storage: "LocalStorage | FsspecStorage", kind: str, path: str, *more: Any, progress: "Callable[[], None]"
-) -> Any:
-    if kind == "list":
-        return storage.listing(path, more[0], progress)
-    if kind == "stamp":
-        return storage.stamp(path)
-    return _PARSERS[kind](storage.opened(path), *more, progress)
 
 
 def _described(error: Exception) -> str:
@@ -449,15 +444,13 @@ class Answers:
             self._made.append((number, status, result, size, mtime))
             self._size += size
             late = time.monotonic() - self._sent >= SEND_S
-            if late or self._size >= SEND_BYTES or self._requests.empty() or status in "ph":
-                self._send()
-
-    def _send(self) -> None:
-        try:
-            self._connection.send_bytes(pickle.dumps(self._made))
-        except OSError:
-            leave()  # the socket is closed
-        self._made, self._size, self._sent = [], 0, time.monotonic()
+            if not (late or self._size >= SEND_BYTES or self._requests.empty() or status in "ph"):
+                return
+            try:
+                self._connection.send_bytes(pickle.dumps(self._made))
+            except OSError:
+                leave()  # the socket is closed
+            self._made, self._size, self._sent = [], 0, time.monotonic()
 
 
 def leave() -> NoReturn:
@@ -495,10 +488,16 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
                 if not all(map(is_visible, name.split("/"))):
                     ignored.append(name)
                 elif member.islnk() or member.issym():
-                    links.append((len(found), name, _target(member)))
+                    folder = "" if member.islnk() else posixpath.dirname(member.name)
+                    target = posixpath.normpath(posixpath.join(folder, member.linkname))
+                    links.append((len(found), name, target))
                     found.append((name, 0, 0, ""))
                 elif member.isreg():
-                    found.append(_member(tar, member, name))
+                    is_short_label = is_label(name) and member.size <= MAX_LABEL_BYTES
+                    stream = tar.extractfile(member) if is_short_label else None
+                    label = stream.read().decode("ascii", "replace").strip() if stream else ""
+                    offset = -1 - member.offset if member.issparse() else member.offset_data
+                    found.append((name, offset, member.size, label))
                 elif not member.isdir():
                     ignored.append(name)
                 if time.monotonic() - last_report >= PROGRESS_S:
@@ -518,12 +517,6 @@ def _member_name(name: str) -> str:
     return "" if name == "." else name
 
 
-def _member(tar: Any, member: Any, name: str) -> Member:
-    stream = tar.extractfile(member) if is_label(name) and member.size <= MAX_LABEL_BYTES else None
-    label = stream.read().decode("ascii", "replace").strip() if stream else ""
-    return name, -1 - member.offset if member.issparse() else member.offset_data, member.size, label
-
-
 def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
     """Return (contents, size, 0) of a sparse member of a tar file, whose contents are in pieces.
 
@@ -541,12 +534,6 @@ def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
             data = stream.read()
             return data, len(data), 0
     raise UnreadableFileError(f"it has changed: there is no member at byte {offset:,}")
-
-
-def _target(member: Any) -> str:
-    """Return the name of the member that a link leads to."""
-    folder = "" if member.islnk() else posixpath.dirname(member.name)
-    return posixpath.normpath(posixpath.join(folder, member.linkname))
 
 
 def _follow(found: list[Member], links: list[tuple[int, str, str]]) -> None:
@@ -591,7 +578,9 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
             parts = (about.column(each) for each in range(about.num_columns))
             groups.append((about.num_rows, sum(p.total_uncompressed_size for p in parts if p.path_in_schema == sample)))
         labels = parquet.read(columns=[label]).column(0).to_pylist() if label else []
-    return {"groups": groups, "labels": labels, "names": _names(schema, label), "unclear": unclear}
+    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))  # written by its data set library
+    names = about.get("info", {}).get("features", {}).get(label, {}).get("names")
+    return {"groups": groups, "labels": labels, "names": list(names or []), "unclear": unclear}
 
 
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
@@ -667,12 +656,6 @@ def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
         )
     labels = [name for name in ("label", "labels") if name in schema.names][:1] or numbers
     return (samples[chosen[0]], labels[0], []) if len(labels) == 1 else (samples[chosen[0]], "", labels)
-
-
-def _names(schema: Any, label: str) -> list[str]:
-    """Return the names of the classes, if the data set library of Hugging Face wrote them; else none."""
-    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    return list(about.get("info", {}).get("features", {}).get(label, {}).get("names") or [])
 
 
 _PARSERS: "dict[str, Callable[..., Any]]" = {"members": members, "groups": row_groups, "rows": rows}
