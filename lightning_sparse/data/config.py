@@ -223,7 +223,7 @@ def is_installed(name: str) -> bool:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for pixels in [0, 1]
 Backend = Literal["auto", "dali", "torch"]
 BACKENDS = get_args(Backend)
-WHOLE_BELOW = 64  # sizes of batches of small pictures, whose edges belong to what they show
+FULL_IMAGE_BELOW = 64  # sizes of batches of small pictures, whose edges belong to what they show
 
 
 def size_at(sizes: dict[int, int] | None, epoch: int) -> int:
@@ -298,11 +298,11 @@ class ImageOptions:
             )
         return sizes
 
-    def centre(self, size: int) -> tuple[int, int]:
+    def eval_crop(self, size: int) -> tuple[int, int]:
         """Return the part of the shorter side that an evaluation sees at this size, as a fraction."""
         if self.eval_resize is not None:
             return size, self.eval_resize
-        return (1, 1) if size < WHOLE_BELOW else (7, 8)
+        return (1, 1) if size < FULL_IMAGE_BELOW else (7, 8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ def cache_folder(config: CacheConfig) -> Path:
     """
     folder = cache_path(config)
     root = folder.parent
-    with usable(root):
+    with wrap_os_errors(root):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         kind = file_system(root)
         if kind in NETWORK_FILE_SYSTEMS:
@@ -72,7 +72,7 @@ def cache_folder(config: CacheConfig) -> Path:
             )
         if is_read_only(folder):
             return folder
-        private_folder(folder)
+        make_private_dir(folder)
         about = folder / "cache.json"
         if not about.exists() or not about.stat().st_size:
             write_private(about, json.dumps({"source": source_name(config.source), "version": VERSION}).encode())
@@ -80,7 +80,7 @@ def cache_folder(config: CacheConfig) -> Path:
 
 
 @contextlib.contextmanager
-def usable(folder: Path) -> Iterator[None]:
+def wrap_os_errors(folder: Path) -> Iterator[None]:
     """Raise DataError, naming the folder, for errors of the file system in the block."""
     try:
         yield
@@ -96,7 +96,7 @@ def is_read_only(folder: Path) -> bool:
     return (folder / "cache.json").is_file() and not os.access(folder, os.W_OK)
 
 
-def private_folder(folder: Path) -> None:
+def make_private_dir(folder: Path) -> None:
     """Create `folder`, accessible by this user only. If it exists, check its owner and restrict its mode.
 
     Raises:

@@ -36,7 +36,7 @@ from lightning_sparse.data.pipeline.loader import EvalLoader, Pipeline, TrainLoa
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches, repeated
 from lightning_sparse.data.pipeline.workers import WorkerPipeline
 from lightning_sparse.data.rng import bits, shuffled
-from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
+from lightning_sparse.data.sources.listing import cached_manifest, classes_of, has_split, load_or_list, store_manifest
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
 from lightning_sparse.messages import log, show_log_lines
@@ -56,7 +56,7 @@ def find_topology(node_rank: int | None = None, local_rank: int | None = None) -
     return Topology(tuple(map(tuple, hosts.values())), topology.rank)
 
 
-def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
+def broadcast_manifest(config: CacheConfig, split: str) -> Manifest:
     """Return the samples of a split, as rank 0 lists them. A collective.
 
     Each node keeps the list in its cache, where its ranks map it. It is sent only if it is missing on a node.
@@ -71,17 +71,17 @@ def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
         return own[0].identity
 
     identity = on_first(lead)
-    found = own[0] if own else kept_manifest(config, split)
+    found = own[0] if own else cached_manifest(config, split)
     if found is not None and found.identity != identity:
         found = None
     if all(on_all(lambda: found is not None)):
         assert found is not None
         return found
     sent = on_first(lambda: own[0].to_bytes())
-    return found or keep(config, split, sent)
+    return found or store_manifest(config, split, sent)
 
 
-def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement) -> Format:
+def common_format(config: CacheConfig, manifest: Manifest, placement: Placement) -> Format:
     """Return the format of the memory tier: "decoded" if the samples of each node fit. A collective.
 
     Nodes with different formats could not read each other's samples.
@@ -196,13 +196,13 @@ class Session:
                 return
             self.log_once("there is no test/: testing on the samples to validate on")
         if stage == "fit" or fraction is not None:
-            manifest = agreed_manifest(cache, "train")
+            manifest = broadcast_manifest(cache, "train")
             self._check_labels(manifest)
             held_out, rest = _split(len(manifest), fraction or 0.0)
             if self.options.limit is not None:
-                rest = _limited(rest, manifest.strata, self.options.limit)
+                rest = _limited(rest, manifest.class_ids, self.options.limit)
                 kept = np.union1d(held_out, rest)
-                manifest = manifest.take(kept)
+                manifest = manifest.select(kept)
                 held_out, rest = np.searchsorted(kept, held_out), np.searchsorted(kept, rest)
             store = self._open_store(manifest, run)
             self.train = Subset(store, rest)
@@ -216,14 +216,14 @@ class Session:
 
     def _open_evaluation(self, split: str, run: bytes) -> Subset:
         """Open a split with the class numbers of train/. A collective."""
-        manifest = agreed_manifest(self.options.cache, split)
+        manifest = broadcast_manifest(self.options.cache, split)
         self._check_labels(manifest)
         if self.train is not None:
             classes, whole = _labels_of(self.train.store.manifest)
         else:
             classes, whole = on_first(partial(_labels_of_train, self.options.cache))
         if classes or self.train is not None:
-            manifest = manifest.numbered_as(classes)
+            manifest = manifest.relabel(classes)
         if whole is not None:
             manifest = manifest.with_labels_like(whole)
         return Subset(self._open_store(manifest, run), np.arange(len(manifest)))
@@ -250,7 +250,7 @@ class Session:
         placement = Placement(here.node_index, here.num_nodes, here.device_index)
         serves = here.num_nodes > 1 and self.options.cache.shuffle != "local"
         wanted = replace(self.options.cache, format=self.formats.get(manifest.split, self.options.cache.format))
-        self.formats[manifest.split] = agreed_format(wanted, manifest, placement)
+        self.formats[manifest.split] = common_format(wanted, manifest, placement)
         config = replace(wanted, format=self.formats[manifest.split])
 
         serves = serves and here.device_index == 0
@@ -298,10 +298,10 @@ class Session:
         manifest, config = self.train.store.manifest, self.sampler_config
         placed = lru_cache(lambda nodes: owners_of(manifest, nodes, self.options.cache.seed))
         sampler = Sampler(self.train.samples, placed, config)
-        padding = sampler.epoch(0).padding
+        num_repeated = sampler.epoch(0).num_repeated
         self.log_once(
             f"{len(self.train.samples):,} samples, global batch {config.global_batch:,}, shuffle={config.shuffle!r}: "
-            f"{sampler.steps:,} steps per epoch, with {padding:,} samples repeated to fill the last ones"
+            f"{sampler.steps:,} steps per epoch, with {num_repeated:,} samples repeated to fill the last ones"
         )
         if config.global_batch > len(self.train.samples) and self.topology.rank == 0:
             log.warning("each batch has some samples more than once: use a smaller batch_size, or fewer ranks")

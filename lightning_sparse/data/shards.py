@@ -40,8 +40,8 @@ from lightning_sparse.data.folders import (
     file_system,
     is_read_only,
     locked,
-    private_folder,
-    usable,
+    make_private_dir,
+    wrap_os_errors,
     write_private,
 )
 from lightning_sparse.data.id_files import (
@@ -237,7 +237,7 @@ class TokenSource:
     def create_folder(self) -> None:
         """Create the cache folder of the ids. Raises: DataError: as `cache_folder`."""
         if not is_read_only(cache_folder(self.config)):
-            private_folder(self.folder)
+            make_private_dir(self.folder)
 
     def size_of_vocabulary(self, shards: Sequence[Shard]) -> int:
         """Return the given one, or that of the tokenizer, or of the JSON file of the first shard."""
@@ -284,7 +284,7 @@ class TokenSource:
             known = any(each.path == shard.path for each in kept or ())
             log.info("%s: %s %s: reading it", self.config.source, shard.path, "has changed" if known else "is new")
         if found != kept and os.access(file.parent, os.W_OK):
-            with usable(file.parent):
+            with wrap_os_errors(file.parent):
                 write_private(file, json.dumps(found).encode())
         return found
 
@@ -325,7 +325,7 @@ class TokenSource:
             DataError: if storage or the cache folder cannot be used.
         """
         target = self.file(shard)
-        with usable(target.parent), locked(target.with_suffix(".lock")):
+        with wrap_os_errors(target.parent), locked(target.with_suffix(".lock")):
             if self.is_kept(shard):
                 return LeftOut()
             for left in target.parent.glob(f"{target.name}.*.tmp"):  # left by a killed process
@@ -500,7 +500,7 @@ def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list
     if cache_dir is None:
         return [*verified_checksums(files, {}).values()]
     record, known = Path(cache_dir) / "checksums.json", dict[str, int]()
-    with usable(record.parent):
+    with wrap_os_errors(record.parent):
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError, ValueError):
             known = json.loads(record.read_text())

@@ -40,7 +40,7 @@ from lightning_sparse.data.windows import (
     Mixture,
     PackedStream,
     TokenStream,
-    Windows,
+    TokenWindows,
     limited,
     mixed,
     split,
@@ -184,7 +184,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             vocab_size = own
         self._vocab_size = vocab_size
         self._topology: Topology | None = None
-        self._streams: dict[str, Windows] = {}
+        self._streams: dict[str, TokenWindows] = {}
         self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
     @property
@@ -259,7 +259,7 @@ class TokenDataModuleMixin(DataModuleMixin):
                     f"{path} has vocab_size {stream.corpus.vocab_size}, but train={first!r} has {self._vocab_size}: "
                     "use one tokenizer for all files."
                 )
-        parts: Sequence[Windows] = [streams[path] for path in self._weights]
+        parts: Sequence[TokenWindows] = [streams[path] for path in self._weights]
         weights = [*self._weights.values()]
         self._streams = {split: streams[path] for split, path in self._paths.items()}
         if self._val_fraction is not None:
@@ -291,14 +291,14 @@ class TokenDataModuleMixin(DataModuleMixin):
         )
         return self._resume(self._replace("train", loader))
 
-    def _log_epoch(self, stream: Windows, sampler: Sampler) -> None:
+    def _log_epoch(self, stream: TokenWindows, sampler: Sampler) -> None:
         """Log the size of an epoch, and warn if its windows deviate from the options."""
         if self._topology is None or self._topology.rank != 0:
             return
         batch, count = sampler.config.global_batch, len(stream)
         log.info(
             f"{count:,} windows, global batch {batch:,}: {sampler.steps:,} steps per epoch, with "
-            f"{sampler.epoch(0).padding:,} windows repeated to fill the last steps"
+            f"{sampler.epoch(0).num_repeated:,} windows repeated to fill the last steps"
         )
         if batch > count:
             log.warning(
@@ -344,7 +344,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         devices = tuple(len(node) for node in topology.nodes)
         return SamplerConfig(batch_size=self.batch_size, devices=devices, shuffle="global", seed=self._seed)
 
-    def _opened(self, split: str) -> tuple[Windows, Topology]:
+    def _opened(self, split: str) -> tuple[TokenWindows, Topology]:
         if self._topology is None:
             raise ValueError("TokenDataModule has no loaders before setup(): call it, or use a Trainer.")
         return self._streams[split], self._topology
@@ -403,8 +403,8 @@ class TokenPipeline:
         fixed: use the windows of epoch 0 in every epoch.
     """
 
-    def __init__(self, stream: Windows, *, pin: bool = False, fixed: bool = False) -> None:
-        self._stream, self._pin, self._fixed, self.ahead = stream, pin, fixed, _PREFETCH
+    def __init__(self, stream: TokenWindows, *, pin: bool = False, fixed: bool = False) -> None:
+        self._stream, self._pin, self._fixed, self.prefetch_depth = stream, pin, fixed, _PREFETCH
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Tensor, ...], None, None]:
         """Yield batches, in the order of requests."""

@@ -20,7 +20,7 @@ IGNORED = -100  # a target that torch's cross entropy ignores
 Arrays = tuple[NDArray[np.int64], ...]
 
 
-class Windows(Protocol):
+class TokenWindows(Protocol):
     """Numbered windows of token ids. The windows of a stream are the same in every epoch."""
 
     @property
@@ -153,7 +153,7 @@ def segments(spans: Spans, file_begins: NDArray[np.int64]) -> Spans:
 
 
 class PackedStream(TokenStream):
-    """Windows of whole documents. Documents that are longer than a window are cut; free room is padded.
+    """Windows of whole documents. Documents that are longer than a window are cut; free space is padded.
 
     A document of d tokens, including its end, has d - 1 inputs, because the end is only a target.
     """
@@ -195,21 +195,21 @@ class PackedStream(TokenStream):
         return inputs, targets, _positions(firsts)
 
 
-def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the window of each piece. The longest piece goes first, into the fullest window that has room for it.
+def pack(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Return the window of each piece. The longest piece goes first, into the fullest window that has space for it.
 
     Args:
-        lengths: lengths of the pieces, 1 to `room`.
-        room: length of a window.
+        lengths: lengths of the pieces, 1 to `capacity`.
+        capacity: length of a window.
 
-    >>> pack(np.array([2, 5, 3, 4]), room=7)
+    >>> pack(np.array([2, 5, 3, 4]), capacity=7)
     array([0, 0, 1, 1])
     """
     windows, count = np.empty(len(lengths), np.int64), 0
-    left: dict[int, NDArray[np.int64]] = {}  # free room -> windows
+    left: dict[int, NDArray[np.int64]] = {}  # free space -> windows
     rooms: list[int] = []  # keys of `left`, sorted
 
-    def leave(space: int, some: NDArray[np.int64]) -> None:
+    def add_free(space: int, some: NDArray[np.int64]) -> None:
         if not space or not len(some):
             return
         if space not in left:
@@ -223,14 +223,14 @@ def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
             space = rooms.pop(place)
             some, rest = np.split(left.pop(space), [len(pieces)])
             windows[pieces[: len(some)]], pieces = some, pieces[len(some) :]
-            leave(space, rest)
-            leave(space - length, some)
-        each = room // length
+            add_free(space, rest)
+            add_free(space - length, some)
+        each = capacity // length
         new = count + np.arange(-(-len(pieces) // each))
         windows[pieces] = np.repeat(new, each)[: len(pieces)]
         full, last = np.split(new, [len(pieces) // each])
-        leave(room - each * length, full)
-        leave(room - len(pieces) % each * length, last)
+        add_free(capacity - each * length, full)
+        add_free(capacity - len(pieces) % each * length, last)
         count += len(new)
     return windows
 
@@ -242,10 +242,10 @@ def _positions(firsts: NDArray[np.bool_]) -> NDArray[np.int64]:
     return positions
 
 
-class Part:
+class SelectedWindows:
     """A subset of windows, renumbered."""
 
-    def __init__(self, whole: Windows, indices: NDArray[np.int64]) -> None:
+    def __init__(self, whole: TokenWindows, indices: NDArray[np.int64]) -> None:
         self._whole, self._indices, self.context = whole, indices, whole.context
 
     def __len__(self) -> int:
@@ -272,7 +272,7 @@ class Mixture:
         seed: seed of the order in which the windows of a stream are used.
     """
 
-    def __init__(self, streams: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, streams: Sequence[TokenWindows], weights: Sequence[float], seed: int) -> None:
         self._streams, self.context = streams, streams[0].context
         lengths = np.array([len(each) for each in streams])
         shares = np.array(weights) / max(weights)  # divide first: the sum of weights may overflow
@@ -309,12 +309,12 @@ class Mixture:
         return tuple(out)
 
 
-def mixed(parts: Sequence[Windows], weights: Sequence[float], seed: int) -> Windows:
+def mixed(parts: Sequence[TokenWindows], weights: Sequence[float], seed: int) -> TokenWindows:
     """Return the mixture of several parts; a single part stays as it is."""
     return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
 
 
-def split(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
+def split(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWindows]:
     """Return windows to train on, and windows of about this fraction of the tokens to validate on.
 
     Validation windows come from whole documents, drawn at random, but equally for all seeds. If the ends of documents
@@ -337,13 +337,13 @@ def split(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
     return parts[0], parts[1]
 
 
-def _split_windows(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
+def _split_windows(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWindows]:
     count = len(stream)
     if count < 2:
         raise ValueError(f"val_fraction={fraction}: {count} window(s) are too few to split; at least 2 are needed.")
     order = shuffled(np.arange(count), 0, _HELD_OUT)
     held_out, train = np.split(order, [min(count - 1, max(1, round(fraction * count)))])
-    return Part(stream, np.sort(train)), Part(stream, np.sort(held_out))
+    return SelectedWindows(stream, np.sort(train)), SelectedWindows(stream, np.sort(held_out))
 
 
 def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Spans]:
@@ -376,7 +376,7 @@ def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Span
     return Spans(begins[trained > 0], trained[trained > 0]), Spans((begins + trained)[held > 0], held[held > 0])
 
 
-def limited(windows: Windows, fraction: float) -> Windows:
+def limited(windows: TokenWindows, fraction: float) -> TokenWindows:
     """Return this fraction of the windows, at least one. A larger fraction contains the windows of a smaller one."""
     some = shuffled(np.arange(len(windows)), 0, _LIMIT)[: max(1, round(fraction * len(windows)))]
-    return Part(windows, np.sort(some))
+    return SelectedWindows(windows, np.sort(some))

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from lightning_sparse.data.id_files import Corpus, token_files
 from lightning_sparse.data.tokens import cu_seqlens, document_mask, prepare
-from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, Part, TokenStream, pack
+from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, SelectedWindows, TokenStream, pack
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
 from tests.data.small import corpus_of
 from tests.data.test_tokens import counted
@@ -133,10 +133,10 @@ def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tu
 
 def test_a_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     stream = TokenStream(corpus_of(counted(tmp_path / "0.bin", 21)), context=4)
-    part = Part(stream, np.array([3, 1]))
+    part = SelectedWindows(stream, np.array([3, 1]))
     assert (len(part), part.context) == (2, 4)
     assert part.windows(np.array([1, 0]))[0][:, 0].tolist() == [4, 12]
-    assert len({stream.fingerprint, part.fingerprint, Part(stream, np.array([1, 3])).fingerprint}) == 3
+    assert len({stream.fingerprint, part.fingerprint, SelectedWindows(stream, np.array([1, 3])).fingerprint}) == 3
 
 
 def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:

@@ -20,7 +20,7 @@ CONFIG = SamplerConfig(batch_size=4)
 class Echo:
     """Gives the size as the picture and the indices as labels; reads two requests ahead, as real ones do."""
 
-    ahead = 2
+    prefetch_depth = 2
 
     def __init__(self) -> None:
         self.begun = self.ended = 0

@@ -26,7 +26,7 @@ class TierCounts:
         peer_samples, peer_bytes: read from the memory of other nodes.
         disk_samples, disk_bytes: read from local disk.
         storage_samples, storage_bytes: read from network storage.
-        flipped_memory, flipped_disk: checksum failures; the sample was read from the next tier.
+        checksum_errors_memory, checksum_errors_disk: checksum failures; the sample was read from the next tier.
         changed: files that changed on storage after they were listed.
         replaced: corrupt files replaced by other samples (``on_corrupt="skip"``).
         served_samples, served_bytes: sent to other nodes from memory, by the server process.
@@ -40,8 +40,8 @@ class TierCounts:
     disk_bytes: int = 0
     storage_samples: int = 0
     storage_bytes: int = 0
-    flipped_memory: int = 0
-    flipped_disk: int = 0
+    checksum_errors_memory: int = 0
+    checksum_errors_disk: int = 0
     changed: int = 0
     replaced: int = 0
     served_samples: int = 0
@@ -137,8 +137,8 @@ def run_name(run: bytes, node_index: int, split: str) -> str:
 
 TIERS = ("memory", "peer", "disk", "storage")
 _ERRORS = {
-    "flipped_memory": "checksum failures in memory, read from the next tier",
-    "flipped_disk": "checksum failures on disk, read from the next tier",
+    "checksum_errors_memory": "checksum failures in memory, read from the next tier",
+    "checksum_errors_disk": "checksum failures on disk, read from the next tier",
     "changed": "files that have changed on storage",
     "replaced": "corrupt files replaced by other samples",
 }

@@ -42,7 +42,7 @@ from weakref import WeakValueDictionary
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.config import DataError, no_address_space
 from lightning_sparse.data.decode import DIGEST_BYTES, FileKey
-from lightning_sparse.data.folders import private_folder
+from lightning_sparse.data.folders import make_private_dir
 
 if TYPE_CHECKING:
     import lmdb
@@ -206,7 +206,7 @@ class DiskCache:
     def _checked(self, key: FileKey, digest: bytes, value: memoryview) -> CachedFile | None:
         header, data = value[: _HEADER.size], value[_HEADER.size :]
         if len(header) < _HEADER.size or _checksum(digest, header, data) != _HEADER.unpack(header)[-1]:
-            self._counter.add(flipped_disk=1)
+            self._counter.add(checksum_errors_disk=1)
             return None
         magic, decoder, _, _, _, height, width, _ = _HEADER.unpack_from(value)
         if magic != _MAGIC or not _matches(key, value):
@@ -286,7 +286,7 @@ def _new_environment(folder: Path) -> lmdb.Environment:
     read_only = is_read_only(folder)
     try:
         if not read_only:
-            private_folder(folder)
+            make_private_dir(folder)
             _check_room(folder)
         environment = lmdb.open(
             str(folder),

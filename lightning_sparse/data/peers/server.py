@@ -210,7 +210,7 @@ def _samples(store: SampleReader, indices: Sequence[int]) -> Sequence[Sample | s
 def run_server(connection: Connection) -> None:
     """What the server process does."""
     store, run, address, ports = connection.recv()
-    store.hits_count_as = "served"
+    store.hit_counter = "served"
 
     def answer_requests() -> None:
         try:

@@ -57,7 +57,7 @@ class DaliPipeline:
         device: int | None = None,
     ) -> None:
         self._store, self._options = store, options
-        self.ahead = 2 * _PREFETCH + 1  # the thread between the two queues holds one
+        self.prefetch_depth = 2 * _PREFETCH + 1  # the thread between the two queues holds one
         limits = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
         self._pipe: Any = _graph(
             options, store.format, device is not None, **limits, prefetch_queue_depth=1, exec_dynamic=True
@@ -87,7 +87,7 @@ class DaliPipeline:
     def _read(self, request: BatchRequest) -> PreparedBatch:
         prepared = prepare(self._store, request, self._options)
         if self._store.format == "decoded":
-            return prepared._replace(images=cropped(prepared))
+            return prepared._replace(images=crop_all(prepared))
         return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
 
     def _run(self, prepared: PreparedBatch) -> tuple[Any, torch.Tensor]:
@@ -136,7 +136,7 @@ def _input(name: str, dtype: Any, ndim: int, **options: Any) -> Any:
     return fn.external_source(name=name, no_copy=True, dtype=dtype, ndim=ndim, **options)
 
 
-def cropped(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
+def crop_all(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
     """Return a copy of the crop of each decoded image."""
     crops = zip(*(each.tolist() for each in prepared.crops[:4]), strict=True)
     return [

@@ -70,7 +70,7 @@ def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -
     if request.train:
         crops = random_crops(options, request.epoch, request.indices, decoded_heights, decoded_widths)
     else:
-        crops = centre_crops(decoded_heights, decoded_widths, options.centre(request.size))
+        crops = center_crops(decoded_heights, decoded_widths, options.eval_crop(request.size))
     labels = label_tensor([each.label for each in samples])
     return PreparedBatch(
         request.indices,
@@ -107,20 +107,20 @@ def random_crops(options: ImageOptions, epoch: int, indices: Integers, heights: 
     return Crops._make([*(np.where(fits[rows, first], a, b) for a, b in boxes), drawn[:, 0] < options.flip])
 
 
-def centre_crops(heights: Integers, widths: Integers, part: tuple[int, int] = (7, 8)) -> Crops:
+def center_crops(heights: Integers, widths: Integers, part: tuple[int, int] = (7, 8)) -> Crops:
     """Return centre crops of this part of the shorter side: 7/8 is what resizing to 256 and cropping 224 sees."""
     side = np.maximum(1, np.minimum(heights, widths) * part[0] // part[1])
-    return _centred(heights, widths, side, side)
+    return _centered(heights, widths, side, side)
 
 
 def _largest(heights: Integers, widths: Integers) -> Crops:
     least, greatest = _RATIO
     width = np.minimum(widths, np.round(heights * greatest).astype(np.int64))
     height = np.minimum(heights, np.round(widths / least).astype(np.int64))
-    return _centred(heights, widths, np.maximum(height, 1), np.maximum(width, 1))
+    return _centered(heights, widths, np.maximum(height, 1), np.maximum(width, 1))
 
 
-def _centred(heights: Integers, widths: Integers, height: Integers, width: Integers) -> Crops:
+def _centered(heights: Integers, widths: Integers, height: Integers, width: Integers) -> Crops:
     top, left = (heights - height) // 2, (widths - width) // 2
     return Crops(top, left, height, width, np.zeros(len(heights), np.bool_))
 
@@ -185,7 +185,7 @@ class TorchPipeline:
     ) -> None:
         self._store, self._options, self._device = store, options, device
         self._pin = device is not None and device.type == "cuda"
-        self._threads, self.ahead = threads, threads + 1
+        self._threads, self.prefetch_depth = threads, threads + 1
         self._open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
         self._buffers = BufferPool(threads + 3)
         # (pixel / 255 - mean) / std = pixel * scale + shift
@@ -194,7 +194,7 @@ class TorchPipeline:
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
         """Yield batches in the order of requests."""
-        batches = prefetch_map(self._make, requests, self.ahead, "batches", self._threads)
+        batches = prefetch_map(self._make, requests, self.prefetch_depth, "batches", self._threads)
         self._open.add(batches)
         try:
             for batch in batches:
@@ -217,7 +217,7 @@ class TorchPipeline:
         else:
             images, put = torch.empty((count, size, size, 3), dtype=torch.uint8, pin_memory=self._pin), _copy
         for position, target in enumerate(images.numpy()):
-            image = cropped(prepared, position, self._store.format)
+            image = crop_and_resize(prepared, position, self._store.format)
             put(image[:, ::-1] if prepared.crops.flip[position] else image, target)
         return images, prepared.labels.pin_memory() if self._pin else prepared.labels
 
@@ -267,7 +267,7 @@ class BufferPool:
         return array
 
 
-def cropped(prepared: PreparedBatch, position: int, store_format: str) -> NDArray[np.uint8]:
+def crop_and_resize(prepared: PreparedBatch, position: int, store_format: str) -> NDArray[np.uint8]:
     """Return the crop of an image at its final size, not flipped, uint8 [size, size, 3]."""
     image = prepared.images[position]
     if store_format == "jpeg":

@@ -54,10 +54,10 @@ class Pipeline(Protocol):
     """Makes batches of requests, in order and ahead of time.
 
     Attributes:
-        ahead: requests that it takes, at most, before it yields the batch of the first of them.
+        prefetch_depth: requests that it takes, at most, before it yields the batch of the first of them.
     """
 
-    ahead: int
+    prefetch_depth: int
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Any, None, None]:
         """Yield batches; of images: float32 [B, 3, size, size] and labels int64 [B].
@@ -96,7 +96,7 @@ class _Loader:
     def __iter__(self) -> Iterator[Any]:
         self.close()  # the last iterator, if it was abandoned
         indices: deque[Indices] = deque()  # of the batches that are made
-        batches = self._open = self._pipeline.run(self._noted(indices))
+        batches = self._open = self._pipeline.run(self._record_indices(indices))
         try:
             for batch in batches:
                 self._done += 1  # prefetched batches do not count: a resumed run makes them again
@@ -106,7 +106,7 @@ class _Loader:
         finally:
             batches.close()
 
-    def _noted(self, indices: deque[Indices]) -> Iterator[BatchRequest]:
+    def _record_indices(self, indices: deque[Indices]) -> Iterator[BatchRequest]:
         for request in self._requests():
             indices.append(request.indices)
             yield request
@@ -154,7 +154,7 @@ class TrainLoader(_Loader):
         self._corrected: int | None = None  # batches that are done, as this run counts them
         self._share: Share | None = None
         self.batch_size = sampler.config.batch_size
-        self.ahead = pipeline.ahead
+        self.prefetch_depth = pipeline.prefetch_depth
 
     def deal(self, share: Share) -> None:
         """Draw in each epoch what `share` yields, for ranks that come and go. Samples at the end that fill no batch are
@@ -181,7 +181,7 @@ class TrainLoader(_Loader):
             raise TypeError("the number of batches depends on the nodes that will be there")
         return self._sampler.steps
 
-    def _dealt(self, share: Share) -> Iterator[BatchRequest]:
+    def _assigned_requests(self, share: Share) -> Iterator[BatchRequest]:
         epoch = self._epoch
         (shard,) = self._sampler.epoch(0 if self._fixed else epoch).shards  # of one node
         size = size_at(self._sizes, epoch)
@@ -192,7 +192,7 @@ class TrainLoader(_Loader):
     def _requests(self) -> Iterator[BatchRequest]:
         if self._share is not None:
             self._done = 0
-            return self._dealt(self._share)
+            return self._assigned_requests(self._share)
         if not self._resumes:
             self._before, self._done = (), 0
         self._resumes = False

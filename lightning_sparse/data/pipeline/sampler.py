@@ -15,8 +15,8 @@ it owns, up to its share of the batch. Only the overflow is sent between nodes, 
 (M-1)/M of all samples.
 
 A shard yields ``width`` samples per step: batch size times devices. All shards take as many steps as the longest one
-needs. A shard that ends early starts over; these repetitions (`EpochPlan.padding`) are the only samples that an epoch
-sees twice. No sample is left out, and all batches are full.
+needs. A shard that ends early starts over; these repetitions (`EpochPlan.num_repeated`) are the only samples that an
+epoch sees twice. No sample is left out, and all batches are full.
 
 A run that resumes with other nodes, another batch size or another shuffle sees the remaining samples of the epoch
 (`EpochSegment`): a single global shard keeps its order, several shards are shuffled into one.
@@ -155,7 +155,7 @@ class EpochPlan:
         self.steps = max(shard.steps(self.config) for shard in self.shards)
 
     @property
-    def padding(self) -> int:
+    def num_repeated(self) -> int:
         """Samples that are seen twice, so that all ranks have the same number of full batches."""
         return self.steps * self.config.global_batch - sum(shard.left for shard in self.shards)
 
@@ -167,8 +167,8 @@ class EpochPlan:
         if len(shard.nodes) > 1:
             owners = shard.slice(self._owners_in_order, step, config)
             capacity = config.batch_size * np.array(config.devices)
-            over, takers = overflow(owners, capacity)
-            own, foreign = np.flatnonzero(owners == node)[: capacity[node]], over[takers == node]
+            over, receivers = overflow(owners, capacity)
+            own, foreign = np.flatnonzero(owners == node)[: capacity[node]], over[receivers == node]
             # each device of the node reads an equal part of what other nodes send
             mine: Indices = samples[np.concatenate([own, foreign])[device :: config.devices[node]]]
             return mine
@@ -255,9 +255,9 @@ def assign(owners: NDArray[Any], capacity: NDArray[np.int64]) -> NDArray[Any]:
     >>> assign(np.array([0, 0, 0, 1]), np.array([2, 2]))
     array([0, 0, 1, 1])
     """
-    over, takers = overflow(owners, capacity)
+    over, receivers = overflow(owners, capacity)
     nodes = owners.copy()
-    nodes[over] = takers
+    nodes[over] = receivers
     return nodes
 
 

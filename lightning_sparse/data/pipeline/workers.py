@@ -63,7 +63,7 @@ class WorkerPipeline:
             generator=torch.Generator(),  # the global one is the training's
         )
         self._depth = _PREFETCH * max(1, workers)
-        self.ahead = self._depth + _PREFETCH * workers + 1
+        self.prefetch_depth = self._depth + _PREFETCH * workers + 1
         # workers that outlive the tiers of a program that ends would leave its memory behind
         Finalize(self, _close, (weakref.ref(self),), exitpriority=EXIT_PRIORITY)
 

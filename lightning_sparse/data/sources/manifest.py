@@ -1,7 +1,7 @@
 """The samples of a split, and the file that keeps them.
 
 The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or the files that a list names. Classes are numbered
-by name, as in torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size, the
+by name, as in torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.relabel`). The size, the
 modification time and the tag of each file identify its listed version: a file that differs has changed on storage.
 
 A manifest file is written by `torch.save`. Processes map it, so that all processes of a node share one copy.
@@ -152,7 +152,7 @@ class Manifest:
         return hashlib.blake2b(self.fingerprint.encode() + self.tags.tobytes(), digest_size=16).hexdigest()
 
     @property
-    def strata(self) -> npt.NDArray[np.int64]:
+    def class_ids(self) -> npt.NDArray[np.int64]:
         """Class of each sample, int64 [N], which placement spreads evenly over nodes; 0 if samples have none."""
         if self.labels.dtype.kind == "f" or not self.labels.size:
             return np.zeros(len(self), np.int64)
@@ -176,7 +176,7 @@ class Manifest:
         """(type, number) of the columns of labels; None for the classes of a folder."""
         return None if self.labels.ndim == 1 else (self.labels.dtype.name, self.labels.shape[1])
 
-    def numbered_as(self, classes: tuple[str, ...]) -> Manifest:
+    def relabel(self, classes: tuple[str, ...]) -> Manifest:
         """Return this manifest with its classes numbered as those of train/.
 
         Args:
@@ -226,7 +226,7 @@ class Manifest:
             )
         return replace(self, labels=self.labels.astype(np.float64), fingerprint="")
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Manifest:
+    def select(self, indices: npt.NDArray[np.int64]) -> Manifest:
         """Return the manifest of some of the samples, in this order. Shards, classes and folders stay."""
         arrays = {name: getattr(self, name)[indices] for name in ("labels", "sizes", "mtimes_ns", "tags")}
         if len(self.shards):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lightning_sparse.data.child import END_S, Child
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.sources.storage_reader import Answer, Member
+from lightning_sparse.data.sources.storage_reader import OK, PROGRESS, READY, RETRY, UNUSABLE, Answer, Member
 from lightning_sparse.messages import log
 
 WARN_S = 5.0  # silence before a warning
@@ -130,7 +130,7 @@ class Storage:
         self._starting_since: float | None = None  # until the reader says hello
         self._restart_after = self._restart_at = 0.0
         self._warned_since: float | None = None  # when the silence that was logged began
-        self._trouble = ""
+        self._last_error = ""
 
     def __enter__(self) -> Storage:
         return self
@@ -143,7 +143,7 @@ class Storage:
         arguments = [(each,) if isinstance(each, str) else each for each in locations]
         for request in self._requested("read", arguments):
             status, result, size, mtime_ns = self._wait_for(request)
-            yield StoredFile(result, size, mtime_ns) if status == "k" else Unreadable(result)
+            yield StoredFile(result, size, mtime_ns) if status == OK else Unreadable(result)
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
@@ -190,21 +190,21 @@ class Storage:
         """Yield an answer for each path. All are requested at once."""
         for path, request in zip(paths, self._requested(kind, [(each, *more) for each in paths]), strict=True):
             status, result, _, _ = self._wait_for(request)
-            if status != "k" and kind in ("list", "stamp"):
+            if status != OK and kind in ("list", "stamp"):
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {path}/ to read ({result}{self._instead()}). "
+                    f"source={self.source} has no folder {path}/ to read ({result}{self._similar_names()}). "
                     f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
                     "that it is mounted."
                 )
-            if status != "k":
+            if status != OK:
                 what = f"the shard {path}" if kind == "members" else path
                 raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
             yield result
 
-    def _instead(self) -> str:
+    def _similar_names(self) -> str:
         """What the source has in place of a folder that is missing: its name may be spelled in another way."""
         status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))
-        files, folders, _ = result if status == "k" else ([], [], [])
+        files, folders, _ = result if status == OK else ([], [], [])
         names = [*sorted(path for path, _ in folders if path), *sorted(path for path, *_ in files)]
         return f"; it has {', '.join(names[:10])}" if names else ""
 
@@ -254,31 +254,31 @@ class Storage:
         answered = []
         with self._lock:
             for number, status, result, size, mtime_ns in answers:
-                if status == "h":
+                if status == READY:
                     self._silent_since, self._starting_since = time.monotonic() - self._silence(), None
                     self._restart_at = time.monotonic() + self._restart_after
                     continue
                 request = self._requests.get(number)  # None if a former reader answered it
-                if status == "t":  # an error of the network
-                    self._trouble = result
+                if status == RETRY:  # an error of the network
+                    self._last_error = result
                     if request is None or not request.fails_always(self.timeout):
                         self._to_retry.append(number)
                         continue
                     _, kind, (path, *_) = request.message
-                    status = "x"
+                    status = UNUSABLE
                     result = (
                         f"a request ({kind} {path}) began and failed {request.breaks} times: {result}. "
                         f"Check the network and the server, or wait longer than storage_timeout={self.timeout:g}."
                     )
                 self._reset_timeout()
-                if request is not None and status == "p":
+                if request is not None and status == PROGRESS:
                     request.in_progress = True
                 elif request is not None:
                     del self._requests[number]
                     answered.append((request, (status, result, size, mtime_ns)))
             if answered and self._warned_since is not None:
                 self._log(f"storage {self.source} responds again after {time.monotonic() - self._warned_since:.0f} s")
-                self._warned_since, self._trouble = None, ""
+                self._warned_since, self._last_error = None, ""
         for request, answer in answered:
             request.future.set_result(answer)
 
@@ -291,7 +291,7 @@ class Storage:
             while True:
                 try:
                     answer = request.future.result(timeout=RETRY_S)
-                    if answer[0] == "x":
+                    if answer[0] == UNUSABLE:
                         raise DataError(f"source={self.source} cannot be used: {answer[1]}")
                     return answer
                 except FutureTimeoutError:
@@ -318,7 +318,7 @@ class Storage:
             self._check_open()
             now = time.monotonic()
             silent = self._silence()
-            trouble = f" ({self._trouble})" if self._trouble else ""
+            trouble = f" ({self._last_error})" if self._last_error else ""
             if silent >= self.timeout:
                 self._abandon_reader()
                 raise StorageTimeoutError(

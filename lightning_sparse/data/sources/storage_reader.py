@@ -11,17 +11,17 @@ imports only the standard library, and fsspec if the source is a URL. It sends h
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it.
                                                  A first byte below 0 means a sparse member, see `Member`
-                                                 "list": contents of a folder, see `WANTED`
+                                                 "list": contents of a folder, see `FILTERS`
                                                  "stamp": a number that changes with a folder
                                                  "members": of a tar file
                                                  "groups": the row groups of a Parquet file; its column
                                                  "rows": of a row group; its number and column
-answer     number, status, result, size, mtime   "k": the result
-                                                 "s": why the file cannot be read
-                                                 "t": error of the network, may pass
-                                                 "x": why the source cannot be used
-                                                 "p": listing goes on; an answer follows
-                                                 "h": hello; the number is 0
+answer     number, status, result, size, mtime   OK: the result
+                                                 UNREADABLE: why the file cannot be read
+                                                 RETRY: error of the network, may pass
+                                                 UNUSABLE: why the source cannot be used
+                                                 PROGRESS: listing goes on; an answer follows
+                                                 READY: started; the number is 0
 =========  ====================================  =======================================================
 """
 
@@ -49,6 +49,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
+OK, UNREADABLE, RETRY, UNUSABLE, PROGRESS, READY = "ok", "unreadable", "retry", "unusable", "progress", "ready"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Errors of the file. All others (EIO, ENOTCONN, ESTALE, ETIMEDOUT, ...) are errors of the network and may pass.
 _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENXIO)
@@ -135,7 +136,7 @@ class LocalStorage:
         if own in parents:
             return
         yield 1, (folder, _stamp(about, volatile))
-        wanted, above = WANTED[kind], f"{folder}/" if folder else ""
+        wanted, above = FILTERS[kind], f"{folder}/" if folder else ""
         with os.scandir(os.path.join(self.root, folder)) as entries:
             for entry in entries:
                 name = above + entry.name
@@ -216,7 +217,7 @@ class FsspecStorage:
                 found[1].append((own.rstrip("/"), _mtime_or_tag(about)))
             elif is_folder or name.endswith("/") or name == at:  # a placeholder of a folder, or its index page
                 continue
-            elif WANTED[kind](self._name(last)):
+            elif FILTERS[kind](self._name(last)):
                 size = about.get("size")
                 found[0].append((own, -1 if size is None else size, _mtime(about), _tag_of_entry(about)))
             elif is_visible(last):
@@ -303,7 +304,7 @@ def is_visible(name: str) -> bool:
     return not name.startswith(".")
 
 
-WANTED: "dict[str, Callable[[str], bool]]" = {
+FILTERS: "dict[str, Callable[[str], bool]]" = {
     "here": lambda name: True,  # all files in the folder; the others: below it
     "visible": is_visible,
     "images": lambda name: is_visible(name) and is_image(name),
@@ -390,25 +391,25 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         storage = source.opened()
     except Exception as error:
         never = isinstance(error, (*_PROGRAM_ERRORS, ValueError)) or getattr(error, "errno", 0) in _FILE_ERRORS
-        return "x" if never else "t", _described(error), 0, 0
+        return UNUSABLE if never else RETRY, _described(error), 0, 0
     try:
         with storage.turn:
             if kind == "read" and arguments[1:] and arguments[1] < 0:
-                return "k", *sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
+                return OK, *sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
             if kind == "read":
-                return "k", *storage.read(*arguments)
+                return OK, *storage.read(*arguments)
             path, *others = arguments
             if kind == "list":
-                return "k", storage.listing(path, arguments[1], progress), 0, 0
+                return OK, storage.listing(path, arguments[1], progress), 0, 0
             if kind == "stamp":
-                return "k", storage.stamp(path), 0, 0
-            return "k", _PARSERS[kind](storage.opened(path), *others, progress), 0, 0
+                return OK, storage.stamp(path), 0, 0
+            return OK, _PARSERS[kind](storage.opened(path), *others, progress), 0, 0
     except UnreadableFileError as error:
-        return "s", str(error), 0, 0
+        return UNREADABLE, str(error), 0, 0
     except Exception as error:
         refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
         if isinstance(error, _PROGRAM_ERRORS) or (kind != "read" and refused):
-            return "x", _described(error), 0, 0
+            return UNUSABLE, _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)
         final = missing or isinstance(error, PermissionError)  # object stores set no errno
         final = final or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
@@ -419,8 +420,8 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
                 if missing and kind == "read" and not storage.alive():
                     final = False
         except Exception as root_error:
-            return "t", _described(root_error), 0, 0
-        return "s" if final else "t", _described(error), 0, 0
+            return RETRY, _described(root_error), 0, 0
+        return UNREADABLE if final else RETRY, _described(error), 0, 0
 
 
 def _described(error: Exception) -> str:
@@ -444,16 +445,16 @@ class Answers:
             self._made.append((number, status, result, size, mtime))
             self._size += size
             late = time.monotonic() - self._sent >= SEND_S
-            if not (late or self._size >= SEND_BYTES or self._requests.empty() or status in "ph"):
+            if not (late or self._size >= SEND_BYTES or self._requests.empty() or status in (PROGRESS, READY)):
                 return
             try:
                 self._connection.send_bytes(pickle.dumps(self._made))
             except OSError:
-                leave()  # the socket is closed
+                exit_now()  # the socket is closed
             self._made, self._size, self._sent = [], 0, time.monotonic()
 
 
-def leave() -> NoReturn:
+def exit_now() -> NoReturn:
     """End this process without waiting for other threads. One that hangs in the kernel keeps what the process has open,
     so close what a shell may wait for: the output of the program."""
     for each in range(3):
@@ -677,26 +678,29 @@ def main(file: int, threads: int, source: str) -> None:
     try:
         storage = Source(source, pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
-        leave()
+        exit_now()
 
-    def greet() -> None:
+    def send_ready() -> None:
         if "://" in source:
             _import_file_system(source)
-        answers.add(0, "h")
+        answers.add(0, READY)
 
     def serve() -> None:
         while True:
             number, kind, arguments = requests.get()
-            answers.add(number, *answer(storage, kind, arguments, partial(answers.add, number, "p")))
+            answers.add(number, *answer(storage, kind, arguments, partial(answers.add, number, PROGRESS)))
 
-    for work in (greet, *[serve] * threads):  # beside the import requests are received, so their sender never waits
+    for work in (
+        send_ready,
+        *[serve] * threads,
+    ):  # beside the import requests are received, so their sender never waits
         threading.Thread(target=work, daemon=True).start()
     while True:
         try:
             for request in pickle.loads(connection.recv_bytes()):
                 requests.put(request)
         except (EOFError, OSError):
-            leave()
+            exit_now()
 
 
 if __name__ == "__main__":
