@@ -8,7 +8,7 @@ A `Session` holds the open data; `CachedMixin` connects it to the Trainer's hook
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed import ReduceOp
@@ -21,17 +21,7 @@ from lightning_sparse.data.sources.listing import classes_of
 from lightning_sparse.messages import described
 from lightning_sparse.options import split_options, with_options_of
 
-if TYPE_CHECKING:
-
-    class _Host:
-        """The part of LightningDataModule that the mixins use."""
-
-        trainer: Any
-
-        def __init__(self) -> None: ...
-else:
-    _Host = object
-
+_Host: Any = object  # LightningDataModule, of which the mixins use `trainer`
 _MEANS = ("mean", "avg", ReduceOp.AVG)
 
 
@@ -106,7 +96,6 @@ class DataModuleMixin(_Host):
 
     @property
     def _device(self) -> torch.device:
-        """Device that the batches are for."""
         device: torch.device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         return device
 
@@ -196,7 +185,6 @@ class CachedMixin(DataModuleMixin):
             self._open(self._stage, formats, backend)
 
     def train_dataloader(self) -> TrainLoader:
-        """Random batches of this rank."""
         loader = self._opened().train_loader(
             fixed=self._fixed,
             on_epoch=self._begin_epoch,

@@ -47,7 +47,7 @@ class TokenFile:
 
     @classmethod
     def at(cls, path: Path) -> TokenFile:
-        """Return a file on disk. Raises: ValueError: as `of`"""
+        """Return a file on disk."""
         return cls.of(str(path), path.with_suffix(".json").read_bytes, path.stat().st_size)
 
     @classmethod
@@ -270,7 +270,7 @@ class Spans(NamedTuple):
 
 
 def token_files(paths: Sequence[Path]) -> list[TokenFile]:
-    """Return files with one vocabulary size. Raises: ValueError: as `files_of`"""
+    """Return files with one vocabulary size."""
     files = [TokenFile.at(each) for each in paths]
     for each in files:
         if each.vocab_size != files[0].vocab_size:

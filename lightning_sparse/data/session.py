@@ -60,9 +60,6 @@ def broadcast_manifest(config: CacheConfig, split: str) -> Manifest:
     """Return the samples of a split, as rank 0 lists them. A collective.
 
     Each node keeps the list in its cache, where its ranks map it. It is sent only if it is missing on a node.
-
-    Raises:
-        ValueError, DataError: on all ranks, as `manifest.load_or_list` on rank 0.
     """
     own: list[Manifest] = []  # on rank 0
 

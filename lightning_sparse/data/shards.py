@@ -131,7 +131,6 @@ def _check_splits(source: str, paths: Sequence[str]) -> None:
 
 
 def _json_of(path: str) -> str:
-    """Return the path of the JSON file of a ``.bin`` file."""
     return f"{os.path.splitext(path)[0]}.json"
 
 
@@ -215,7 +214,7 @@ class TokenSource:
 
     @classmethod
     def of(cls, path: str, cache_dir: str, tokenizer: str, vocab_size: int | None, **options: Any) -> TokenSource:
-        """Return the source of a folder, or of files in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
+        """Return the source of a folder, or of files in it."""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
         is_file = "*" in name or bool(id_suffix(name) or text_suffix(name))
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
@@ -225,7 +224,7 @@ class TokenSource:
 
     @cached_property
     def encoder(self) -> Tokenizer:
-        """The tokenizer. Raises: ValueError: as `tokenizer_of`."""
+        """The tokenizer."""
         return tokenizer_of(self.tokenizer)
 
     @cached_property
@@ -235,7 +234,7 @@ class TokenSource:
         return cache_path(self.config) / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
     def create_folder(self) -> None:
-        """Create the cache folder of the ids. Raises: DataError: as `cache_folder`."""
+        """Create the cache folder of the ids."""
         if not is_read_only(cache_folder(self.config)):
             make_private_dir(self.folder)
 
@@ -527,11 +526,7 @@ class Workers:
         self._left_out = LeftOut()
 
     def done(self, patience_s: float) -> bool:
-        """Wait up to `patience_s`, then return whether the cache has all shards.
-
-        Raises:
-            ValueError, DataError: as `TokenSource.make` in one of the processes.
-        """
+        """Wait up to `patience_s`, then return whether the cache has all shards."""
         if self._bar is None:
             self._start()
         end = time.monotonic() + patience_s

@@ -267,7 +267,6 @@ def _tokenizers(file: Path) -> Tokenizer:
 
 
 def _end_of(tokenizer: Any, file: Path) -> tuple[str, int]:
-    """Return the end-of-text token and its id."""
     named = next((token for each in _CONFIGS if (token := _named_end(file.with_name(each))) is not None), None)
     for token in _ENDS if named is None else (named,):
         found: int | None = tokenizer.token_to_id(token)

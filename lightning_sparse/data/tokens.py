@@ -276,7 +276,6 @@ class TokenDataModuleMixin(DataModuleMixin):
         return [streams[path].fingerprint for path in self._all_paths]
 
     def train_dataloader(self) -> TrainLoader:
-        """Random windows of this rank."""
         stream, topology = self._opened("train")
         samples = np.arange(len(stream))
         sampler = Sampler(samples, lambda nodes: samples % nodes, self._sampler(topology))
@@ -323,7 +322,6 @@ class TokenDataModuleMixin(DataModuleMixin):
         return self._eval_loader("val")
 
     def test_dataloader(self) -> EvalLoader:
-        """This rank's share of the windows to test on, in order."""
         return self._eval_loader("test" if "test" in self._streams else "val")
 
     predict_dataloader = test_dataloader
@@ -356,7 +354,6 @@ class TokenDataModuleMixin(DataModuleMixin):
         return loader
 
     def _close(self) -> None:
-        """Stop the loaders and close the files."""
         for loader in self._loaders.values():
             loader.close()
         self._loaders, self._streams, self._topology = {}, {}, None
@@ -364,11 +361,7 @@ class TokenDataModuleMixin(DataModuleMixin):
 
 
 def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
-    """Return the files of ids of all shards. One process per host first makes the missing files. A collective.
-
-    Raises:
-        ValueError, DataError: on all ranks, as `TokenSource.listed` and `TokenSource.make` on one.
-    """
+    """Return the files of ids of all shards. One process per host first makes the missing files. A collective."""
     shards = on_first(source.listed)
     workers = Workers(source, shards if topology.device_index == 0 else [], quiet=topology.rank != 0)
     try:
@@ -380,7 +373,6 @@ def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
 
 
 def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:
-    """Return the weight of each path of `train`."""
     if not isinstance(train, Mapping):
         return {str(train): 1.0}
     if not train:
@@ -407,7 +399,6 @@ class TokenPipeline:
         self._stream, self._pin, self._fixed, self.prefetch_depth = stream, pin, fixed, _PREFETCH
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Tensor, ...], None, None]:
-        """Yield batches, in the order of requests."""
         return prefetch_map(self._make, requests, _PREFETCH, "tokens")
 
     def close(self) -> None:

@@ -75,9 +75,6 @@ def warm(
         prune: first remove the files that are not listed any more, or that other nodes own. A run that uses an older
             list reads them from storage again.
         verify: first read cached files from storage again, and replace the files that differ.
-
-    Raises:
-        ValueError, DataError: as `manifest.list_source`; StorageTimeoutError if storage does not respond.
     """
     placement, report = placement or Placement(), WarmReport(split)
     # files are kept as they are, and on disk alone
@@ -144,7 +141,6 @@ def _fill(store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolEx
 
 
 def _chunks(manifest: Manifest, missing: npt.NDArray[np.int64]) -> Iterator[list[int]]:
-    """Yield what a thread reads at a time: some files, or those of a row group."""
     ends = np.arange(CHUNK, len(missing), CHUNK)
     if manifest.has_row_groups:
         ends = np.flatnonzero(np.diff(manifest.shard_of[missing])) + 1

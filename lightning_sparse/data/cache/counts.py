@@ -126,7 +126,6 @@ class Counter:
         log.warning("%s", text)
 
     def close(self) -> None:
-        """As `Segment.close`."""
         self._segment.close()
 
 

@@ -182,7 +182,6 @@ class MemoryCache:
         return int(self._header[_Header.TAIL])
 
     def close(self) -> None:
-        """As `Segment.close`."""
         self._segment.close()
 
 

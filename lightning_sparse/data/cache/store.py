@@ -253,12 +253,10 @@ class SampleStore:
                 yield index, self._from_storage(tiers, index, answer)
 
     def _answers(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
-        """Read samples that are not in row groups from network storage."""
         answers = tiers.storage.read([self.manifest.location(index) for index in indices])
         return zip(indices, answers, strict=True)
 
     def _on_disk(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
-        """Yield the samples that are on local disk."""
         files = tiers.disk.get(self.manifest.keys(indices))
         for index, file in zip(indices, files, strict=True):
             found = None if file is None else self._from_disk(tiers, index, file)
@@ -486,7 +484,6 @@ class SampleStore:
         return self._tiers().disk
 
     def interrupt(self) -> None:
-        """As `Tiers.interrupt`."""
         if self._opened is not None and self._opened.pid == os.getpid():
             self._opened.interrupt()
 

@@ -237,7 +237,6 @@ class _Connections:
             request.answers.put((node, frames))
 
     def _ping(self, poller: zmq.Poller) -> None:
-        """Ping the nodes that have not answered. Give up those that have been silent for long."""
         import zmq
 
         for node in {each.node for each in self._requests.values()}:

@@ -67,7 +67,6 @@ class DaliPipeline:
         self._in_use: deque[PreparedBatch] = deque(maxlen=_PREFETCH + 1)  # uploads may continue after run() returns
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
-        """Yield batches in the order of requests."""
         read = prefetch_map(self._read, requests, _PREFETCH, "reader")
         made = prefetch_map(self._run, read, _PREFETCH, "DALI")
         try:
@@ -80,7 +79,6 @@ class DaliPipeline:
             made.close()
 
     def close(self) -> None:
-        """Free DALI's threads and memory."""
         self._pipe = None
         self._in_use.clear()
 

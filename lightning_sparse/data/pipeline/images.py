@@ -193,7 +193,6 @@ class TorchPipeline:
         self._shift = (-np.array(options.mean) / np.array(options.std)).astype(np.float32)
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
-        """Yield batches in the order of requests."""
         batches = prefetch_map(self._make, requests, self.prefetch_depth, "batches", self._threads)
         self._open.add(batches)
         try:
@@ -203,7 +202,6 @@ class TorchPipeline:
             batches.close()
 
     def close(self) -> None:
-        """End the threads of open iterators."""
         for each in list(self._open):
             each.close()
 

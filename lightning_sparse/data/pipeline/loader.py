@@ -112,7 +112,6 @@ class _Loader:
             yield request
 
     def close(self) -> None:
-        """Stop the last iterator."""
         if self._open is not None:
             self._open.close()
         self._open = None

@@ -177,7 +177,6 @@ def _is_loss(error: Exception) -> bool:
 
 
 def _loss(pid: int | None, status: int) -> str:
-    """Describe the end of a worker."""
     if status == -signal.SIGKILL:
         return (
             f"process {pid}, which made batches, was killed, mostly because the node or the job ran out of memory: use "

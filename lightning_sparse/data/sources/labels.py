@@ -70,7 +70,6 @@ def _columns(file: str, named: Iterable[tuple[str, Sequence[Any]]]) -> Columns:
 
 
 def _check_text(file: str, column: str, values: Sequence[str]) -> None:
-    """Raise ValueError for a value that pandas reads as missing."""
     for value in dict.fromkeys(values):
         if value.strip() in _MISSING:
             problem = f"is {value!r}, which means a missing value: give each sample a label, and the class another name"

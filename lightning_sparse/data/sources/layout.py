@@ -50,19 +50,7 @@ PROBES = 64  # files that are read to estimate the size of decoded images
 SHARD_SUFFIXES = (".tar", ".parquet")
 COMPRESSED = tuple(f".tar.{each}" for each in ("gz", "bz2", "xz", "zst", "lz4")) + (".tgz", ".tbz2", ".txz", ".tzst")
 COMPANIONS = (
-    ".json",
-    ".idx",
-    ".index",
-    ".txt",
-    ".md",
-    ".csv",
-    ".tsv",
-    ".yaml",
-    ".yml",
-    ".log",
-    ".html",
-    ".crc",
-    ".md5",
+    *(".json", ".idx", ".index", ".txt", ".md", ".csv", ".tsv", ".yaml", ".yml", ".log", ".html", ".crc", ".md5"),
 )
 """Suffixes of files next to shards that are not samples. A file without a suffix is not a sample, either."""
 
@@ -270,7 +258,6 @@ class ClassFolders(Layout):
         return manifest_of(split.source, split.name, self.stamps, found, probed=probed)
 
     def _check_classes(self, below: Mapping[str, Listed]) -> None:
-        """Raise ValueError if there are no classes, or one without files."""
         source, split, what = self.split.source, self.split.name, "images" if self.split.images else "files"
         empty = [name for name, each in below.items() if not each.files]
         if empty:

@@ -78,9 +78,6 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
 
     Args:
         relist: list the source in any case.
-
-    Raises:
-        ValueError, DataError: as `list_source`.
     """
     file = _file(config, split)
     if not file.parent.exists():

@@ -538,7 +538,6 @@ def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
 
 
 def _follow(found: list[Member], links: list[tuple[int, str, str]]) -> None:
-    """Replace links by the members that they lead to."""
     targets = {name: target for _, name, target in links}
     about = {each[0]: each[1:] for each in found if each[0] not in targets}
     for place, name, target in links:
@@ -585,7 +584,7 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
 
 
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
-    """Return the samples of a row group. Raises: UnreadableFileError: as `row_groups`, and if it is damaged."""
+    """Return the samples of a row group."""
     with _opened(file, progress) as parquet:
         sample, *_ = _columns(parquet.schema_arrow, column)
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
