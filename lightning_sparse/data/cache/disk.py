@@ -17,13 +17,6 @@ bytes  field    meaning
        width    reason
 8      checksum xxh3 of the key, the fields above and the file
 ====== ======== ====================================================================
-
-Users in one process share an open environment: LMDB's locks belong to a process and a file, so a process must not open
-an environment twice; closing one would release the locks of the other. A forked child must not use the environments of
-its parent; it opens its own.
-
-Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
-random order, so eviction would remove samples before their next use. `prune` removes files that have left the source.
 """
 
 from __future__ import annotations
@@ -77,6 +70,9 @@ def corrupt_file(reason: str, decoder: int) -> CachedFile:
 
 class DiskCache:
     """The disk tier of a split. Belongs to the process that creates it: forked and spawned processes create their own.
+
+    Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once
+    in random order, so eviction would remove samples before their next use.
 
     Args:
         folder: folder of the LMDB, readable by this user only.
@@ -269,6 +265,8 @@ def _opened(folder: Path) -> _Shared:
     Raises:
         DataError: if the folder has another format, or its files are corrupt.
     """
+    # LMDB's locks belong to a process and a file: a process must not open an environment twice, because closing one
+    # would release the locks of the other. A forked child must not use the environments of its parent.
     name = os.path.realpath(folder)
     with _lock:
         shared = _open.get(name)

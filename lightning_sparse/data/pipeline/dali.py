@@ -10,10 +10,7 @@ decoded uint8        crop -> resize -> flip, normalise          upload the crop 
 JPEG                 decode only the crop -> the same           mixed decode of only the crop -> the same
 ===================  =========================================  ==============================================
 
-For decoded images, the reading thread copies the crop out of the store. This is faster than DALI's slice, and on a GPU
-only the crop is uploaded. A region of interest of the resize would use pixels from outside the crop at its edges.
-
-DALI reads no files and draws no random numbers: `augment` computes the crops, as for torch.
+DALI reads no files and draws no random numbers: `prepare` computes the crops, as for torch.
 """
 
 import threading
@@ -135,7 +132,11 @@ def _input(name: str, dtype: Any, ndim: int, **options: Any) -> Any:
 
 
 def crop_all(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
-    """Return a copy of the crop of each decoded image."""
+    """Return a copy of the crop of each decoded image.
+
+    This is faster than DALI's slice, and on a GPU only the crop is uploaded. A region of interest of the resize would
+    use pixels from outside the crop at its edges.
+    """
     crops = zip(*(each.tolist() for each in prepared.crops[:4]), strict=True)
     return [
         image[top : top + height, left : left + width].copy()

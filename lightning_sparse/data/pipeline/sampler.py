@@ -17,9 +17,6 @@ it owns, up to its share of the batch. Only the overflow is sent between nodes, 
 A shard yields ``width`` samples per step: batch size times devices. All shards take as many steps as the longest one
 needs. A shard that ends early starts over; these repetitions (`EpochPlan.num_repeated`) are the only samples that an
 epoch sees twice. No sample is left out, and all batches are full.
-
-A run that resumes with other nodes, another batch size or another shuffle sees the remaining samples of the epoch
-(`EpochSegment`): a single global shard keeps its order, several shards are shuffled into one.
 """
 
 from collections.abc import Callable, Sequence
@@ -230,7 +227,8 @@ class Sampler:
         return EpochPlan(config, [Shard(share, (*key, node), (node,)) for node, share in enumerate(shares)], owners)
 
     def _remaining(self, plan: EpochPlan, steps: int, config: SamplerConfig, epoch: int) -> EpochPlan:
-        """Return what remains of an epoch after some steps, for another config or the same."""
+        """Return what remains of an epoch after some steps, for a run with other nodes, another batch size or another
+        shuffle, or the same. A single global shard keeps its order, several shards are shuffled into one."""
         rest = [replace(each, start=each.start + steps * each.width(plan.config)) for each in plan.shards]
         owners = self._owners_of(config.num_nodes)
         if config == plan.config:
