@@ -271,11 +271,11 @@ class Spans(NamedTuple):
 
 def token_files(paths: Sequence[Path]) -> list[TokenFile]:
     """Return files with one vocabulary size."""
-    files = [TokenFile.at(each) for each in paths]
-    for each in files:
-        if each.vocab_size != files[0].vocab_size:
+    files = [TokenFile.at(path) for path in paths]
+    for file in files:
+        if file.vocab_size != files[0].vocab_size:
             raise ValueError(
-                f"{each.path} has vocab_size {each.vocab_size}, but {files[0].path} has {files[0].vocab_size}: use one "
+                f"{file.path} has vocab_size {file.vocab_size}, but {files[0].path} has {files[0].vocab_size}: use one "
                 "tokenizer for all files."
             )
     return files
@@ -294,7 +294,7 @@ class Corpus:
         self.begins = np.cumsum([0, *(each.tokens for each in files)])
         """Position of the first id of each file, and the end."""
         self._begins = self.begins.tolist()  # faster for single positions
-        self._open = [os.open(each.path, os.O_RDONLY | os.O_CLOEXEC) for each in files[:_KEPT_OPEN]]
+        self._open = [os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files[:_KEPT_OPEN]]
         weakref.finalize(self, _close, self._open)
 
     def __len__(self) -> int:
@@ -303,7 +303,7 @@ class Corpus:
     @property
     def has_ends(self) -> bool:
         """Whether the ends of documents are known."""
-        return all(each.end is not None for each in self.files)
+        return all(file.end is not None for file in self.files)
 
     def read(self, begin: int, count: int) -> NDArray[Any]:
         """Return `count` ids from the position `begin`. All must be in one file.
@@ -358,5 +358,5 @@ class Corpus:
 
 
 def _close(files: list[int]) -> None:
-    for each in files:
-        os.close(each)
+    for file in files:
+        os.close(file)

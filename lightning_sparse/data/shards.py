@@ -297,9 +297,9 @@ class TokenSource:
             patterns = self.only, _json_of(self.only)
             stars = [re.compile(re.escape(pattern).replace(r"\*", ".*")) for pattern in patterns]
             files = [
-                each
-                for each in files
-                if each[0] in patterns or (is_visible(each[0]) and any(star.fullmatch(each[0]) for star in stars))
+                file
+                for file in files
+                if file[0] in patterns or (is_visible(file[0]) and any(star.fullmatch(file[0]) for star in stars))
             ]
             return shards_of(f"{source}/{self.only}", files)[0]
         shards, left_out = shards_of(source, files)
@@ -438,7 +438,7 @@ def is_used_in_place(path: str) -> bool:
     if "://" in path or not here.exists() or file_system(here) in NETWORK_FILE_SYSTEMS:
         return False
     names = [each for each, *_ in local_files(here)] if here.is_dir() else [here.name]
-    kinds = {id_suffix(each) or text_suffix(each) for each in names} - {""}
+    kinds = {id_suffix(name) or text_suffix(name) for name in names} - {""}
     return kinds == {".bin"}
 
 
@@ -474,10 +474,10 @@ def _bins_below(folder: Path) -> list[Path]:
     if not any(id_suffix(name) for name, *_ in files):
         return []
     shards, _ = shards_of(str(folder), files)
-    for each in shards:
-        if id_suffix(each.path) != ".bin":
+    for shard in shards:
+        if id_suffix(shard.path) != ".bin":
             raise ValueError(
-                f"{folder} has {each.path}, which cannot be used in place, because it is not a .bin file: give "
+                f"{folder} has {shard.path}, which cannot be used in place, because it is not a .bin file: give "
                 "cache_dir, a local folder for its ids, or remove the file."
             )
     return [folder / each.path for each in shards]
@@ -536,8 +536,9 @@ class Workers:
         return not self._running
 
     def _start(self) -> None:
-        missing = sorted((each for each in self._shards if not self._source.is_kept(each)), key=lambda each: -each.size)
-        total, name = sum(each.size for each in missing), f"tokens of {self._source.config.source}"
+        missing = [shard for shard in self._shards if not self._source.is_kept(shard)]
+        missing.sort(key=lambda shard: -shard.size)
+        total, name = sum(shard.size for shard in missing), f"tokens of {self._source.config.source}"
         hidden = self._quiet or not missing
         if missing:
             self._source.create_folder()
@@ -590,7 +591,7 @@ def make_shards(connection: Connection) -> None:
     end_with_parent(connection)
     try:
         with Storage(source.config) as storage:
-            made = [source.make(each, storage, lambda size: connection.send(("read", size))) for each in shards]
+            made = [source.make(shard, storage, lambda size: connection.send(("read", size))) for shard in shards]
         empty, corrupt = zip(*made, strict=True)
         connection.send(("end", LeftOut(sum(empty), sum(corrupt, ()))))
     except Exception as error:

@@ -344,7 +344,7 @@ def _after(text: str, done: int, encode: Callable[[str], Encoded]) -> Encoded:
 def _place_to_cut(text: str, begins: NDArray[np.int64], done: int, last: int) -> int:
     """Return the last position up to `last` where a token begins. If possible, a word or space begins there, too."""
     candidates = begins[(begins > done) & (begins <= last)][::-1].tolist()
-    near = (each for each in candidates if each > last - OVERLAP)
+    near = (candidate for candidate in candidates if candidate > last - OVERLAP)
     at_words = (each for each in near if text[each].isspace() != text[each - 1].isspace())
     return next(at_words, next(iter(candidates), done))
 

@@ -271,7 +271,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         if self._limit is not None:
             whole = len(mixed(parts, weights, self._seed))
             fraction = limited_count(self._limit, whole) / whole
-            parts = [limited(each, fraction) for each in parts]
+            parts = [limited(part, fraction) for part in parts]
         self._streams["train"] = mixed(parts, weights, self._seed)
         return [streams[path].fingerprint for path in self._all_paths]
 
@@ -369,7 +369,7 @@ def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
             pass
     finally:
         workers.close()
-    return [source.file(each) for each in shards]
+    return [source.file(shard) for shard in shards]
 
 
 def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:
@@ -406,5 +406,5 @@ class TokenPipeline:
 
     def _make(self, request: BatchRequest) -> tuple[Tensor, ...]:
         arrays = self._stream.windows(request.indices, 0 if self._fixed else request.epoch)
-        tensors = (torch.from_numpy(each).contiguous() for each in arrays)
-        return tuple(each.pin_memory() if self._pin else each for each in tensors)
+        tensors = (torch.from_numpy(array).contiguous() for array in arrays)
+        return tuple(tensor.pin_memory() if self._pin else tensor for tensor in tensors)

@@ -67,11 +67,11 @@ class TokenStream:
 
     def _check_ends(self) -> None:
         files = self.corpus.files
-        for each in files:
-            if each.end is None or each.end != files[0].end:
+        for file in files:
+            if file.end is None or file.end != files[0].end:
                 raise ValueError(
                     f"{self.corpus.path}: documents={self.documents!r} needs the same id at the end of all documents, "
-                    f'but {each.path.name} has end={each.end}: write "end": ID into its JSON file, or use a tokenizer '
+                    f'but {file.path.name} has end={file.end}: write "end": ID into its JSON file, or use a tokenizer '
                     "that has such an id."
                 )
 
@@ -97,10 +97,10 @@ class TokenStream:
     @property
     def fingerprint(self) -> str:
         files = self.corpus.files
-        about = [(each.dtype.name, each.vocab_size, each.tokens, each.checksum) for each in files]
+        about = [(file.dtype.name, file.vocab_size, file.tokens, file.checksum) for file in files]
         more: tuple[Any, ...] = () if self.documents == "joined" else (self.documents, files[0].end)
         if self._spans is not None:
-            more += tuple(hashlib.blake2b(each.tobytes(), digest_size=16).hexdigest() for each in self._spans)
+            more += tuple(hashlib.blake2b(span.tobytes(), digest_size=16).hexdigest() for span in self._spans)
         elif len(files) > 1 and self.documents != "packed":
             more += ("over the ends of files",)  # earlier versions cut each file separately
         return hashlib.blake2b(repr((self.context, about, *more)).encode(), digest_size=16).hexdigest()
@@ -184,7 +184,7 @@ class PackedStream(TokenStream):
         targets, firsts = np.full_like(inputs, IGNORED), np.zeros(inputs.shape, np.bool_)
         for row, window in enumerate(indices.tolist()):
             begin = int(self._ends[window - 1]) if window else 0
-            pieces = (each[begin : self._ends[window]].tolist() for each in self._pieces)
+            pieces = (piece[begin : self._ends[window]].tolist() for piece in self._pieces)
             at = 0
             for first, length in zip(*pieces, strict=True):
                 ids = self.corpus.read(first, length + 1)
@@ -274,7 +274,7 @@ class Mixture:
 
     def __init__(self, streams: Sequence[TokenWindows], weights: Sequence[float], seed: int) -> None:
         self._streams, self.context = streams, streams[0].context
-        lengths = np.array([len(each) for each in streams])
+        lengths = np.array([len(stream) for stream in streams])
         shares = np.array(weights) / max(weights)  # divide first: the sum of weights may overflow
         shares /= shares.sum()
         self._shares = shares
@@ -293,7 +293,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        about = (*(each.fingerprint for each in self._streams), *self._about)
+        about = (*(stream.fingerprint for stream in self._streams), *self._about)
         return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:

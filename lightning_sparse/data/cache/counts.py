@@ -180,7 +180,7 @@ class TierLog:
         sizes = (
             f"  in memory: {sum(each.memory for each in held):,} samples, "
             f"{sum(each.memory_bytes for each in held) / 1e6:,.1f} MB; "
-            f"on local disks: {sum(each.disk for each in disks):,} samples, "
+            f"on local disks: {sum(tier.disk for tier in disks):,} samples, "
             f"{sum(each.disk_bytes for each in disks) / 1e6:,.1f} MB"
         )
         return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])

@@ -86,8 +86,8 @@ def reachable(address: str, others: Sequence[str]) -> str:
     """
     if not ipaddress.ip_address(address).is_loopback:
         return address
-    towards = (_address_towards(other) for other in others if not ipaddress.ip_address(other).is_loopback)
-    return next((each for each in towards if not ipaddress.ip_address(each).is_loopback), address)
+    routes = (_address_towards(other) for other in others if not ipaddress.ip_address(other).is_loopback)
+    return next((route for route in routes if not ipaddress.ip_address(route).is_loopback), address)
 
 
 def _address_of(interface: str) -> str:

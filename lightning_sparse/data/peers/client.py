@@ -154,8 +154,8 @@ class _Connections:
                 self._to_send.extend(requests)
                 self._wake.send(b"")
                 return
-        for each in requests:
-            each.answers.put((each.node, None))
+        for request in requests:
+            request.answers.put((request.node, None))
 
     def close(self) -> None:
         with self._lock:
@@ -239,7 +239,7 @@ class _Connections:
     def _ping(self, poller: zmq.Poller) -> None:
         import zmq
 
-        for node in {each.node for each in self._requests.values()}:
+        for node in {request.node for request in self._requests.values()}:
             if time.monotonic() - self._heard[node] > DEAD_S:
                 self._drop(node, "does not respond", poller)
                 continue

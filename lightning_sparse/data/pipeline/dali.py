@@ -83,7 +83,7 @@ class DaliPipeline:
         prepared = prepare(self._store, request, self._options)
         if self._store.format == "decoded":
             return prepared._replace(images=crop_all(prepared))
-        return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
+        return prepared._replace(images=[readable_by_dali(image) for image in prepared.images])
 
     def _run(self, prepared: PreparedBatch) -> tuple[Any, torch.Tensor]:
         flip = prepared.crops.flip
@@ -137,7 +137,7 @@ def crop_all(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
     This is faster than DALI's slice, and on a GPU only the crop is uploaded. A region of interest of the resize would
     use pixels from outside the crop at its edges.
     """
-    crops = zip(*(each.tolist() for each in prepared.crops[:4]), strict=True)
+    crops = zip(*(crop.tolist() for crop in prepared.crops[:4]), strict=True)
     return [
         image[top : top + height, left : left + width].copy()
         for image, (top, left, height, width) in zip(prepared.images, crops, strict=True)

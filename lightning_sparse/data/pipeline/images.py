@@ -65,7 +65,7 @@ def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -
     samples = store.get(request.indices.tolist())
     widths, heights = np.array([(each.width, each.height) for each in samples], np.int64).reshape(-1, 2).T
     # crops are those of the decoded images, also of JPEG files: both give the same pixels
-    at_short_side = [scaled((each.width, each.height), store.short_side) for each in samples]
+    at_short_side = [scaled((sample.width, sample.height), store.short_side) for sample in samples]
     decoded_widths, decoded_heights = np.array(at_short_side, np.int64).reshape(-1, 2).T
     if request.train:
         crops = random_crops(options, request.epoch, request.indices, decoded_heights, decoded_widths)
@@ -270,5 +270,5 @@ def crop_and_resize(prepared: PreparedBatch, position: int, store_format: str) -
     image = prepared.images[position]
     if store_format == "jpeg":
         image = decode(image.tobytes(), prepared.short_side)
-    top, left, height, width = (each[position] for each in prepared.crops[:4])
+    top, left, height, width = (crop[position] for crop in prepared.crops[:4])
     return resized(image[top : top + height, left : left + width].copy(), prepared.size, prepared.size)

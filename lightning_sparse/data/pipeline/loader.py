@@ -275,9 +275,9 @@ def prefetch_map(
     workers = [
         threading.Thread(target=ahead.work, name=f"lightning_sparse {name}", daemon=True) for _ in range(threads)
     ]
-    for each in workers:
-        each.start()
-        Finalize(each, _end, (ahead.stop, weakref.ref(each)), exitpriority=EXIT_PRIORITY)
+    for worker in workers:
+        worker.start()
+        Finalize(worker, _end, (ahead.stop, weakref.ref(worker)), exitpriority=EXIT_PRIORITY)
     patience = CLOSE_S
     try:
         while (result := ahead.results.get()) is not None:

@@ -229,7 +229,7 @@ class Sampler:
     def _remaining(self, plan: EpochPlan, steps: int, config: SamplerConfig, epoch: int) -> EpochPlan:
         """Return what remains of an epoch after some steps, for a run with other nodes, another batch size or another
         shuffle, or the same. A single global shard keeps its order, several shards are shuffled into one."""
-        rest = [replace(each, start=each.start + steps * each.width(plan.config)) for each in plan.shards]
+        rest = [replace(shard, start=shard.start + steps * shard.width(plan.config)) for shard in plan.shards]
         owners = self._owners_of(config.num_nodes)
         if config == plan.config:
             return EpochPlan(config, rest, owners)

@@ -101,9 +101,9 @@ class WorkerPipeline:
                 for each in workers:
                     each.join(_END_S)
                 break
-        for each in workers:
-            if each.exitcode not in (None, 0, -signal.SIGTERM):
-                log.error("%s", _loss(each.pid, each.exitcode))
+        for worker in workers:
+            if worker.exitcode not in (None, 0, -signal.SIGTERM):
+                log.error("%s", _loss(worker.pid, worker.exitcode))
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -122,7 +122,7 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
     else:
         return None
     number = dict(zip(distinct, numbers, strict=True))
-    found = [number[each] for each in values]
+    found = [number[value] for value in values]
     return _finite(file, column, np.array(found)) if isinstance(found[0], float) else _whole(file, column, found)
 
 
@@ -140,7 +140,7 @@ def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] 
     if not isinstance(first, str):
         problem = f"is {first!r}, of type {type(first).__name__}: write labels as numbers, names or lists of numbers"
         raise _refused(file, column, 0, problem)
-    if all(_NUMBER.fullmatch(each.strip()) for each in values):
+    if all(_NUMBER.fullmatch(value.strip()) for value in values):
         raise _refused(
             file, column, 0, f"is the text {first!r}: write the column as numbers, or as names with a letter"
         )
@@ -185,7 +185,7 @@ def _of_names(file: str, column: str, values: Sequence[str]) -> tuple[npt.NDArra
             problem = f"is {each!r}: remove the spaces around it, or give each sample a label"
             raise _refused(file, column, values.index(each), problem)
     number = {name: place for place, name in enumerate(names)}
-    return np.array([number[each] for each in values], np.int64), tuple(names)
+    return np.array([number[value] for value in values], np.int64), tuple(names)
 
 
 def _refused(file: str, column: str, row: int, problem: str) -> ValueError:

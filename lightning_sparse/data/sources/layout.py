@@ -110,8 +110,8 @@ class Split:
         kind = None if listed is None else self._kind_of_shards([path for path, *_ in listed.files])
         if listed is None or kind != suffix:
             return None
-        shards = [each for each in listed.files if each[0].lower().endswith(suffix)]
-        stems = {each[0][: -len(suffix)] for each in shards}
+        shards = [file for file in listed.files if file[0].lower().endswith(suffix)]
+        stems = {shard[0][: -len(suffix)] for shard in shards}
         ignored = [path for path, *_ in listed.files if not path.lower().endswith(suffix)]
         unclear = next((path for path in ignored if not self._is_companion(path, stems)), None)
         if unclear is not None:
@@ -196,7 +196,7 @@ def build_manifest(
     Args:
         others: Other fields of `Manifest`. For samples in shards, also those that are not of the listed files.
     """
-    sizes, mtimes, tags = (np.array([each[column] for each in listed.files], np.int64) for column in (1, 2, 3))
+    sizes, mtimes, tags = (np.array([file[column] for file in listed.files], np.int64) for column in (1, 2, 3))
     values = {
         "paths": [path for path, *_ in listed.files],
         "sizes": sizes,
@@ -472,7 +472,7 @@ class TarShards(Layout):
         except (ValueError, OverflowError) as error:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
         shard_of, offsets, sizes = (np.array(each, np.int64) for each in list(zip(*found, strict=True))[1:4])
-        mtimes, tags = (np.array([each[column] for each in self.listed.files], np.int64) for column in (2, 3))
+        mtimes, tags = (np.array([file[column] for file in self.listed.files], np.int64) for column in (2, 3))
         parts = [(shards[each.shard], each.offset, each.offset + each.size) for each in found if split.images]
         return build_manifest(
             split.source,
@@ -509,9 +509,9 @@ class TarShards(Layout):
             ValueError: if no member, or more than one, can be the data of a sample.
         """
         groups: dict[str, list[Member]] = {}
-        for each in members:
-            folder, slash, name = each[0].rpartition("/")
-            groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(each)
+        for member in members:
+            folder, slash, name = member[0].rpartition("/")
+            groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(member)
         for key, group in groups.items():
             label = next((each[3] for each in group if is_label(each[0])), "")
             data = [each for each in group if self._is_data(each[0])]

@@ -231,7 +231,7 @@ class Manifest:
         arrays = {name: getattr(self, name)[indices] for name in ("labels", "sizes", "mtimes_ns", "tags")}
         if len(self.shards):
             arrays |= {"shard_of": self.shard_of[indices], "offsets": self.offsets[indices]}
-        return replace(self, paths=[self.paths[each] for each in indices.tolist()], **arrays, fingerprint="")
+        return replace(self, paths=[self.paths[index] for index in indices.tolist()], **arrays, fingerprint="")
 
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""

@@ -140,7 +140,7 @@ class Storage:
 
     def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
         """Yield the contents of files, or of parts of files, in order. All are requested at once."""
-        arguments = [(each,) if isinstance(each, str) else each for each in locations]
+        arguments = [(location,) if isinstance(location, str) else location for location in locations]
         for request in self._requested("read", arguments):
             status, result, size, mtime_ns = self._wait_for(request)
             yield StoredFile(result, size, mtime_ns) if status == OK else Unreadable(result)
@@ -227,14 +227,14 @@ class Storage:
         with self._lock:
             self._check_open()
             requests = []
-            for each in arguments:
+            for argument in arguments:
                 self._next += 1
-                requests.append(_Request((self._next, kind, each), Future()))
+                requests.append(_Request((self._next, kind, argument), Future()))
                 self._requests[self._next] = requests[-1]
             if self._reader is None:
                 self._restart_reader()  # sends all open requests
             else:
-                self._reader.send([each.message for each in requests])
+                self._reader.send([request.message for request in requests])
             return requests
 
     def _restart_reader(self) -> None:
@@ -247,7 +247,7 @@ class Storage:
         self._reader = ReaderProcess(self.source, self._readers, self)
         self._reader.send(self._options)
         self._to_retry.clear()
-        self._reader.send([each.message for each in self._requests.values()])
+        self._reader.send([request.message for request in self._requests.values()])
 
     def on_answers(self, answers: Sequence[Answer]) -> None:
         """Called by the thread that listens to a reader."""

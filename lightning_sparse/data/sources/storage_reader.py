@@ -588,7 +588,7 @@ def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> 
     with _opened(file, progress) as parquet:
         sample, *_ = _columns(parquet.schema_arrow, column)
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
-    return [each.get("bytes") if isinstance(each, dict) else each for each in values]
+    return [value.get("bytes") if isinstance(value, dict) else value for value in values]
 
 
 class _Reporting:
