@@ -183,7 +183,7 @@ def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> 
     """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         names = []  # they differ after each change of a file
-        for about, path in ((each.path.stat(), each.path.resolve()) for each in files):
+        for about, path in ((file.path.stat(), file.path.resolve()) for file in files):
             names.append(f"{path} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}")
         found = threads.map(lambda name, file: known[name] if name in known else _checksum(file.path), names, files)
         checksums = dict(zip(names, found, strict=True))
@@ -291,7 +291,7 @@ class Corpus:
 
     def __init__(self, path: str | Path, files: Sequence[TokenFile]) -> None:
         self.path, self.files, self.vocab_size = path, files, files[0].vocab_size
-        self.begins = np.cumsum([0, *(each.tokens for each in files)])
+        self.begins = np.cumsum([0, *(file.tokens for file in files)])
         """Position of the first id of each file, and the end."""
         self._begins = self.begins.tolist()  # faster for single positions
         self._open = [os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files[:_KEPT_OPEN]]

@@ -92,7 +92,7 @@ def common_format(config: CacheConfig, manifest: Manifest, placement: Placement)
 
     if config.format != "auto":
         return config.format
-    return "decoded" if all(each == "decoded" for each in on_all(own)) else "jpeg"
+    return "decoded" if all(format == "decoded" for format in on_all(own)) else "jpeg"
 
 
 _MAX_THREADS = 16
@@ -257,11 +257,11 @@ class Session:
             self._stores.append(SampleStore(config, manifest, placement, run))
             if not serves:
                 return here.node_index, ""
-            own, others = addresses[here.rank], [each for each in addresses if each]
+            own, others = addresses[here.rank], [address for address in addresses if address]
             address = own if config.peer_address else reachable(own, others)
             return here.node_index, self._stores[-1].serve(address, here.world_size - here.num_devices)
 
-        endpoints = {node: each for node, each in on_all(endpoint) if each}
+        endpoints = {node: url for node, url in on_all(endpoint) if url}
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
@@ -277,11 +277,11 @@ class Session:
         """
         subset = self.train or self.val or self.test
         classes = subset.store.manifest.num_classes if subset is not None else used or 0
-        others = {rank: each for rank, each in enumerate(on_all(lambda: used)) if each not in (None, classes)}
+        others = {rank: other for rank, other in enumerate(on_all(lambda: used)) if other not in (None, classes)}
         if others:
-            rank, each = next(iter(others.items()))
+            rank, other = next(iter(others.items()))
             raise ValueError(
-                f"source={self.options.cache.source!r} has {classes} classes, but num_classes was {each} on rank "
+                f"source={self.options.cache.source!r} has {classes} classes, but num_classes was {other} on rank "
                 f"{rank} when it created its model: train/ has changed meanwhile, or this node cannot read it. Start "
                 "the run again, with the source mounted on all nodes."
             )
@@ -395,8 +395,8 @@ class Session:
     def _end_pipelines(self) -> None:
         for store in self._stores:
             store.interrupt()  # threads that make batches may wait for storage
-        for each in (*self._loaders.values(), *self._pipelines.values()):
-            each.close()
+        for resource in (*self._loaders.values(), *self._pipelines.values()):
+            resource.close()
         self._loaders, self._pipelines = {}, {}
 
     def _pipeline(self, split: str, store: SampleStore) -> Pipeline:

@@ -96,10 +96,10 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
         ValueError: if there are no shards, or both ids and text, or shards of several splits.
     """
     found = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
-    by_path = {each.path: each for each in found}
-    ids, text = [[each for each in found if kind(each.path)] for kind in (id_suffix, text_suffix)]
-    described = {each.path: by_path.get(_json_of(each.path)) for each in ids if id_suffix(each.path) == ".bin"}
-    left_out = by_path.keys() - {each.path for each in (*ids, *text, *filter(None, described.values()))}
+    by_path = {shard.path: shard for shard in found}
+    ids, text = [[shard for shard in found if kind(shard.path)] for kind in (id_suffix, text_suffix)]
+    described = {shard.path: by_path.get(_json_of(shard.path)) for shard in ids if id_suffix(shard.path) == ".bin"}
+    left_out = by_path.keys() - {shard.path for shard in (*ids, *text, *filter(None, described.values()))}
     if text and ids:
         raise ValueError(f"{source} has ids ({ids[0].path}) and text ({text[0].path}): put them into separate folders.")
     if not text and not ids:
@@ -108,9 +108,9 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
             f"{source} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
             f"({', '.join(TEXT_SUFFIXES)}). It has {contents}."
         )
-    _check_splits(source, [each.path for each in (text or ids)])
+    _check_splits(source, [shard.path for shard in (text or ids)])
     added = {path: json.size + json.mtime_ns + json.beside for path, json in described.items() if json is not None}
-    return text or [each._replace(beside=each.beside + added.get(each.path, 0)) for each in ids], sorted(left_out)
+    return text or [shard._replace(beside=shard.beside + added.get(shard.path, 0)) for shard in ids], sorted(left_out)
 
 
 def _check_splits(source: str, paths: Sequence[str]) -> None:
@@ -268,7 +268,7 @@ class TokenSource:
         file = self.folder / f"{name}.json"
         kept: list[Shard] | None = None
         with contextlib.suppress(OSError, ValueError, TypeError):  # as a loss of power may leave it, it is made again
-            kept = [Shard(*each) for each in json.loads(file.read_text())]
+            kept = [Shard(*row) for row in json.loads(file.read_text())]
         timeout = self.config.storage_timeout if kept is None else min(CHECK_S, self.config.storage_timeout)
         try:
             with Storage(self.config, timeout=timeout, readers=1) as storage:
@@ -280,7 +280,7 @@ class TokenSource:
             return kept
         self.create_folder()
         for shard in set(found) - set(kept or found):
-            known = any(each.path == shard.path for each in kept or ())
+            known = any(other.path == shard.path for other in kept or ())
             log.info("%s: %s %s: reading it", self.config.source, shard.path, "has changed" if known else "is new")
         if found != kept and os.access(file.parent, os.W_OK):
             with wrap_os_errors(file.parent):
@@ -437,7 +437,7 @@ def is_used_in_place(path: str) -> bool:
     here = Path(path)
     if "://" in path or not here.exists() or file_system(here) in NETWORK_FILE_SYSTEMS:
         return False
-    names = [each for each, *_ in local_files(here)] if here.is_dir() else [here.name]
+    names = [name for name, *_ in local_files(here)] if here.is_dir() else [here.name]
     kinds = {id_suffix(name) or text_suffix(name) for name in names} - {""}
     return kinds == {".bin"}
 
@@ -455,10 +455,10 @@ def files_of(path: str | Path) -> list[TokenFile]:
             f"{path} cannot be used in place as .bin files are: give cache_dir, a local folder for its ids."
         )
     paths = _bins_below(path) if path.is_dir() else [path]
-    for each in paths:
-        if each.is_symlink() and not each.exists():
+    for file in paths:
+        if file.is_symlink() and not file.exists():
             raise ValueError(
-                f"{each} is a link to {os.readlink(each)}, which does not exist: repair or remove the link."
+                f"{file} is a link to {os.readlink(file)}, which does not exist: repair or remove the link."
             )
     if not paths or not paths[0].exists():
         raise ValueError(
@@ -480,7 +480,7 @@ def _bins_below(folder: Path) -> list[Path]:
                 f"{folder} has {shard.path}, which cannot be used in place, because it is not a .bin file: give "
                 "cache_dir, a local folder for its ids, or remove the file."
             )
-    return [folder / each.path for each in shards]
+    return [folder / shard.path for shard in shards]
 
 
 def log_unused_files(path: str) -> None:

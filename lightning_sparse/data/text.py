@@ -143,8 +143,8 @@ def _rows(file: BinaryIO) -> Iterator[Document]:
     if "text" not in table.schema_arrow.names:
         raise KeyError("it has no column text")
     batches = table.iter_batches(_ROWS, columns=["text"])
-    for number, each in enumerate(chain.from_iterable(batch.column(0) for batch in batches), 1):
-        yield Document(f"row {number:,}", _row(each))
+    for number, scalar in enumerate(chain.from_iterable(batch.column(0) for batch in batches), 1):
+        yield Document(f"row {number:,}", _row(scalar))
 
 
 def _row(scalar: Any) -> Iterator[bytes]:
@@ -219,7 +219,7 @@ def _tiktoken(name: str) -> Tokenizer:
 
     def encode(text: str) -> Encoded:
         ids = found.encode_ordinary(text)
-        sizes = np.array([len(each) for each in found.decode_tokens_bytes(ids)], np.int64)
+        sizes = np.array([len(token) for token in found.decode_tokens_bytes(ids)], np.int64)
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         bytes_of_characters = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
         characters = np.searchsorted(np.cumsum(bytes_of_characters), np.cumsum(sizes) - sizes, side="right")
@@ -267,7 +267,7 @@ def _tokenizers(file: Path) -> Tokenizer:
 
 
 def _end_of(tokenizer: Any, file: Path) -> tuple[str, int]:
-    named = next((token for each in _CONFIGS if (token := _named_end(file.with_name(each))) is not None), None)
+    named = next((token for config in _CONFIGS if (token := _named_end(file.with_name(config))) is not None), None)
     for token in _ENDS if named is None else (named,):
         found: int | None = tokenizer.token_to_id(token)
         if found is not None:
@@ -345,7 +345,7 @@ def _place_to_cut(text: str, begins: NDArray[np.int64], done: int, last: int) ->
     """Return the last position up to `last` where a token begins. If possible, a word or space begins there, too."""
     candidates = begins[(begins > done) & (begins <= last)][::-1].tolist()
     near = (candidate for candidate in candidates if candidate > last - OVERLAP)
-    at_words = (each for each in near if text[each].isspace() != text[each - 1].isspace())
+    at_words = (place for place in near if text[place].isspace() != text[place - 1].isspace())
     return next(at_words, next(iter(candidates), done))
 
 

@@ -214,8 +214,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         made = {path: _prepared(source, topology) for path, source in self._sources.items()}
         checksums = {path: self._checksums(path) for path in self._all_paths if path not in made}
         fingerprints = on_all(lambda: self._open(made, checksums))
-        for rank, each in enumerate(fingerprints):
-            for path, own, first in zip(self._all_paths, each, fingerprints[0], strict=True):
+        for rank, of_rank in enumerate(fingerprints):
+            for path, own, first in zip(self._all_paths, of_rank, fingerprints[0], strict=True):
                 if own != first:
                     raise ValueError(
                         f"{path} has different tokens on rank {rank} and on rank 0: copy the same files to all nodes."
@@ -266,7 +266,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             halves = [split(streams[path], self._val_fraction) for path in self._weights]
             parts, held_out = zip(*halves, strict=True)
             self._streams["val"] = mixed(
-                held_out, [len(each) for each in held_out], self._seed
+                held_out, [len(part) for part in held_out], self._seed
             )  # uses all held-out windows
         if self._limit is not None:
             whole = len(mixed(parts, weights, self._seed))

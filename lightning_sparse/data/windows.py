@@ -280,7 +280,7 @@ class Mixture:
         self._shares = shares
         self._counts = np.round(shares * (lengths / shares).min()).clip(1, lengths).astype(np.int64)  # per epoch
         self._ends = np.cumsum(self._counts)
-        self._orders = [shuffled(np.arange(each), seed, number, _MIXTURE) for number, each in enumerate(lengths)]
+        self._orders = [shuffled(np.arange(length), seed, number, _MIXTURE) for number, length in enumerate(lengths)]
         self._about = (self._counts.tolist(), seed)
 
     def __len__(self) -> int:
@@ -331,7 +331,7 @@ def split(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWind
     documents = Spans(begins[is_used], lengths[is_used])
     try:
         train, held_out = hold_out(documents, fraction, stream.least_tokens)
-        parts = [type(stream)(corpus, stream.context, stream.documents, each) for each in (train, held_out)]
+        parts = [type(stream)(corpus, stream.context, stream.documents, spans) for spans in (train, held_out)]
     except ValueError as error:
         raise ValueError(f"{corpus.path}: val_fraction={fraction} cannot split it: {error}") from error
     return parts[0], parts[1]

@@ -201,9 +201,9 @@ def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
     Raises:
         ValueError: if there is no such folder.
     """
-    removed = [each for each in caches(cache_dir) if source is None or each.source == source_name(source)]
-    for each in removed:
-        shutil.rmtree(each.folder)
+    removed = [cache for cache in caches(cache_dir) if source is None or cache.source == source_name(source)]
+    for cache in removed:
+        shutil.rmtree(cache.folder)
     return removed
 
 
@@ -221,6 +221,6 @@ def _splits(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
             continue  # corrupt; the run that uses it reports it
         rows.append((split, kept, files, nbytes))
     for tokens in sorted(folder.glob("tokens-*")):  # of a tokenizer, see `shards.py`
-        sizes = [each.stat().st_size for each in tokens.glob("*.bin") if each.with_suffix(".json").exists()]
+        sizes = [file.stat().st_size for file in tokens.glob("*.bin") if file.with_suffix(".json").exists()]
         rows.append((tokens.name, len(sizes), len(list(tokens.glob("*.bin"))), sum(sizes)))
     return tuple(rows)

@@ -176,12 +176,12 @@ class TierLog:
     def summary(self) -> str:
         """Return a table of the samples by tier and epoch, and one line on what the tiers hold. A collective."""
         held = on_all(self._sizes)
-        disks = {each.folder: each for each in held}.values()
+        disks = {node.folder: node for node in held}.values()
         sizes = (
-            f"  in memory: {sum(each.memory for each in held):,} samples, "
-            f"{sum(each.memory_bytes for each in held) / 1e6:,.1f} MB; "
+            f"  in memory: {sum(node.memory for node in held):,} samples, "
+            f"{sum(node.memory_bytes for node in held) / 1e6:,.1f} MB; "
             f"on local disks: {sum(tier.disk for tier in disks):,} samples, "
-            f"{sum(each.disk_bytes for each in disks) / 1e6:,.1f} MB"
+            f"{sum(node.disk_bytes for node in disks) / 1e6:,.1f} MB"
         )
         return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])
 

@@ -215,8 +215,8 @@ class SampleStore:
         found: dict[int, Sample] = {}
         if len(hits) < len(views):
             absent = dict.fromkeys(index for index, view in zip(requested, views, strict=True) if view is None)
-            for index, each in self._read_lower_tiers(tiers, [*absent]).items():
-                found[index] = self._replacement(tiers, index, each) if isinstance(each, str) else each
+            for index, answer in self._read_lower_tiers(tiers, [*absent]).items():
+                found[index] = self._replacement(tiers, index, answer) if isinstance(answer, str) else answer
         tiers.disk.flush_old()
         return [
             found[index] if view is None else Sample(view.data, label, index, view.height, view.width)
@@ -454,7 +454,7 @@ class SampleStore:
 
     def connect(self, endpoints: Mapping[int, str]) -> None:
         """Read the samples of other nodes from their memory. endpoints: results of `serve`, by node."""
-        self._endpoints = {node: each for node, each in endpoints.items() if node != self.placement.node_index}
+        self._endpoints = {node: endpoint for node, endpoint in endpoints.items() if node != self.placement.node_index}
         self._connect(self._tiers())
 
     def _connect(self, tiers: Tiers) -> None:

@@ -189,8 +189,8 @@ class _Connections:
             with self._lock:
                 self._closed = True
                 left = [*self._requests.values(), *self._to_send]
-            for each in left:
-                each.answers.put((each.node, None))
+            for request in left:
+                request.answers.put((request.node, None))
             for socket in (woken, *self._open.values()):
                 socket.close(linger=0)
 
@@ -203,7 +203,7 @@ class _Connections:
             if node not in self._open:
                 self._open[node] = self._connected(node)
                 poller.register(self._open[node], zmq.POLLIN)
-            if sum(each.node == node for each in self._requests.values()) == 1:
+            if sum(request.node == node for request in self._requests.values()) == 1:
                 self._heard[node] = time.monotonic()
             self._open[node].send_multipart((b"get", number, request.indices), zmq.NOBLOCK)
         except zmq.Again:  # it refused this process, or has not read for long
@@ -224,7 +224,7 @@ class _Connections:
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         import zmq
 
-        node = next((node for node, each in self._open.items() if each is socket), None)
+        node = next((node for node, open_socket in self._open.items() if open_socket is socket), None)
         if node is None:
             return  # closed meanwhile
         try:
@@ -255,5 +255,5 @@ class _Connections:
             poller.unregister(socket)
             socket.close(linger=0)
         self._give_up(node, reason)
-        for number in [number for number, each in self._requests.items() if each.node == node]:
+        for number in [number for number, request in self._requests.items() if request.node == node]:
             self._requests.pop(number).answers.put((node, None))

@@ -161,8 +161,8 @@ def serve(
 
     listener = _Listener(router, endpoint)
     poller = zmq.Poller()
-    for each in (router, answers, listener.failures):
-        poller.register(each, zmq.POLLIN)
+    for source in (router, answers, listener.failures):
+        poller.register(source, zmq.POLLIN)
     ready(endpoint)
     with ThreadPoolExecutor(THREADS) as pool:
         while True:

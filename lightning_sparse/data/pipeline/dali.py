@@ -120,8 +120,8 @@ def _graph(options: ImageOptions, store_format: str, on_gpu: bool) -> Any:
     return fn.crop_mirror_normalize(
         resized,
         mirror=_input("flip", types.INT32, 0),
-        mean=[255 * each for each in options.mean],
-        std=[255 * each for each in options.std],
+        mean=[255 * value for value in options.mean],
+        std=[255 * value for value in options.std],
         dtype=types.FLOAT,
         output_layout="CHW",
     )

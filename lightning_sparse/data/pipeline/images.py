@@ -63,7 +63,7 @@ class PreparedBatch(NamedTuple):
 def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -> PreparedBatch:
     """Read the samples of a request and compute their crops."""
     samples = store.get(request.indices.tolist())
-    widths, heights = np.array([(each.width, each.height) for each in samples], np.int64).reshape(-1, 2).T
+    widths, heights = np.array([(sample.width, sample.height) for sample in samples], np.int64).reshape(-1, 2).T
     # crops are those of the decoded images, also of JPEG files: both give the same pixels
     at_short_side = [scaled((sample.width, sample.height), store.short_side) for sample in samples]
     decoded_widths, decoded_heights = np.array(at_short_side, np.int64).reshape(-1, 2).T
@@ -71,10 +71,10 @@ def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -
         crops = random_crops(options, request.epoch, request.indices, decoded_heights, decoded_widths)
     else:
         crops = center_crops(decoded_heights, decoded_widths, options.eval_crop(request.size))
-    labels = label_tensor([each.label for each in samples])
+    labels = label_tensor([sample.label for sample in samples])
     return PreparedBatch(
         request.indices,
-        [each.data for each in samples],
+        [sample.data for sample in samples],
         labels,
         crops,
         (heights, widths),
@@ -100,7 +100,7 @@ def random_crops(options: ImageOptions, epoch: int, indices: Integers, heights: 
     height = np.round(np.sqrt(area / aspect)).astype(np.int64)
     fits = (width > 0) & (width <= widths[:, None]) & (height > 0) & (height <= heights[:, None])
     rows, first = np.arange(len(indices)), fits.argmax(1)
-    width, height, down, right = (each[rows, first] for each in (width, height, down, right))
+    width, height, down, right = (drawn_values[rows, first] for drawn_values in (width, height, down, right))
     top = (down * (heights - height + 1)).astype(np.int64)
     left = (right * (widths - width + 1)).astype(np.int64)
     boxes = zip((top, left, height, width), _largest(heights, widths)[:4], strict=True)
@@ -202,8 +202,8 @@ class TorchPipeline:
             batches.close()
 
     def close(self) -> None:
-        for each in list(self._open):
-            each.close()
+        for batches in list(self._open):
+            batches.close()
 
     def _make(self, request: BatchRequest) -> Batch:
         """Return float32 [B, 3, size, size], normalised; for another device, uint8 [B, size, size, 3]."""
@@ -229,7 +229,7 @@ class TorchPipeline:
 
     def _uploaded(self, images: torch.Tensor, labels: torch.Tensor, device: torch.device) -> Batch:
         """Return the same as `_normalise` gives, on the device. Called in the consumer's thread, for its stream."""
-        scale, shift = (torch.from_numpy(each).to(device).view(3, 1, 1) for each in (self._scale, self._shift))
+        scale, shift = (torch.from_numpy(factors).to(device).view(3, 1, 1) for factors in (self._scale, self._shift))
         pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
         floats = pixels.to(torch.float32, memory_format=torch.contiguous_format)
         return floats.mul_(scale).add_(shift), labels.to(device, non_blocking=True)

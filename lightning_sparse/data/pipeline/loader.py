@@ -204,7 +204,7 @@ class TrainLoader(_Loader):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, the same on all ranks, as plain values."""
         done = self._done if self._share is None else 0
-        segments = [each.state_dict() for each in (*self._before, EpochSegment(self._sampler.config, done))]
+        segments = [segment.state_dict() for segment in (*self._before, EpochSegment(self._sampler.config, done))]
         return {"epoch": self._epoch, "segments": segments, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ class TrainLoader(_Loader):
         if self._resumes and state == self._loaded:
             return  # by the DataModule and by Lightning
         self._loaded = state
-        self._epoch, segments = state["epoch"], [EpochSegment.from_state(each) for each in state["segments"]]
+        self._epoch, segments = state["epoch"], [EpochSegment.from_state(segment) for segment in state["segments"]]
         if state["fingerprint"] != self._fingerprint:
             log.warning("the data set has changed since the checkpoint was saved: restarting the epoch")
             segments = [EpochSegment(self._sampler.config, 0)]
@@ -290,8 +290,8 @@ def prefetch_map(
     finally:
         ahead.stop()
         end = time.monotonic() + patience
-        for each in set(workers) - {threading.current_thread()}:  # where garbage is collected in one of them
-            each.join(max(0.0, end - time.monotonic()))
+        for worker in set(workers) - {threading.current_thread()}:  # where garbage is collected in one of them
+            worker.join(max(0.0, end - time.monotonic()))
 
 
 class _Ahead(Generic[T, R]):

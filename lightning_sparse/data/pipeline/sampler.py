@@ -202,9 +202,9 @@ class Sampler:
     def epoch(self, epoch: int, done: Sequence[EpochSegment] = ()) -> EpochPlan:
         """Return the plan of an epoch; with `done`, of what remains of it after these steps with other configs."""
         plan = self._whole_epoch(epoch, done[0].config if done else self.config)
-        for position, each in enumerate(done, start=1):
+        for position, segment in enumerate(done, start=1):
             after = done[position].config if position < len(done) else self.config
-            plan = self._remaining(plan, each.steps, after, epoch)
+            plan = self._remaining(plan, segment.steps, after, epoch)
         return plan
 
     @cached_property
@@ -236,7 +236,7 @@ class Sampler:
         nodes = tuple(range(config.num_nodes))
         if len(rest) == 1:
             return EpochPlan(config, [replace(rest[0], nodes=nodes)], owners)
-        left = np.concatenate([each.order[each.start :] for each in rest])
+        left = np.concatenate([shard.order[shard.start :] for shard in rest])
         return EpochPlan(config, [Shard(left, (config.seed, epoch, _REST), nodes)], owners)
 
 

@@ -98,8 +98,8 @@ class WorkerPipeline:
                 self._closing.send_bytes(b"")  # nobody reads it, so that all see it
                 if isinstance(iterator, _MultiProcessingDataLoaderIter):
                     iterator._shutdown_workers()
-                for each in workers:
-                    each.join(_END_S)
+                for worker in workers:
+                    worker.join(_END_S)
                 break
         for worker in workers:
             if worker.exitcode not in (None, 0, -signal.SIGTERM):

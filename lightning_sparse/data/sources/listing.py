@@ -108,7 +108,8 @@ def has_split(config: CacheConfig, split: str) -> bool:
         return split in config.lists
     if cached_manifest(config, split) is not None:
         return True
-    kept = next((each for each in map(lambda name: cached_manifest(config, name), ("val", "train")) if each), None)
+    others = (cached_manifest(config, name) for name in ("val", "train"))
+    kept = next((manifest for manifest in others if manifest is not None), None)
     try:
         with _open_split(config, split, kept) as asked:
             layout = find_layout(asked)

@@ -262,7 +262,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the contents of a manifest file."""
         content: dict[str, Any] = {"version": VERSION}
-        for name in (each.name for each in fields(self)):
+        for name in (member.name for member in fields(self)):
             value = getattr(self, name)
             if isinstance(value, Paths):
                 content[name] = [torch.from_numpy(np.array(array)) for array in (value.joined, value.ends)]

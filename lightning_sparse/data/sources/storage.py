@@ -153,8 +153,7 @@ class Storage:
         """Return the samples in a row group of a Parquet file."""
         (found,) = self._ask("rows", [path], column, group)
         return [
-            Unreadable("its row contains no bytes") if each is None else StoredFile(each, len(each), 0)
-            for each in found
+            Unreadable("its row contains no bytes") if row is None else StoredFile(row, len(row), 0) for row in found
         ]
 
     def members(self, paths: Sequence[str]) -> Iterator[tuple[list[Member], list[str]]]:
@@ -188,7 +187,7 @@ class Storage:
 
     def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
         """Yield an answer for each path. All are requested at once."""
-        for path, request in zip(paths, self._requested(kind, [(each, *more) for each in paths]), strict=True):
+        for path, request in zip(paths, self._requested(kind, [(name, *more) for name in paths]), strict=True):
             status, result, _, _ = self._wait_for(request)
             if status != OK and kind in ("list", "stamp"):
                 raise MissingFolderError(

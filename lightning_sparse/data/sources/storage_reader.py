@@ -115,7 +115,7 @@ class LocalStorage:
         progress: called every `PROGRESS_S` seconds, if entries are read.
         """
         found: Listing = ([], [], [])
-        add, clock = tuple(each.append for each in found), time.monotonic  # looked up once, not for each entry
+        add, clock = tuple(entries.append for entries in found), time.monotonic  # looked up once, not for each entry
         next_report = clock() + PROGRESS_S
         for place, entry in self._walk(path, kind, (), _volatile_devices()):
             add[place](entry)
@@ -229,18 +229,18 @@ class FsspecStorage:
         if self._is_web:
             return dict(self._linked(at, below=kind != "here"))
         if kind == "here":
-            return {each["name"]: each for each in self._fs.ls(at, detail=True)}
+            return {entry["name"]: entry for entry in self._fs.ls(at, detail=True)}
         found: dict[str, dict[str, Any]] = self._fs.find(at, detail=True, withdirs=True)
         return found
 
     def _linked(self, at: str, *, below: bool) -> "Iterator[tuple[str, dict[str, Any]]]":
         """Yield the entries of a folder on a web server. Its index page also has links that sort or leave the page."""
-        for each in self._fs.ls(f"{at}/", detail=True):
-            inner = html.unescape(each["name"][len(at) + 1 :])
+        for entry in self._fs.ls(f"{at}/", detail=True):
+            inner = html.unescape(entry["name"][len(at) + 1 :])
             if not inner.strip("/") or "/" in inner[:-1] or "?" in inner or "#" in inner or inner in ("./", "../"):
                 continue
-            yield f"{at}/{inner}", each
-            if below and each["type"] == "directory" and is_visible(inner):
+            yield f"{at}/{inner}", entry
+            if below and entry["type"] == "directory" and is_visible(inner):
                 yield from self._linked(f"{at}/{inner.rstrip('/')}", below=True)
 
     def _name(self, path: str) -> str:
@@ -273,7 +273,7 @@ def _root_of_archive(fs: Any) -> str:
     """
     if "tar" not in fs.protocol:
         return ""
-    names = {each.partition("/")[0] for each in fs.ls("", detail=False)}
+    names = {name.partition("/")[0] for name in fs.ls("", detail=False)}
     if "." in names and len(names) > 1:
         other = min(names - {"."})
         raise ValueError(f"the names of some members begin with ./, but not all ({other}): write the file again.")
@@ -457,9 +457,9 @@ class Answers:
 def exit_now() -> NoReturn:
     """End this process without waiting for other threads. One that hangs in the kernel keeps what the process has open,
     so close what a shell may wait for: the output of the program."""
-    for each in range(3):
+    for output in range(3):
         with contextlib.suppress(OSError):
-            os.close(each)
+            os.close(output)
     os._exit(0)
 
 
@@ -539,7 +539,7 @@ def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
 
 def _follow(found: list[Member], links: list[tuple[int, str, str]]) -> None:
     targets = {name: target for _, name, target in links}
-    about = {each[0]: each[1:] for each in found if each[0] not in targets}
+    about = {member[0]: member[1:] for member in found if member[0] not in targets}
     for place, name, target in links:
         for _ in range(MAX_LINKS):  # a link may lead to another link
             target = targets.get(target, target)
@@ -575,7 +575,7 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
         groups = []
         for number in range(parquet.metadata.num_row_groups):
             about = parquet.metadata.row_group(number)
-            parts = (about.column(each) for each in range(about.num_columns))
+            parts = (about.column(column_number) for column_number in range(about.num_columns))
             groups.append((about.num_rows, sum(p.total_uncompressed_size for p in parts if p.path_in_schema == sample)))
         labels = parquet.read(columns=[label]).column(0).to_pylist() if label else []
     about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))  # written by its data set library
@@ -641,7 +641,7 @@ def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
     kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
     samples, numbers = {}, []
     for field in schema:
-        inner = {each.name for each in field.type} if types.is_struct(field.type) else set()
+        inner = {member.name for member in field.type} if types.is_struct(field.type) else set()
         if any(is_kind(field.type) for is_kind in kinds):
             samples[field.name] = field.name
         elif "bytes" in inner:
