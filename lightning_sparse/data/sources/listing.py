@@ -109,7 +109,7 @@ def has_split(config: CacheConfig, split: str) -> bool:
     if cached_manifest(config, split) is not None:
         return True
     others = (cached_manifest(config, name) for name in ("val", "train"))
-    kept = next((manifest for manifest in others if manifest is not None), None)
+    kept = next((manifest for manifest in others if manifest), None)
     try:
         with _open_split(config, split, kept) as asked:
             layout = find_layout(asked)
