@@ -223,7 +223,7 @@ def orders() -> Digests:
             parts: list[Any] = []
             for plan in (sampler.epoch(0), sampler.epoch(7), sampler.epoch(7, [before])):
                 ranks = [(node, device) for node, count in enumerate(devices) for device in range(count)]
-                parts += [plan.steps, plan.padding]
+                parts += [plan.steps, plan.num_repeated]
                 parts += [plan.batch(step, *rank) for step in range(plan.steps) for rank in ranks]
                 owners = labels * 7919 % 211 % len(devices)
                 parts += [evaluation_batches(labels[:50], owners, config, *rank, pairs=True) for rank in ranks]

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Reduce = Callable[..., Any]
+T = TypeVar("T")
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -71,3 +72,45 @@ def compare(options: Sequence[Mapping[str, Any]]) -> None:
         if different:
             said = ", ".join(f"{name}={given.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different)
             raise ValueError(f"ranks differ in their options: rank {rank} has {said}. Give all ranks the same.")
+
+
+def is_distributed() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def on_first(make: Callable[[], T]) -> T:
+    """Call `make` on rank 0 and return its result on all ranks. Raises on all ranks if it fails. A collective.
+
+    Without a process group, this process is the only rank; the same holds for `on_all`.
+    """
+    if not is_distributed():
+        return make()
+    answer = [_result_of(make) if dist.get_rank() == 0 else (None, None)]
+    dist.broadcast_object_list(answer)
+    value, error = answer[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None only if `make` returned None
+
+
+def on_all(make: Callable[[], T]) -> list[T]:
+    """Call `make` on each rank and return all results in rank order. Raises on all ranks if one fails. A collective."""
+    if not is_distributed():
+        return [make()]
+    own = _result_of(make)
+    answers = [own] * dist.get_world_size()
+    dist.all_gather_object(answers, own)
+    if own[1] is not None:
+        raise own[1]  # this rank's own error, with its traceback
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [value for value, _ in answers]  # type: ignore[misc]  # None only if `make` returned None
+
+
+def _result_of(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error

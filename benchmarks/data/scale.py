@@ -81,7 +81,7 @@ def steps(manifest: Manifest, nodes: int, devices: int) -> dict[str, Any]:
     """What each rank does: at the start, at the start of an epoch, and in each step."""
     row: dict[str, Any] = {}
     with timed(row, "place_s"):
-        placed = owners(manifest.strata, nodes, 0)
+        placed = owners(manifest.class_ids, nodes, 0)
     config = SamplerConfig(batch_size=BATCH, devices=(devices,) * nodes, shuffle="global")
     sampler = Sampler(np.arange(len(manifest)), lambda count: placed, config)
     with timed(row, "epoch_s"):

@@ -32,8 +32,7 @@ from benchmarks.pictures import picture
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
 from lightning_sparse.data.config import Backend, CacheConfig, ImageOptions
-from lightning_sparse.data.pipeline.batch import Batch
-from lightning_sparse.data.pipeline.images import has_dali
+from lightning_sparse.data.pipeline.images import Batch, has_dali
 from lightning_sparse.data.session import DataOptions, open_session
 
 SIZE, ROUNDS = 224, 3

@@ -1,25 +1,21 @@
 """Options of the data cache and of how its samples become batches, validated on creation; the errors of the cache."""
 
-import inspect
 import ipaddress
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, get_args
+
+from lightning_sparse.options import function, number, one_of, whole
 
 Shuffle = Literal["local", "global"]
 SHUFFLES = get_args(Shuffle)
 GB = 10**9
 
 SPLITS = ("train", "val", "test")
-_CHOICES = {
-    "format": ("auto", "jpeg", "decoded", "bytes"),
-    "shuffle": SHUFFLES,
-    "on_corrupt": ("raise", "skip"),
-}
 
 _REQUIRED = ("lmdb", "zmq", "xxhash", "PIL")  # the extra `data`; Pillow only for images
 
@@ -116,21 +112,14 @@ class CacheConfig:
                 f"cache_dir={self.cache_dir!r} is in source={self.source!r}, where it would be taken for data: give a "
                 "folder on a local disk of each node."
             )
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}.")
-        for name in ("memory_gb", "disk_gb"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value} must be a size in GB, 0 or more. Omit it to use the default.")
-        if not 1 <= self.short_side <= 16384:
-            raise ValueError(
-                f"short_side={self.short_side} must be between 1 and 16384 pixels; use 256 to train at 224."
-            )
-        if not 0 < self.storage_timeout < float("inf"):
-            raise ValueError(f"storage_timeout={self.storage_timeout} must be a number of seconds, more than 0.")
-        if not 1 <= self.storage_readers <= 256:
-            raise ValueError(f"storage_readers={self.storage_readers} must be between 1 and 256 files at a time.")
+        one_of(self, "format", ("auto", "jpeg", "decoded", "bytes"))
+        one_of(self, "shuffle", SHUFFLES)
+        one_of(self, "on_corrupt", ("raise", "skip"))
+        number(self, "memory_gb", low=0, optional=True, hint="omit it to use the default")
+        number(self, "disk_gb", low=0, optional=True, hint="omit it to use the default")
+        whole(self, "short_side", low=1, high=16384, hint="use 256 pixels to train at 224")
+        number(self, "storage_timeout", above=0, hint="it is a number of seconds")
+        whole(self, "storage_readers", low=1, high=256, hint="it is the number of files read at a time")
         if self.peer_ports is not None and not 1 <= self.peer_ports[0] <= self.peer_ports[-1] <= 65535:
             raise ValueError(
                 f"peer_ports={self.peer_ports} must be the first and the last port of a range, such as (29600, 29699)."
@@ -208,10 +197,12 @@ def check_limit(limit: int | float | None) -> None:
         raise ValueError(f"limit={limit!r} must be a number of samples, 1 or more, or a fraction of them below 1.")
 
 
-def check_fraction(val_fraction: float | None) -> None:
-    """Raise ValueError if it is no part of the samples to train on."""
-    if val_fraction is not None and not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1: it is a fraction of train.")
+def check_fraction(config: Any) -> None:
+    number(config, "val_fraction", above=0, below=1, optional=True, hint="it is a fraction of train")
+
+
+def check_batch_size(config: Any) -> None:
+    whole(config, "batch_size", low=1, hint="it is the number of samples per device and step")
 
 
 def limited_count(limit: int | float, count: int) -> int:
@@ -232,40 +223,19 @@ def is_installed(name: str) -> bool:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for pixels in [0, 1]
 Backend = Literal["auto", "dali", "torch"]
 BACKENDS = get_args(Backend)
-WHOLE_BELOW = 64  # sizes of batches of small pictures, whose edges belong to what they show
+FULL_IMAGE_BELOW = 64  # sizes of batches of small pictures, whose edges belong to what they show
 
 
-class ImageSizes:
-    """Height and width of the images in a batch, by epoch.
+def size_at(sizes: dict[int, int] | None, epoch: int) -> int:
+    """Return the size of images in an epoch; 0 for samples that are not images.
 
     Args:
-        sizes: one size for all epochs, or {first epoch: size} to start training with small images.
+        sizes: by first epoch, in the order of epochs.
 
-    Raises:
-        ValueError: if a size is not positive, or epoch 0 has no size.
-
-    >>> [ImageSizes({0: 128, 6: 224}).at(epoch) for epoch in (0, 5, 6, 90)]
+    >>> [size_at({0: 128, 6: 224}, epoch) for epoch in (0, 5, 6, 90)]
     [128, 128, 224, 224]
     """
-
-    def __init__(self, sizes: int | Mapping[int, int]) -> None:
-        by_epoch = {0: sizes} if not isinstance(sizes, Mapping) else sizes
-        whole = all(isinstance(each, int) for pair in by_epoch.items() for each in pair)
-        self._sizes = dict(sorted(by_epoch.items())) if whole else {}
-        if 0 not in self._sizes or min(self._sizes) < 0 or min(self._sizes.values()) < 1:
-            raise ValueError(
-                f"image_size={sizes!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
-                f"epoch 0, such as {{0: 128, 6: 224}}."
-            )
-
-    def at(self, epoch: int) -> int:
-        """Return the size in an epoch."""
-        return next(size for first, size in reversed(self._sizes.items()) if first <= epoch)
-
-    @property
-    def largest(self) -> int:
-        """Largest size of all epochs."""
-        return max(self._sizes.values())
+    return 0 if sizes is None else next(size for first, size in reversed(sizes.items()) if first <= epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,37 +269,40 @@ class ImageOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        largest, (low, high) = self.sizes.largest, self.crop_scale
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is unknown: choose one of {', '.join(BACKENDS)}.")
+        largest, (low, high) = max(self.sizes.values()), self.crop_scale
+        one_of(self, "backend", BACKENDS)
         if not 0 < low <= high <= 1:
             raise ValueError(
                 f"crop_scale={self.crop_scale} must be two fractions of the area, 0 < least <= greatest <= 1."
             )
-        if not 0 <= self.flip <= 1:
-            raise ValueError(f"flip={self.flip} must be a probability in [0, 1].")
-        if self.eval_resize is not None and not (isinstance(self.eval_resize, int) and self.eval_resize >= largest):
-            raise ValueError(
-                f"eval_resize={self.eval_resize!r} must be a number of pixels, and the largest image_size, {largest}, "
-                f"is cropped from it. Omit it, or give at least {largest}, which crops the largest square."
-            )
+        number(self, "flip", low=0, high=1, hint="it is a probability")
+        hint = f"the largest image_size, {largest}, is cropped from it; {largest} crops the largest square"
+        whole(self, "eval_resize", low=largest, optional=True, hint=hint)
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(
                 f"mean={self.mean}, std={self.std} must be three numbers each, for red, green and blue in [0, 1], with "
                 f"each std above 0."
             )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1, or None for a share of the CPU cores.")
+        whole(self, "threads", low=1, optional=True, hint="None uses a share of the CPU cores")
 
     @cached_property
-    def sizes(self) -> ImageSizes:
-        return ImageSizes(self.image_size)
+    def sizes(self) -> dict[int, int]:
+        """Sizes by first epoch, in the order of epochs."""
+        given = self.image_size
+        sizes = dict(sorted(given.items())) if isinstance(given, Mapping) else {0: given}
+        are_whole = all(isinstance(number, int) for pair in sizes.items() for number in pair)
+        if not are_whole or 0 not in sizes or min(sizes) < 0 or min(sizes.values()) < 1:
+            raise ValueError(
+                f"image_size={given!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
+                f"epoch 0, such as {{0: 128, 6: 224}}."
+            )
+        return sizes
 
-    def centre(self, size: int) -> tuple[int, int]:
+    def eval_crop(self, size: int) -> tuple[int, int]:
         """Return the part of the shorter side that an evaluation sees at this size, as a fraction."""
         if self.eval_resize is not None:
             return size, self.eval_resize
-        return (1, 1) if size < WHOLE_BELOW else (7, 8)
+        return (1, 1) if size < FULL_IMAGE_BELOW else (7, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,41 +330,7 @@ class SampleOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("decode", "transform", "eval_transform", "collate"):
-            value = getattr(self, name)
-            if not callable(value) and (value is not None or name == "decode"):
-                raise ValueError(f"{name}={value!r} must be a function{'' if name == 'decode' else ' or None'}.")
-        if self.workers is not None and self.workers < 0:
-            raise ValueError(f"workers={self.workers} must be 0 or more, or None for a share of the CPU cores.")
-
-
-Init = TypeVar("Init", bound=Callable[..., None])
-
-
-def with_options_of(*configs: type, without: tuple[str, ...] = ()) -> Callable[[Init], Init]:
-    """Decorate a constructor that finds options of configs among its ``**options``, so that each is spelt, explained
-    and checked in its config alone: the signature and the docstring tell them, to LightningCLI and help()."""
-
-    def decorate(init: Init) -> Init:
-        *named, _ = inspect.signature(init, eval_str=True).parameters.values()
-        found = {each.name: each for each in named}
-        for config in configs:
-            types = get_type_hints(config)
-            for each in fields(config):
-                if each.default is not MISSING and each.name not in without:  # one without is for the constructor
-                    option = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default)
-                    found.setdefault(each.name, option.replace(annotation=types[each.name]))
-        init.__signature__ = inspect.Signature(list(found.values()))  # type: ignore[attr-defined]
-        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in configs)
-        return init
-
-    return decorate
-
-
-def options_of(*configs: type, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each config. Raises TypeError for one that none of them has."""
-    names = [{each.name for each in fields(config)} for config in configs]
-    unknown = sorted(given.keys() - set().union(*names))
-    if unknown:
-        raise TypeError(f"unexpected option(s) {', '.join(unknown)}: the DataModule has no such options.")
-    return [{name: value for name, value in given.items() if name in each} for each in names]
+        function(self, "decode")
+        for name in ("transform", "eval_transform", "collate"):
+            function(self, name, optional=True)
+        whole(self, "workers", low=0, optional=True, hint="None uses a share of the CPU cores")

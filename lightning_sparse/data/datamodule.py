@@ -8,29 +8,20 @@ A `Session` holds the open data; `CachedMixin` connects it to the Trainer's hook
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed import ReduceOp
 
 from lightning_sparse.data.cache.counts import metrics
-from lightning_sparse.data.config import CacheConfig, ImageOptions, SampleOptions, options_of, with_options_of
+from lightning_sparse.data.config import CacheConfig, ImageOptions, SampleOptions
 from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.data.sources.listing import classes_of
 from lightning_sparse.messages import class_repr
+from lightning_sparse.options import split_options, with_options_of
 
-if TYPE_CHECKING:
-
-    class _Host:
-        """The part of LightningDataModule that the mixins use."""
-
-        trainer: Any
-
-        def __init__(self) -> None: ...
-else:
-    _Host = object
-
+_Host: Any = object  # LightningDataModule, of which the mixins use `trainer`
 _MEANS = ("mean", "avg", ReduceOp.AVG)
 
 
@@ -105,7 +96,6 @@ class DataModuleMixin(_Host):
 
     @property
     def _device(self) -> torch.device:
-        """Device that the batches are for."""
         device: torch.device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         return device
 
@@ -195,7 +185,6 @@ class CachedMixin(DataModuleMixin):
             self._open(self._stage, formats, backend)
 
     def train_dataloader(self) -> TrainLoader:
-        """Random batches of this rank."""
         loader = self._opened().train_loader(
             fixed=self._fixed,
             on_epoch=self._begin_epoch,
@@ -270,7 +259,7 @@ class CachedDataModuleMixin(CachedMixin):
     def __init__(
         self, source: str, cache_dir: str, decode: Callable[[bytes], Any], batch_size: int = 64, **options: Any
     ) -> None:
-        samples, loading, cache = options_of(SampleOptions, DataOptions, CacheConfig, given=options)
+        samples, loading, cache = split_options(options, SampleOptions, DataOptions, CacheConfig)
         config = CacheConfig(
             source=str(source), cache_dir=str(cache_dir), format="bytes", short_side=CacheConfig.short_side, **cache
         )
@@ -310,10 +299,10 @@ class CachedImageDataModuleMixin(CachedMixin):
         short_side: int | None = None,
         **options: Any,
     ) -> None:
-        images, loading, cache = options_of(ImageOptions, DataOptions, CacheConfig, given=options)
+        images, loading, cache = split_options(options, ImageOptions, DataOptions, CacheConfig)
         samples = ImageOptions(image_size=image_size, **images)
         if short_side is None:
-            short_side = max(-(-samples.sizes.largest * 8 // 7), samples.eval_resize or 0)
+            short_side = max(-(-max(samples.sizes.values()) * 8 // 7), samples.eval_resize or 0)
         config = CacheConfig(
             source=str(source), cache_dir=str(cache_dir), format=sample_format, short_side=short_side, **cache
         )

@@ -1,26 +1,92 @@
-"""The image decoder: bytes -> RGB uint8. The cache decodes every file before it keeps it, which also validates it.
+"""Samples, the interface of what reads them, and the image decoder: bytes -> RGB uint8.
 
-Pillow decides which files are images, and decodes JPEG to the same bits as DALI and libjpeg-turbo. simplejpeg, if it is
-installed, makes these bits in less time, and torch resizes faster than Pillow, to the same bits with and without vector
-instructions. The result depends on the bytes and the arguments only. It is `ImageOps.exif_transpose(image)` and then
+The cache decodes every file before it keeps it, which also validates it. Pillow decides which files are images, and
+decodes JPEG to the same bits as DALI and libjpeg-turbo. simplejpeg, if it is installed, makes these bits in less time.
+The result depends on the bytes and the arguments only. It is `ImageOps.exif_transpose(image)` and then
 `convert("RGB")`, which drops transparency and clips gray values of 32 bits and floating-point numbers to 0 to 255. Gray
 values of 12 and 16 bits keep their upper 8 bits, as Pillow does for colors of 16 bits; `convert` would clip them, too.
-
-The disk tier stores `decoder_id()` with each file, because what can be decoded differs between versions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import os
 import zlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import interpolate
+
+Format = Literal["jpeg", "decoded", "bytes"]
+EXIT_PRIORITY = 30
+"""Of threads that make batches, when the program ends (`multiprocessing.util.Finalize`): what they read from ends their
+waits for storage before that, and closes after it."""
+
+
+DIGEST_BYTES = 16  # of a key
+
+
+class FileKey(NamedTuple):
+    """A file, as listed. size: -1 if unknown. mtime_ns, tag: 0 if unknown; see `Manifest`."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    tag: int = 0
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(os.fsencode(self.path), digest_size=DIGEST_BYTES).digest()
+
+
+class View(NamedTuple):
+    """The contents of a sample, read-only: uint8 [H, W, 3] if decoded, else the bytes of the file.
+
+    Of files that are not images, the height is 1 and the width is their size.
+    """
+
+    data: npt.NDArray[np.uint8]
+    height: int
+    width: int
+
+
+class Sample(NamedTuple):
+    """A sample with its label, or a list of labels. data, height, width: as in `View`, of the upright image.
+
+    `index` is the requested index, unless another sample replaces a corrupt one.
+    """
+
+    data: npt.NDArray[np.uint8]
+    label: Any
+    index: int  # type: ignore[assignment]  # hides tuple.index, which a sample does not need
+    height: int
+    width: int
+
+
+class SampleReader(Protocol):
+    """Reads samples by index. `get` is thread-safe. short_side: shorter side of decoded images, at most."""
+
+    @property
+    def format(self) -> Format: ...
+    @property
+    def short_side(self) -> int: ...
+    def get(self, indices: Sequence[int]) -> Sequence[Sample]: ...
+
+
+class ReplacingReader(SampleReader, Protocol):
+    """A reader that can replace a sample that cannot be decoded.
+
+    replacement: `index` is the sample that cannot be decoded: `requested`, or its earlier replacement.
+    interrupt: end waits for storage.
+    """
+
+    def replacement(self, requested: int, index: int, reason: str) -> Sample: ...
+    def interrupt(self) -> None: ...
+
 
 try:
     import simplejpeg

@@ -62,7 +62,7 @@ def cache_folder(config: CacheConfig) -> Path:
     """
     folder = cache_path(config)
     root = folder.parent
-    with usable(root):
+    with wrap_os_errors(root):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         kind = file_system(root)
         if kind in NETWORK_FILE_SYSTEMS:
@@ -72,7 +72,7 @@ def cache_folder(config: CacheConfig) -> Path:
             )
         if is_read_only(folder):
             return folder
-        private_folder(folder)
+        make_private_dir(folder)
         about = folder / "cache.json"
         if not about.exists() or not about.stat().st_size:
             write_private(about, json.dumps({"source": source_name(config.source), "version": VERSION}).encode())
@@ -80,7 +80,7 @@ def cache_folder(config: CacheConfig) -> Path:
 
 
 @contextlib.contextmanager
-def usable(folder: Path) -> Iterator[None]:
+def wrap_os_errors(folder: Path) -> Iterator[None]:
     """Raise DataError, naming the folder, for errors of the file system in the block."""
     try:
         yield
@@ -96,7 +96,7 @@ def is_read_only(folder: Path) -> bool:
     return (folder / "cache.json").is_file() and not os.access(folder, os.W_OK)
 
 
-def private_folder(folder: Path) -> None:
+def make_private_dir(folder: Path) -> None:
     """Create `folder`, accessible by this user only. If it exists, check its owner and restrict its mode.
 
     Raises:
@@ -135,7 +135,8 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
         return
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    waits = threading.Timer(WAIT_S, _tell, [path])
+    text = "waiting for another process of this node that uses %s; if it was suspended, resume or end it"
+    waits = threading.Timer(WAIT_S, log.info, [text, path])
     waits.daemon = True
     try:
         try:
@@ -149,10 +150,6 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # a process that another thread forked meanwhile would go on to hold it
         os.close(file)
-
-
-def _tell(path: Path) -> None:
-    log.info("waiting for another process of this node that uses %s; if it was suspended, resume or end it", path)
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

@@ -1,4 +1,4 @@
-"""Files of token ids: their description, how they are written, and their checksums."""
+"""Files of token ids: their description, how they are written and read, and their checksums."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import glob
 import json
 import os
 import socket
+import weakref
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.encoders import BYTES
+from lightning_sparse.data.config import DataError
+from lightning_sparse.data.text import BYTES
+from lightning_sparse.options import whole
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_BLOCK = 1 << 20  # ids
+_KEPT_OPEN = 256  # files; others are opened for each read, because open files are limited
+_BLOCK, _SCANNED = 1 << 20, 1 << 22  # ids written, and searched for ends of documents, at a time
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class TokenFile:
 
     @classmethod
     def at(cls, path: Path) -> TokenFile:
-        """Return a file on disk. Raises: ValueError: as `of`"""
+        """Return a file on disk."""
         return cls.of(str(path), path.with_suffix(".json").read_bytes, path.stat().st_size)
 
     @classmethod
@@ -87,8 +92,7 @@ class TokenFile:
 
 def check_vocab_size(size: int) -> None:
     """Raise ValueError if a file cannot store ids of a vocabulary of this size."""
-    if not 1 <= size <= 2**32:
-        raise ValueError(f"vocab_size={size} must be between 1 and 2**32: it is the number of ids.")
+    whole({"vocab_size": size}, "vocab_size", low=1, high=2**32, hint="it is the number of ids")
 
 
 def _whole(name: str, value: object) -> int:
@@ -178,7 +182,9 @@ def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> 
         ValueError: if a checksum differs from the checksum in the JSON file.
     """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        names = [_identity(each.path) for each in files]
+        names = []  # they differ after each change of a file
+        for about, path in ((file.path.stat(), file.path.resolve()) for file in files):
+            names.append(f"{path} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}")
         found = threads.map(lambda name, file: known[name] if name in known else _checksum(file.path), names, files)
         checksums = dict(zip(names, found, strict=True))
     for name, file in zip(names, files, strict=True):
@@ -187,12 +193,6 @@ def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> 
                 f"{file.path} is damaged: its checksum differs from the checksum in its JSON file. Write it again."
             )
     return checksums
-
-
-def _identity(path: Path) -> str:
-    """Return a key that differs after each change of the file."""
-    about = path.stat()
-    return f"{path.resolve()} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
 
 def _checksum(path: Path) -> int:
@@ -236,11 +236,24 @@ def prepare(
     if end is not None and not 0 <= end < vocab_size:
         raise ValueError(f"end={end} must be an id of the vocabulary, 0 or more and below vocab_size={vocab_size}.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_files(out)
+    for left in out.parent.glob(f"{glob.escape(_unfinished(out))}*.tmp"):
+        if not Path("/proc", left.name.split(".")[-2]).exists():  # of a process that was killed
+            left.unlink(missing_ok=True)
     with id_writer(out, "", vocab_size, end, {}) as writer:
         for path in texts:
             writer.name = str(path)
-            _write_text(writer, path, tokenizer)
+            if tokenizer is None:
+                with open(path, "rb") as stream:
+                    while block := stream.read(_BLOCK):
+                        writer.write(np.frombuffer(block, np.uint8))
+            else:
+                try:
+                    text = Path(path).read_bytes().decode()
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer."
+                    ) from error
+                writer.write(np.asarray(tokenizer(text), np.int64))
             if end is not None and not writer.is_empty:
                 writer.write(np.array([end]))
             writer.end_document()
@@ -249,20 +262,101 @@ def prepare(
     return out
 
 
-def _remove_left_files(out: Path) -> None:
-    """Remove the unfinished files of processes that were killed."""
-    for left in out.parent.glob(f"{glob.escape(_unfinished(out))}*.tmp"):
-        if not Path("/proc", left.name.split(".")[-2]).exists():
-            left.unlink(missing_ok=True)
+class Spans(NamedTuple):
+    """Parts of a corpus: the position of the first id of each, in order, and the number of its ids."""
+
+    begins: NDArray[np.int64]
+    lengths: NDArray[np.int64]
 
 
-def _write_text(writer: IdWriter, path: str | Path, tokenizer: Callable[[str], Sequence[int]] | None) -> None:
-    if tokenizer is None:
-        with open(path, "rb") as stream:
-            while block := stream.read(_BLOCK):
-                writer.write(np.frombuffer(block, np.uint8))
-        return
-    try:
-        writer.write(np.asarray(tokenizer(Path(path).read_bytes().decode()), np.int64))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer.") from error
+def token_files(paths: Sequence[Path]) -> list[TokenFile]:
+    """Return files with one vocabulary size."""
+    files = [TokenFile.at(path) for path in paths]
+    for file in files:
+        if file.vocab_size != files[0].vocab_size:
+            raise ValueError(
+                f"{file.path} has vocab_size {file.vocab_size}, but {files[0].path} has {files[0].vocab_size}: use one "
+                "tokenizer for all files."
+            )
+    return files
+
+
+class Corpus:
+    """The concatenated ids of files. Thread-safe.
+
+    Args:
+        path: where the files come from.
+        files: as `files_of` or `token_files` returns them.
+    """
+
+    def __init__(self, path: str | Path, files: Sequence[TokenFile]) -> None:
+        self.path, self.files, self.vocab_size = path, files, files[0].vocab_size
+        self.begins = np.cumsum([0, *(file.tokens for file in files)])
+        """Position of the first id of each file, and the end."""
+        self._begins = self.begins.tolist()  # faster for single positions
+        self._open = [os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files[:_KEPT_OPEN]]
+        weakref.finalize(self, _close, self._open)
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the ends of documents are known."""
+        return all(file.end is not None for file in self.files)
+
+    def read(self, begin: int, count: int) -> NDArray[Any]:
+        """Return `count` ids from the position `begin`. All must be in one file.
+
+        Raises:
+            DataError: if an id is not in the vocabulary, or the file has become shorter.
+        """
+        number = bisect_right(self._begins, begin) - 1
+        file = self.files[number]
+        ids = self._read(number, begin - self._begins[number], count)
+        if ids.max() >= self.vocab_size:
+            raise DataError(
+                f"{file.path}: id {ids.max()} is not below vocab_size={self.vocab_size}. Its JSON file belongs to "
+                "another tokenizer, or the file is damaged. Write it again."
+            )
+        return ids
+
+    def _read(self, number: int, first: int, count: int) -> NDArray[Any]:
+        """Read, not map: a mapped file that becomes shorter ends the process with SIGBUS."""
+        file = self.files[number]
+        size = file.dtype.itemsize
+        if number < len(self._open):
+            data = os.pread(self._open[number], count * size, first * size)
+        else:
+            with open(file.path, "rb", buffering=0) as stream:
+                data = os.pread(stream.fileno(), count * size, first * size)
+        if len(data) != count * size:
+            raise DataError(
+                f"{file.path} has become shorter since the run began: files must not change during a run. Restore it, "
+                "and resume."
+            )
+        return np.frombuffer(data, file.dtype)
+
+    def documents(self) -> Spans:
+        """Read all ids, and return all documents, each with its end. The end of a file also ends a document."""
+        ends = [self._document_ends(number) for number in range(len(self.files))]
+        all_ends = np.concatenate(ends)
+        begins = np.concatenate([[0], all_ends[:-1]])
+        return Spans(begins, all_ends - begins)
+
+    def _document_ends(self, number: int) -> NDArray[np.int64]:
+        """Return the position after each document of a file."""
+        file, ends = self.files[number], [np.zeros(0, np.int64)]
+        for first in range(0, file.tokens, _SCANNED):
+            ids = self._read(number, first, min(_SCANNED, file.tokens - first))
+            ends.append(np.flatnonzero(ids == file.end) + first + 1)
+        found = np.concatenate(ends)
+        if file.tokens and (not len(found) or found[-1] != file.tokens):
+            found = np.append(found, file.tokens)
+        shifted: NDArray[np.int64] = found + self._begins[number]
+        return shifted
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

@@ -7,6 +7,7 @@ the memory tier, and the addresses of the servers, in this order.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -15,41 +16,50 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_sparse.agree import is_distributed, on_all, on_first
 from lightning_sparse.data.cache.counts import TierCounts, TierLog, TierSizes
 from lightning_sparse.data.cache.memory import format_for
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
 from lightning_sparse.data.config import (
     CacheConfig,
     ImageOptions,
-    ImageSizes,
     SampleOptions,
+    check_batch_size,
     check_fraction,
     check_limit,
     limited_count,
 )
-from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
-from lightning_sparse.data.peers.protocol import node_address, reachable
-from lightning_sparse.data.pipeline.batch import Pipeline
-from lightning_sparse.data.pipeline.images import choose_backend, has_dali, image_pipeline
-from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
+from lightning_sparse.data.decode import Format
+from lightning_sparse.data.peers import node_address, reachable
+from lightning_sparse.data.pipeline.images import TorchPipeline, choose_backend, has_dali
+from lightning_sparse.data.pipeline.loader import EvalLoader, Pipeline, TrainLoader
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches, repeated
 from lightning_sparse.data.pipeline.workers import WorkerPipeline
 from lightning_sparse.data.rng import bits, shuffled
-from lightning_sparse.data.sample import Format
-from lightning_sparse.data.sources.listing import classes_of, has_split, keep, kept_manifest, load_or_list
+from lightning_sparse.data.sources.listing import cached_manifest, classes_of, has_split, load_or_list, store_manifest
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
 from lightning_sparse.messages import ensure_log_handler, log
-from lightning_sparse.topology import Topology
+from lightning_sparse.topology import Topology, find_nodes
 
 
-def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
+def find_topology(node_rank: int | None = None, local_rank: int | None = None) -> Topology:
+    """Find which ranks share a host, as disks and memory do, also where a node of the gradients has several hosts: a
+    rack, for example. A collective."""
+    if not is_distributed():
+        return Topology(((0,),), 0)
+    topology = find_nodes(node_rank=node_rank, local_rank=local_rank)
+    names, hosts = on_all(socket.gethostname), dict[tuple[int, str], list[int]]()
+    for index, node in enumerate(topology.nodes):
+        for rank in node:
+            hosts.setdefault((index, names[rank]), []).append(rank)
+    return Topology(tuple(map(tuple, hosts.values())), topology.rank)
+
+
+def broadcast_manifest(config: CacheConfig, split: str) -> Manifest:
     """Return the samples of a split, as rank 0 lists them. A collective.
 
     Each node keeps the list in its cache, where its ranks map it. It is sent only if it is missing on a node.
-
-    Raises:
-        ValueError, DataError: on all ranks, as `manifest.load_or_list` on rank 0.
     """
     own: list[Manifest] = []  # on rank 0
 
@@ -57,18 +67,18 @@ def agreed_manifest(config: CacheConfig, split: str) -> Manifest:
         own.append(load_or_list(config, split))
         return own[0].identity
 
-    identity = on_rank_zero(lead)
-    found = own[0] if own else kept_manifest(config, split)
+    identity = on_first(lead)
+    found = own[0] if own else cached_manifest(config, split)
     if found is not None and found.identity != identity:
         found = None
-    if all(on_all_ranks(lambda: found is not None)):
+    if all(on_all(lambda: found is not None)):
         assert found is not None
         return found
-    sent = on_rank_zero(lambda: own[0].to_bytes())
-    return found or keep(config, split, sent)
+    sent = on_first(lambda: own[0].to_bytes())
+    return found or store_manifest(config, split, sent)
 
 
-def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement) -> Format:
+def common_format(config: CacheConfig, manifest: Manifest, placement: Placement) -> Format:
     """Return the format of the memory tier: "decoded" if the samples of each node fit. A collective.
 
     Nodes with different formats could not read each other's samples.
@@ -82,7 +92,7 @@ def agreed_format(config: CacheConfig, manifest: Manifest, placement: Placement)
 
     if config.format != "auto":
         return config.format
-    return "decoded" if all(each == "decoded" for each in on_all_ranks(own)) else "jpeg"
+    return "decoded" if all(format == "decoded" for format in on_all(own)) else "jpeg"
 
 
 _MAX_THREADS = 16
@@ -115,10 +125,10 @@ class DataOptions:
     limit: int | float | None = None
 
     def __post_init__(self) -> None:
-        SamplerConfig(batch_size=self.batch_size)
+        check_batch_size(self)
         check_limit(self.limit)
-        check_fraction(self.val_fraction)
-        largest = 0 if self.sizes is None else self.sizes.largest
+        check_fraction(self)
+        largest = max(self.sizes.values()) if self.sizes else 0
         if self.cache.short_side < largest:
             raise ValueError(
                 f"short_side={self.cache.short_side} is less than the largest image_size, {largest}: cached images "
@@ -126,8 +136,8 @@ class DataOptions:
             )
 
     @property
-    def sizes(self) -> ImageSizes | None:
-        """Of images, by epoch."""
+    def sizes(self) -> dict[int, int] | None:
+        """Of images, by first epoch."""
         return self.samples.sizes if isinstance(self.samples, ImageOptions) else None
 
 
@@ -169,23 +179,27 @@ class Session:
         """Open the stores, and choose the backend. A collective."""
         self._open_stores(run, stage)
         if isinstance(self.options.samples, ImageOptions):
-            self._choose_backend(self.options.samples)
+            samples = self.options.samples
+            everywhere = all(on_all(has_dali))
+            self.backend, reason = choose_backend(samples.backend, self.device, has_dali=everywhere, kept=self.backend)
+            self.log_once(f"backend={self.backend!r}: {reason}")
+            self.options = replace(self.options, samples=replace(samples, backend=self.backend))
 
     def _open_stores(self, run: bytes, stage: str) -> None:
         cache, fraction = self.options.cache, self.options.val_fraction
         if stage in ("test", "predict"):
-            if on_rank_zero(partial(has_split, cache, "test")):
+            if on_first(partial(has_split, cache, "test")):
                 self.test = self._open_evaluation("test", run)
                 return
             self.log_once("there is no test/: testing on the samples to validate on")
         if stage == "fit" or fraction is not None:
-            manifest = agreed_manifest(cache, "train")
+            manifest = broadcast_manifest(cache, "train")
             self._check_labels(manifest)
             held_out, rest = _split(len(manifest), fraction or 0.0)
             if self.options.limit is not None:
-                rest = _limited(rest, manifest.strata, self.options.limit)
+                rest = _limited(rest, manifest.class_ids, self.options.limit)
                 kept = np.union1d(held_out, rest)
-                manifest = manifest.take(kept)
+                manifest = manifest.select(kept)
                 held_out, rest = np.searchsorted(kept, held_out), np.searchsorted(kept, rest)
             store = self._open_store(manifest, run)
             self.train = Subset(store, rest)
@@ -199,14 +213,14 @@ class Session:
 
     def _open_evaluation(self, split: str, run: bytes) -> Subset:
         """Open a split with the class numbers of train/. A collective."""
-        manifest = agreed_manifest(self.options.cache, split)
+        manifest = broadcast_manifest(self.options.cache, split)
         self._check_labels(manifest)
         if self.train is not None:
             classes, whole = _labels_of(self.train.store.manifest)
         else:
-            classes, whole = on_rank_zero(partial(_labels_of_train, self.options.cache))
+            classes, whole = on_first(partial(_labels_of_train, self.options.cache))
         if classes or self.train is not None:
-            manifest = manifest.numbered_as(classes)
+            manifest = manifest.relabel(classes)
         if whole is not None:
             manifest = manifest.with_labels_like(whole)
         return Subset(self._open_store(manifest, run), np.arange(len(manifest)))
@@ -233,31 +247,24 @@ class Session:
         placement = Placement(here.node_index, here.num_nodes, here.device_index)
         serves = here.num_nodes > 1 and self.options.cache.shuffle != "local"
         wanted = replace(self.options.cache, format=self.formats.get(manifest.split, self.options.cache.format))
-        self.formats[manifest.split] = agreed_format(wanted, manifest, placement)
+        self.formats[manifest.split] = common_format(wanted, manifest, placement)
         config = replace(wanted, format=self.formats[manifest.split])
 
         serves = serves and here.device_index == 0
-        addresses = on_all_ranks(lambda: node_address(config.peer_address) if serves else "")
+        addresses = on_all(lambda: node_address(config.peer_address) if serves else "")
 
         def endpoint() -> tuple[int, str]:
             self._stores.append(SampleStore(config, manifest, placement, run))
             if not serves:
                 return here.node_index, ""
-            own, others = addresses[here.rank], [each for each in addresses if each]
+            own, others = addresses[here.rank], [address for address in addresses if address]
             address = own if config.peer_address else reachable(own, others)
             return here.node_index, self._stores[-1].serve(address, here.world_size - here.num_devices)
 
-        endpoints = {node: each for node, each in on_all_ranks(endpoint) if each}
+        endpoints = {node: url for node, url in on_all(endpoint) if url}
         if endpoints:
             self._stores[-1].connect(endpoints)
         return self._stores[-1]
-
-    def _choose_backend(self, options: ImageOptions) -> None:
-        """Choose the same backend on all ranks."""
-        everywhere = all(on_all_ranks(has_dali))
-        self.backend, reason = choose_backend(options.backend, self.device, has_dali=everywhere, kept=self.backend)
-        self.log_once(f"backend={self.backend!r}: {reason}")
-        self.options = replace(self.options, samples=replace(options, backend=self.backend))
 
     def check_classes(self, used: int | None) -> int:
         """Return the number of classes. A collective.
@@ -270,11 +277,11 @@ class Session:
         """
         subset = self.train or self.val or self.test
         classes = subset.store.manifest.num_classes if subset is not None else used or 0
-        others = {rank: each for rank, each in enumerate(on_all_ranks(lambda: used)) if each not in (None, classes)}
+        others = {rank: other for rank, other in enumerate(on_all(lambda: used)) if other not in (None, classes)}
         if others:
-            rank, each = next(iter(others.items()))
+            rank, other = next(iter(others.items()))
             raise ValueError(
-                f"source={self.options.cache.source!r} has {classes} classes, but num_classes was {each} on rank "
+                f"source={self.options.cache.source!r} has {classes} classes, but num_classes was {other} on rank "
                 f"{rank} when it created its model: train/ has changed meanwhile, or this node cannot read it. Start "
                 "the run again, with the source mounted on all nodes."
             )
@@ -288,10 +295,10 @@ class Session:
         manifest, config = self.train.store.manifest, self.sampler_config
         placed = lru_cache(lambda nodes: owners_of(manifest, nodes, self.options.cache.seed))
         sampler = Sampler(self.train.samples, placed, config)
-        padding = sampler.epoch(0).padding
+        num_repeated = sampler.epoch(0).num_repeated
         self.log_once(
             f"{len(self.train.samples):,} samples, global batch {config.global_batch:,}, shuffle={config.shuffle!r}: "
-            f"{sampler.steps:,} steps per epoch, with {padding:,} samples repeated to fill the last ones"
+            f"{sampler.steps:,} steps per epoch, with {num_repeated:,} samples repeated to fill the last ones"
         )
         if config.global_batch > len(self.train.samples) and self.topology.rank == 0:
             log.warning("each batch has some samples more than once: use a smaller batch_size, or fewer ranks")
@@ -335,7 +342,7 @@ class Session:
         loader = EvalLoader(
             batches,
             self._pipeline(split, subset.store),
-            size=0 if sizes is None else sizes.largest,
+            size=max(sizes.values()) if sizes else 0,
             with_indices=self.options.with_indices,
         )
         self._loaders[split] = loader
@@ -376,7 +383,7 @@ class Session:
             for store in self._stores:
                 store.disk.flush()
 
-        on_all_ranks(end)
+        on_all(end)
 
     def close(self) -> None:
         """Free threads, processes and shared memory."""
@@ -388,8 +395,8 @@ class Session:
     def _end_pipelines(self) -> None:
         for store in self._stores:
             store.interrupt()  # threads that make batches may wait for storage
-        for each in (*self._loaders.values(), *self._pipelines.values()):
-            each.close()
+        for resource in (*self._loaders.values(), *self._pipelines.values()):
+            resource.close()
         self._loaders, self._pipelines = {}, {}
 
     def _pipeline(self, split: str, store: SampleStore) -> Pipeline:
@@ -400,16 +407,24 @@ class Session:
             share = len(os.sched_getaffinity(0)) // self.topology.num_devices - 1  # of the CPU cores; one for training
             cores = max(1, min(_MAX_THREADS, share))
             options = self.options.samples
-            if isinstance(options, ImageOptions):
-                batch, threads, about = (
-                    max(2, self.options.batch_size),
-                    options.threads or cores,
-                    "",
-                )  # 2: in an evaluation
-                made: Pipeline = image_pipeline(store, options, batch_size=batch, threads=threads, device=self.device)
+            made: Pipeline
+            about, pin = "", self.device.type == "cuda"
+            if isinstance(options, ImageOptions) and options.backend == "dali":
+                from lightning_sparse.data.pipeline.dali import DaliPipeline
+
+                made = DaliPipeline(
+                    store,
+                    options,
+                    batch_size=max(2, self.options.batch_size),  # 2: in an evaluation
+                    threads=options.threads or cores,
+                    device=self.device.index if pin else None,
+                )
+            elif isinstance(options, ImageOptions):
+                device = self.device if pin and self.device.index is not None else None
+                made = TorchPipeline(store, options, threads=options.threads or cores, device=device)
             else:
                 workers = cores if options.workers is None else options.workers
-                made = WorkerPipeline(store, options, workers=workers, pin=self.device.type == "cuda")
+                made = WorkerPipeline(store, options, workers=workers, pin=pin)
                 about = f"; {workers} process(es) a rank make batches of them"
             if not self._pipelines:
                 self.log_once(f"samples in memory as {'files' if store.format == 'bytes' else store.format}{about}")
@@ -441,7 +456,7 @@ def open_session(
     topology = find_topology(*position)
     session = Session(options, topology, device or torch.device("cpu"), formats=dict(formats or {}), backend=backend)
     try:
-        session.open(on_rank_zero(new_run), stage)
+        session.open(on_first(new_run), stage)
     except BaseException:
         session.close()
         raise

@@ -8,8 +8,7 @@
             <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
             shards.json                      the list of the shards, for when storage does not answer
 
-Each file gets its name when it is complete. So after a killed run, the next run continues with the missing shards. This
-module does not import torch, so that the processes of `shard_workers` start fast.
+Each file gets its name when it is complete. So after a killed run, the next run continues with the missing shards.
 """
 
 from __future__ import annotations
@@ -20,17 +19,20 @@ import io
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing.connection import Connection, wait
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
+from tqdm import tqdm
 
+from lightning_sparse.data.child import Child, end_with_parent
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.encoders import Tokenizer, tokenizer_of
 from lightning_sparse.data.folders import (
     NETWORK_FILE_SYSTEMS,
     cache_folder,
@@ -38,14 +40,21 @@ from lightning_sparse.data.folders import (
     file_system,
     is_read_only,
     locked,
-    private_folder,
-    usable,
+    make_private_dir,
+    wrap_os_errors,
     write_private,
 )
-from lightning_sparse.data.id_files import IdWriter, TokenFile, VocabularyError, id_writer, verified_checksums
+from lightning_sparse.data.id_files import (
+    IdWriter,
+    TokenFile,
+    VocabularyError,
+    id_writer,
+    token_files,
+    verified_checksums,
+)
 from lightning_sparse.data.sources.storage import CHECK_S, Entry, MissingFolderError, Storage, Unreadable
 from lightning_sparse.data.sources.storage_reader import LocalStorage, is_visible
-from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, documents, text_suffix
+from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, Tokenizer, documents, text_suffix, tokenizer_of
 from lightning_sparse.messages import log, log_ignored
 
 PART = 1 << 24  # bytes of a request
@@ -87,10 +96,10 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
         ValueError: if there are no shards, or both ids and text, or shards of several splits.
     """
     found = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
-    by_path = {each.path: each for each in found}
-    ids, text = [[each for each in found if kind(each.path)] for kind in (id_suffix, text_suffix)]
-    described = {each.path: by_path.get(_json_of(each.path)) for each in ids if id_suffix(each.path) == ".bin"}
-    left_out = by_path.keys() - {each.path for each in (*ids, *text, *filter(None, described.values()))}
+    by_path = {shard.path: shard for shard in found}
+    ids, text = [[shard for shard in found if kind(shard.path)] for kind in (id_suffix, text_suffix)]
+    described = {shard.path: by_path.get(_json_of(shard.path)) for shard in ids if id_suffix(shard.path) == ".bin"}
+    left_out = by_path.keys() - {shard.path for shard in (*ids, *text, *filter(None, described.values()))}
     if text and ids:
         raise ValueError(f"{source} has ids ({ids[0].path}) and text ({text[0].path}): put them into separate folders.")
     if not text and not ids:
@@ -99,9 +108,9 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
             f"{source} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
             f"({', '.join(TEXT_SUFFIXES)}). It has {contents}."
         )
-    _check_splits(source, [each.path for each in (text or ids)])
+    _check_splits(source, [shard.path for shard in (text or ids)])
     added = {path: json.size + json.mtime_ns + json.beside for path, json in described.items() if json is not None}
-    return text or [each._replace(beside=each.beside + added.get(each.path, 0)) for each in ids], sorted(left_out)
+    return text or [shard._replace(beside=shard.beside + added.get(shard.path, 0)) for shard in ids], sorted(left_out)
 
 
 def _check_splits(source: str, paths: Sequence[str]) -> None:
@@ -122,7 +131,6 @@ def _check_splits(source: str, paths: Sequence[str]) -> None:
 
 
 def _json_of(path: str) -> str:
-    """Return the path of the JSON file of a ``.bin`` file."""
     return f"{os.path.splitext(path)[0]}.json"
 
 
@@ -206,7 +214,7 @@ class TokenSource:
 
     @classmethod
     def of(cls, path: str, cache_dir: str, tokenizer: str, vocab_size: int | None, **options: Any) -> TokenSource:
-        """Return the source of a folder, or of files in it. Raises: ValueError: as `CacheConfig` and `tokenizer_of`"""
+        """Return the source of a folder, or of files in it."""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
         is_file = "*" in name or bool(id_suffix(name) or text_suffix(name))
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
@@ -216,7 +224,7 @@ class TokenSource:
 
     @cached_property
     def encoder(self) -> Tokenizer:
-        """The tokenizer. Raises: ValueError: as `tokenizer_of`."""
+        """The tokenizer."""
         return tokenizer_of(self.tokenizer)
 
     @cached_property
@@ -226,9 +234,9 @@ class TokenSource:
         return cache_path(self.config) / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
     def create_folder(self) -> None:
-        """Create the cache folder of the ids. Raises: DataError: as `cache_folder`."""
+        """Create the cache folder of the ids."""
         if not is_read_only(cache_folder(self.config)):
-            private_folder(self.folder)
+            make_private_dir(self.folder)
 
     def size_of_vocabulary(self, shards: Sequence[Shard]) -> int:
         """Return the given one, or that of the tokenizer, or of the JSON file of the first shard."""
@@ -260,7 +268,7 @@ class TokenSource:
         file = self.folder / f"{name}.json"
         kept: list[Shard] | None = None
         with contextlib.suppress(OSError, ValueError, TypeError):  # as a loss of power may leave it, it is made again
-            kept = [Shard(*each) for each in json.loads(file.read_text())]
+            kept = [Shard(*row) for row in json.loads(file.read_text())]
         timeout = self.config.storage_timeout if kept is None else min(CHECK_S, self.config.storage_timeout)
         try:
             with Storage(self.config, timeout=timeout, readers=1) as storage:
@@ -272,10 +280,10 @@ class TokenSource:
             return kept
         self.create_folder()
         for shard in set(found) - set(kept or found):
-            known = any(each.path == shard.path for each in kept or ())
+            known = any(other.path == shard.path for other in kept or ())
             log.info("%s: %s %s: reading it", self.config.source, shard.path, "has changed" if known else "is new")
         if found != kept and os.access(file.parent, os.W_OK):
-            with usable(file.parent):
+            with wrap_os_errors(file.parent):
                 write_private(file, json.dumps(found).encode())
         return found
 
@@ -287,7 +295,12 @@ class TokenSource:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
         if self.only:
             patterns = self.only, _json_of(self.only)
-            files = [each for each in files if any(_matches(each[0], pattern) for pattern in patterns)]
+            stars = [re.compile(re.escape(pattern).replace(r"\*", ".*")) for pattern in patterns]
+            files = [
+                file
+                for file in files
+                if file[0] in patterns or (is_visible(file[0]) and any(star.fullmatch(file[0]) for star in stars))
+            ]
             return shards_of(f"{source}/{self.only}", files)[0]
         shards, left_out = shards_of(source, files)
         log_ignored(source, left_out, "ids or text")
@@ -311,7 +324,7 @@ class TokenSource:
             DataError: if storage or the cache folder cannot be used.
         """
         target = self.file(shard)
-        with usable(target.parent), locked(target.with_suffix(".lock")):
+        with wrap_os_errors(target.parent), locked(target.with_suffix(".lock")):
             if self.is_kept(shard):
                 return LeftOut()
             for left in target.parent.glob(f"{target.name}.*.tmp"):  # left by a killed process
@@ -336,11 +349,6 @@ class TokenSource:
         return left_out
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a visible file has a name like the pattern, in which ``*`` stands for any characters."""
-    return name == pattern or (is_visible(name) and bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name)))
-
-
 def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWriter, *, skip: bool) -> LeftOut:
     """Encode the documents of a text shard, and write their ids, each with its end. Return the skipped documents.
 
@@ -359,7 +367,9 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
             except VocabularyError:
                 raise
             except UNREADABLE as error:
-                corrupt.append(_problem(name, place, error))
+                problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read as text"
+                where = f" in {place}" if place else ""
+                corrupt.append(f"{name} {problem} ({type(error).__name__}: {error}){where}")
                 if not skip:
                     raise ValueError(f'{corrupt[0]}: repair it, or set on_corrupt="skip" to skip it.') from error
                 writer.take_back()
@@ -372,11 +382,6 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
     except ImportError as error:
         raise ValueError(f"{name} needs pyarrow: `pip install pyarrow`.") from error
     return LeftOut(empty, tuple(corrupt))
-
-
-def _problem(name: str, place: str, error: Exception) -> str:
-    problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read as text"
-    return f"{name} {problem} ({type(error).__name__}: {error}){f' in {place}' if place else ''}"
 
 
 def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:
@@ -432,9 +437,50 @@ def is_used_in_place(path: str) -> bool:
     here = Path(path)
     if "://" in path or not here.exists() or file_system(here) in NETWORK_FILE_SYSTEMS:
         return False
-    names = [each for each, *_ in local_files(here)] if here.is_dir() else [here.name]
-    kinds = {id_suffix(each) or text_suffix(each) for each in names} - {""}
+    names = [name for name, *_ in local_files(here)] if here.is_dir() else [here.name]
+    kinds = {id_suffix(name) or text_suffix(name) for name in names} - {""}
     return kinds == {".bin"}
+
+
+def files_of(path: str | Path) -> list[TokenFile]:
+    """Return the file at `path`, or all ``.bin`` below that folder, in the order of their paths.
+
+    Raises:
+        ValueError: if there is no file, a shard is of another kind, a file does not match its JSON, or the files have
+            different vocabularies.
+    """
+    path = Path(path)
+    if path.is_file() and (id_suffix(path.name) or text_suffix(path.name)) not in ("", ".bin"):
+        raise ValueError(
+            f"{path} cannot be used in place as .bin files are: give cache_dir, a local folder for its ids."
+        )
+    paths = _bins_below(path) if path.is_dir() else [path]
+    for file in paths:
+        if file.is_symlink() and not file.exists():
+            raise ValueError(
+                f"{file} is a link to {os.readlink(file)}, which does not exist: repair or remove the link."
+            )
+    if not paths or not paths[0].exists():
+        raise ValueError(
+            f"{path} is neither a file of token ids nor a folder with *.bin files. Write one with `lightning-sparse "
+            "tokens` or `lightning_sparse.data.tokens.prepare`; or give cache_dir, a local folder, to use text or "
+            "network storage."
+        )
+    return token_files(paths)
+
+
+def _bins_below(folder: Path) -> list[Path]:
+    files = local_files(folder)
+    if not any(id_suffix(name) for name, *_ in files):
+        return []
+    shards, _ = shards_of(str(folder), files)
+    for shard in shards:
+        if id_suffix(shard.path) != ".bin":
+            raise ValueError(
+                f"{folder} has {shard.path}, which cannot be used in place, because it is not a .bin file: give "
+                "cache_dir, a local folder for its ids, or remove the file."
+            )
+    return [folder / shard.path for shard in shards]
 
 
 def log_unused_files(path: str) -> None:
@@ -453,7 +499,7 @@ def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list
     if cache_dir is None:
         return [*verified_checksums(files, {}).values()]
     record, known = Path(cache_dir) / "checksums.json", dict[str, int]()
-    with usable(record.parent):
+    with wrap_os_errors(record.parent):
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError, ValueError):
             known = json.loads(record.read_text())
@@ -461,3 +507,94 @@ def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list
         if not found.keys() <= known.keys() and os.access(record.parent, os.W_OK):
             write_private(record, json.dumps(known | found).encode())
     return [*found.values()]
+
+
+MAX_WORKERS = 16
+
+
+class Workers:
+    """Processes that write missing shards to the cache. The first call of `done` starts them.
+
+    Args:
+        quiet: show no progress bar.
+    """
+
+    def __init__(self, source: TokenSource, shards: Sequence[Shard], *, quiet: bool = False) -> None:
+        self._source, self._shards, self._quiet = source, shards, quiet
+        self._running: dict[Connection, Child] = {}
+        self._bar: tqdm[None] | None = None
+        self._left_out = LeftOut()
+
+    def done(self, patience_s: float) -> bool:
+        """Wait up to `patience_s`, then return whether the cache has all shards."""
+        if self._bar is None:
+            self._start()
+        end = time.monotonic() + patience_s
+        while self._running and (left := end - time.monotonic()) > 0:
+            for connection in wait([*self._running], left):
+                self._receive(cast(Connection, connection))
+        return not self._running
+
+    def _start(self) -> None:
+        missing = [shard for shard in self._shards if not self._source.is_kept(shard)]
+        missing.sort(key=lambda shard: -shard.size)
+        total, name = sum(shard.size for shard in missing), f"tokens of {self._source.config.source}"
+        hidden = self._quiet or not missing
+        if missing:
+            self._source.create_folder()
+        self._bar = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=hidden)
+        count = min(len(missing), len(os.sched_getaffinity(0)), MAX_WORKERS)
+        source = replace(self._source)  # a copy without the tokenizer, which starts threads
+        for number in range(count):
+            child = Child(f"{__name__}:make_shards", own_session=False)
+            self._running[child.connection] = child
+            child.connection.send((source, missing[number::count]))
+
+    def _receive(self, connection: Connection) -> None:
+        assert self._bar is not None
+        try:
+            kind, value = connection.recv()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                f"a process that tokenizes {self._source.config.source} ended early, probably because memory "
+                "ran out: start again with fewer cores or smaller documents."
+            ) from error
+        if kind == "read":
+            self._bar.update(value)
+        elif kind == "error":
+            raise value
+        else:
+            self._left_out = LeftOut(*(own + more for own, more in zip(self._left_out, value, strict=True)))
+            self._running.pop(connection).process.wait()
+            connection.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection, child in self._running.items():
+            child.end(0)
+            connection.close()
+        self._running = {}
+        if self._bar is not None:
+            self._bar.close()
+        (empty, corrupt), source = self._left_out, self._source.config.source
+        if self._quiet:
+            return
+        if empty:
+            log.info("%s: skipped %s empty document(s)", source, f"{empty:,}")
+        if corrupt:
+            log.warning("%s: skipped %s corrupt document(s): %s", source, f"{len(corrupt):,}", some(corrupt))
+
+
+def make_shards(connection: Connection) -> None:
+    """What a process does: write shards to the cache."""
+    source, shards = connection.recv()
+    end_with_parent(connection)
+    try:
+        with Storage(source.config) as storage:
+            made = [source.make(shard, storage, lambda size: connection.send(("read", size))) for shard in shards]
+        empty, corrupt = zip(*made, strict=True)
+        connection.send(("end", LeftOut(sum(empty), sum(corrupt, ()))))
+    except Exception as error:
+        message = str(error) if isinstance(error, (ValueError, DataError)) else f"{type(error).__name__}: {error}"
+        connection.send(("error", ValueError(message) if isinstance(error, ValueError) else DataError(message)))
+    os._exit(0)  # does not wait for the thread, which still reads

@@ -1,23 +1,30 @@
-"""Documents of text shards."""
+"""Text to token ids: the documents of text shards, and tokenizers by name.
+
+Tokenizers encode a document in blocks, so that its size is not limited by memory.
+"""
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import gzip
+import hashlib
 import json
 import lzma
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
-from lightning_sparse.data.id_files import TokenFile, prepare
-from lightning_sparse.data.sources.storage_reader import UnreadableFileError, check_end, is_visible
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["TEXT_SUFFIXES", "UNREADABLE", "Document", "TokenFile", "documents", "prepare", "text_suffix"]
+from lightning_sparse.data.sources.storage_reader import UnreadableFileError, check_end, is_visible
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".tar", ".parquet")
 _OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -136,8 +143,8 @@ def _rows(file: BinaryIO) -> Iterator[Document]:
     if "text" not in table.schema_arrow.names:
         raise KeyError("it has no column text")
     batches = table.iter_batches(_ROWS, columns=["text"])
-    for number, each in enumerate(chain.from_iterable(batch.column(0) for batch in batches), 1):
-        yield Document(f"row {number:,}", _row(each))
+    for number, scalar in enumerate(chain.from_iterable(batch.column(0) for batch in batches), 1):
+        yield Document(f"row {number:,}", _row(scalar))
 
 
 def _row(scalar: Any) -> Iterator[bytes]:
@@ -145,3 +152,211 @@ def _row(scalar: Any) -> Iterator[bytes]:
     if not isinstance(text, (str, bytes, type(None))):
         raise TypeError(f"the column text has {type(text).__name__}, not a string")
     yield text.encode() if isinstance(text, str) else text or b""
+
+
+BYTES = 256  # ids without a tokenizer
+BLOCK = 1 << 17  # characters of a document that are encoded at a time
+OVERLAP = 1 << 10  # characters before and after a block, which are encoded with it
+_ENDS = (  # candidates, if no configuration names the token
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"),
+    *("<｜end▁of▁sentence｜>", "<EOS_TOKEN>", "<|eot|>", "[EOS]"),
+)
+_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")  # next to tokenizer.json; they name the token
+Ids = NDArray[Any]
+Encoded = tuple[Ids, NDArray[np.int64]]
+"""The ids of a text, and the position of the first character of each token."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Encodes documents as token ids.
+
+    Args:
+        identity: differs between tokenizers that may give different ids.
+        encode: yields the ids of a document in blocks. Its input is UTF-8.
+        vocab_size: number of ids.
+        end: id at the end of each document.
+    """
+
+    identity: str
+    encode: Callable[[Iterator[bytes]], Iterator[Ids]]
+    vocab_size: int
+    end: int
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """Return the tokenizer ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<tokenizer.json>"``.
+
+    Raises:
+        ValueError: if no tokenizer has this name, its package is not installed, or it has no token for the end of a
+            document.
+    """
+    kind, _, which = name.partition(":")
+    if name == "bytes":
+        return Tokenizer(name, _bytes_of, BYTES, 0)  # 0, which is rare in text, ends a document
+    if kind not in ("tiktoken", "tokenizers") or not which:
+        raise ValueError(
+            f"tokenizer={name!r} must be 'bytes', an encoding such as 'tiktoken:gpt2', or a file such as "
+            "'tokenizers:/data/tokenizer.json'."
+        )
+    try:
+        return _tiktoken(which) if kind == "tiktoken" else _tokenizers(Path(which))
+    except ImportError as error:
+        raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install {kind}`.") from error
+    except Exception as error:  # raised by the package for an unusable name or file
+        raise ValueError(f"tokenizer={name!r} cannot be used ({type(error).__name__}: {error}).") from error
+
+
+def _bytes_of(blocks: Iterator[bytes]) -> Iterator[Ids]:
+    for block in blocks:
+        yield np.frombuffer(block, np.uint8)
+
+
+def _tiktoken(name: str) -> Tokenizer:
+    import tiktoken  # type: ignore[import-not-found, unused-ignore]
+
+    found = tiktoken.get_encoding(name)
+
+    def encode(text: str) -> Encoded:
+        ids = found.encode_ordinary(text)
+        sizes = np.array([len(token) for token in found.decode_tokens_bytes(ids)], np.int64)
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        bytes_of_characters = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
+        characters = np.searchsorted(np.cumsum(bytes_of_characters), np.cumsum(sizes) - sizes, side="right")
+        return np.array(ids, np.int64), characters
+
+    def encode_whole(text: str) -> Ids:
+        return np.array(found.encode_ordinary(text), np.int64)
+
+    in_blocks = partial(encode_in_blocks, encode=encode, encode_whole=encode_whole)
+    return Tokenizer(f"tiktoken:{name}", in_blocks, found.n_vocab, found.eot_token)
+
+
+def _tokenizers(file: Path) -> Tokenizer:
+    import tokenizers  # type: ignore[import-not-found, unused-ignore]
+
+    about = file.read_bytes()
+    found = tokenizers.Tokenizer.from_str(about.decode())
+    found.no_truncation()  # meant for short inputs of a fixed length, or for regularization
+    found.no_padding()
+    if getattr(found.model, "dropout", None):
+        found.model.dropout = None
+    name, end = _end_of(found, file)
+    found.add_special_tokens([name])  # some files do not mark it as special
+    found.encode_special_tokens = True  # as ordinary text, if a document contains them
+
+    def ids_of(text: str) -> NDArray[np.int64]:
+        return np.array(found.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def spelled() -> NDArray[np.int64]:  # for models whose own vocabulary has the token
+        return np.append(ids_of(name[:1]), ids_of(name[1:]))
+
+    def encode_whole(text: str) -> Ids:
+        return _spell_out(end, spelled, ids_of(text))[0]
+
+    def encode(text: str) -> Encoded:
+        encoded = found.encode(text, add_special_tokens=False)
+        begins = np.array(encoded.offsets, np.int64).reshape(-1, 2)[:, 0]
+        ids, counts = _spell_out(end, spelled, np.array(encoded.ids, np.int64))
+        return ids, np.repeat(begins, counts)
+
+    digest = hashlib.blake2b(about, digest_size=16).hexdigest()
+    in_blocks = partial(encode_in_blocks, encode=encode, encode_whole=encode_whole)
+    size = max(found.get_vocab().values()) + 1  # ids may have gaps
+    return Tokenizer(f"tokenizers:{digest} without truncation", in_blocks, size, end)
+
+
+def _end_of(tokenizer: Any, file: Path) -> tuple[str, int]:
+    named = next((token for config in _CONFIGS if (token := _named_end(file.with_name(config))) is not None), None)
+    for token in _ENDS if named is None else (named,):
+        found: int | None = tokenizer.token_to_id(token)
+        if found is not None:
+            return token, found
+    problem = "names no token for the end of a document" if named is None else f"has no token {named!r}"
+    raise ValueError(
+        f"{file} {problem}: put a tokenizer_config.json, as save_pretrained() writes it, into the same folder, with a "
+        'token of the vocabulary, such as {"eos_token": "<|endoftext|>"}'
+    )
+
+
+def _named_end(config: Path) -> str | None:
+    """Return the end-of-text token in a configuration; None if it has none."""
+    if not config.exists():
+        return None
+    token: dict[str, str] | str | None = json.loads(config.read_bytes()).get("eos_token")
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _spell_out(
+    end: int, spelled: Callable[[], NDArray[np.int64]], ids: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | int]:
+    """Replace end-of-text ids inside a document. Return the new ids, and how many of them replace each old id."""
+    mentions = ids == end
+    if not mentions.any():
+        return ids, 1
+    spelling = spelled()
+    counts = np.where(mentions, len(spelling), 1)
+    out = np.repeat(ids, counts)
+    out[np.repeat(mentions, counts)] = np.tile(spelling, mentions.sum())
+    return out, counts
+
+
+def encode_in_blocks(
+    blocks: Iterator[bytes], *, encode: Callable[[str], Encoded], encode_whole: Callable[[str], Ids]
+) -> Iterator[Ids]:
+    """Yield the ids of a document in blocks. They equal the ids of the whole document.
+
+    The first and last ids of a text depend on the text around it. So each block is encoded together with characters
+    before and after it, and their ids are left out. If possible, a block ends between a word and a space.
+
+    Args:
+        blocks: the document in UTF-8.
+        encode: returns the ids of a text and their positions.
+        encode_whole: returns the ids of a text, for documents of one block.
+    """
+    text, done, size = "", 0, BLOCK  # text that is still needed; number of its characters that are encoded
+    is_first = True
+    for more in _decoded(blocks):
+        text += more
+        while len(text) - done > size + OVERLAP:
+            ids, begins = _after(text[: done + size + OVERLAP], done, encode)
+            last = _place_to_cut(text, begins, done, done + size)
+            yield ids[: np.searchsorted(begins, last)]
+            size = BLOCK if last > done else 2 * size  # a token spans the whole block
+            kept = max(0, last - OVERLAP)
+            text, done, is_first = text[kept:], last - kept, False
+    if is_first and text:
+        yield encode_whole(text)
+    elif text:
+        yield _after(text, done, encode)[0]
+
+
+def _after(text: str, done: int, encode: Callable[[str], Encoded]) -> Encoded:
+    """Return the ids and positions of the tokens after the first `done` characters, which are already encoded."""
+    ids, begins = encode(text)
+    first = int(np.searchsorted(begins, done))
+    if done and (first == len(begins) or begins[first] != done):  # a token crosses the end of the last block
+        ids, begins = encode(text[done:])
+        return ids, begins + done
+    return ids[first:], begins[first:]
+
+
+def _place_to_cut(text: str, begins: NDArray[np.int64], done: int, last: int) -> int:
+    """Return the last position up to `last` where a token begins. If possible, a word or space begins there, too."""
+    candidates = begins[(begins > done) & (begins <= last)][::-1].tolist()
+    near = (candidate for candidate in candidates if candidate > last - OVERLAP)
+    at_words = (place for place in near if text[place].isspace() != text[place - 1].isspace())
+    return next(at_words, next(iter(candidates), done))
+
+
+def _decoded(blocks: Iterator[bytes]) -> Iterator[str]:
+    """Yield the text. Raises UnicodeDecodeError, with the position in the document, if it is not UTF-8."""
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    for block in chain(blocks, [b""]):
+        begin = position - len(decoder.getstate()[0])  # includes the bytes of an incomplete character
+        try:
+            yield decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            error.start, error.end = error.start + begin, error.end + begin
+            raise
+        position += len(block)

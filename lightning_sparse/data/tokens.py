@@ -18,19 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.data.config import check_fraction, check_limit, limited_count
-from lightning_sparse.data.corpus import Corpus, files_of, token_files
+from lightning_sparse.agree import on_all, on_first
+from lightning_sparse.data.config import check_batch_size, check_fraction, check_limit, limited_count
 from lightning_sparse.data.datamodule import DataModuleMixin
-from lightning_sparse.data.id_files import check_vocab_size, prepare
-from lightning_sparse.data.peers.collectives import find_topology, on_all_ranks, on_rank_zero
-from lightning_sparse.data.pipeline.batch import BatchRequest
-from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
-from lightning_sparse.data.pipeline.prefetch import prefetch_map
+from lightning_sparse.data.id_files import Corpus, check_vocab_size, prepare, token_files
+from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, prefetch_map
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig, evaluation_batches
-from lightning_sparse.data.shard_workers import Workers
+from lightning_sparse.data.session import find_topology
 from lightning_sparse.data.shards import (
     TokenSource,
+    Workers,
     check_cache_dir,
+    files_of,
     is_used_in_place,
     log_unused_files,
     verified_in_place,
@@ -41,12 +40,13 @@ from lightning_sparse.data.windows import (
     Mixture,
     PackedStream,
     TokenStream,
-    Windows,
+    TokenWindows,
     limited,
     mixed,
     split,
 )
 from lightning_sparse.messages import class_repr, ensure_log_handler, log
+from lightning_sparse.options import one_of, whole
 from lightning_sparse.topology import Topology
 
 __all__ = ["TokenDataModuleMixin", "TokenStream", "cu_seqlens", "document_mask", "files_of", "prepare"]
@@ -147,8 +147,15 @@ class TokenDataModuleMixin(DataModuleMixin):
         on_corrupt: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__()
-        SamplerConfig(batch_size=batch_size)
-        _check_options(context, val, val_fraction, vocab_size, documents)
+        options = {"batch_size": batch_size, "context": context, "val_fraction": val_fraction, "documents": documents}
+        check_batch_size(options)
+        whole(options, "context", low=1, hint="it is the number of tokens of a sample")
+        check_fraction(options)
+        one_of(options, "documents", DOCUMENTS)
+        if val is not None and val_fraction is not None:
+            raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
+        if vocab_size is not None:
+            check_vocab_size(vocab_size)
         check_limit(limit)
         self._weights = _weights_of(train)
         self._documents, self._limit = documents, limit
@@ -158,21 +165,27 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._cache_dir = cache_dir
         self._sources: dict[str, TokenSource] = {}  # by path
         if cache_dir is not None:
-            options = {"storage_timeout": storage_timeout, "on_corrupt": on_corrupt}
-            self._sources = _sources(self._all_paths, cache_dir, tokenizer, vocab_size, storage_options, options)
-        self._vocab_size = self._vocabulary_in_place(vocab_size)
-        self._topology: Topology | None = None
-        self._streams: dict[str, Windows] = {}
-        self._loaders: dict[str, TrainLoader | EvalLoader] = {}
-
-    def _vocabulary_in_place(self, vocab_size: int | None) -> int | None:
-        """Return the vocabulary size of the `train` files that are used in place; `vocab_size` if there are none."""
-        for path in sorted(self._weights.keys() - self._sources.keys()):
+            for path in self._all_paths:
+                check_cache_dir(path, cache_dir)
+                if not is_used_in_place(path):
+                    self._sources[path] = TokenSource.of(
+                        path,
+                        cache_dir,
+                        tokenizer,
+                        vocab_size,
+                        storage_timeout=storage_timeout,
+                        on_corrupt=on_corrupt,
+                        storage_options=storage_options if "://" in path else None,
+                    )
+        for path in sorted(self._weights.keys() - self._sources.keys()):  # files that are used in place
             own = files_of(path)[0].vocab_size
             if vocab_size not in (None, own):
                 raise ValueError(f"{path} has vocab_size {own}, not {vocab_size}: use one tokenizer for all.")
             vocab_size = own
-        return vocab_size
+        self._vocab_size = vocab_size
+        self._topology: Topology | None = None
+        self._streams: dict[str, TokenWindows] = {}
+        self._loaders: dict[str, TrainLoader | EvalLoader] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -196,13 +209,13 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._average_exactly()
         self._close()
         self._topology = topology = find_topology(*self._position)
-        if len(set(on_all_ranks(lambda: tuple(path in self._sources for path in self._all_paths)))) > 1:
+        if len(set(on_all(lambda: tuple(path in self._sources for path in self._all_paths)))) > 1:
             raise ValueError(f"{', '.join(self._all_paths)}: some nodes have the files, others do not.")
         made = {path: _prepared(source, topology) for path, source in self._sources.items()}
         checksums = {path: self._checksums(path) for path in self._all_paths if path not in made}
-        fingerprints = on_all_ranks(lambda: self._open(made, checksums))
-        for rank, each in enumerate(fingerprints):
-            for path, own, first in zip(self._all_paths, each, fingerprints[0], strict=True):
+        fingerprints = on_all(lambda: self._open(made, checksums))
+        for rank, of_rank in enumerate(fingerprints):
+            for path, own, first in zip(self._all_paths, of_rank, fingerprints[0], strict=True):
                 if own != first:
                     raise ValueError(
                         f"{path} has different tokens on rank {rank} and on rank 0: copy the same files to all nodes."
@@ -212,8 +225,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         """Return the checksums of files that are used in place. One process per host reads the files. A collective."""
         topology = self._topology
         assert topology is not None
-        on_rank_zero(lambda: log_unused_files(path))
-        of_ranks = on_all_ranks(
+        on_first(lambda: log_unused_files(path))
+        of_ranks = on_all(
             lambda: verified_in_place(files_of(path), self._cache_dir) if topology.device_index == 0 else []
         )
         return of_ranks[topology.nodes[topology.node_index][0]]
@@ -246,24 +259,23 @@ class TokenDataModuleMixin(DataModuleMixin):
                     f"{path} has vocab_size {stream.corpus.vocab_size}, but train={first!r} has {self._vocab_size}: "
                     "use one tokenizer for all files."
                 )
-        parts: Sequence[Windows] = [streams[path] for path in self._weights]
+        parts: Sequence[TokenWindows] = [streams[path] for path in self._weights]
         weights = [*self._weights.values()]
         self._streams = {split: streams[path] for split, path in self._paths.items()}
         if self._val_fraction is not None:
             halves = [split(streams[path], self._val_fraction) for path in self._weights]
             parts, held_out = zip(*halves, strict=True)
             self._streams["val"] = mixed(
-                held_out, [len(each) for each in held_out], self._seed
+                held_out, [len(part) for part in held_out], self._seed
             )  # uses all held-out windows
         if self._limit is not None:
             whole = len(mixed(parts, weights, self._seed))
             fraction = limited_count(self._limit, whole) / whole
-            parts = [limited(each, fraction) for each in parts]
+            parts = [limited(part, fraction) for part in parts]
         self._streams["train"] = mixed(parts, weights, self._seed)
         return [streams[path].fingerprint for path in self._all_paths]
 
     def train_dataloader(self) -> TrainLoader:
-        """Random windows of this rank."""
         stream, topology = self._opened("train")
         samples = np.arange(len(stream))
         sampler = Sampler(samples, lambda nodes: samples % nodes, self._sampler(topology))
@@ -278,14 +290,14 @@ class TokenDataModuleMixin(DataModuleMixin):
         )
         return self._resume(self._replace("train", loader))
 
-    def _log_epoch(self, stream: Windows, sampler: Sampler) -> None:
+    def _log_epoch(self, stream: TokenWindows, sampler: Sampler) -> None:
         """Log the size of an epoch, and warn if its windows deviate from the options."""
         if self._topology is None or self._topology.rank != 0:
             return
         batch, count = sampler.config.global_batch, len(stream)
         log.info(
             f"{count:,} windows, global batch {batch:,}: {sampler.steps:,} steps per epoch, with "
-            f"{sampler.epoch(0).padding:,} windows repeated to fill the last steps"
+            f"{sampler.epoch(0).num_repeated:,} windows repeated to fill the last steps"
         )
         if batch > count:
             log.warning(
@@ -310,7 +322,6 @@ class TokenDataModuleMixin(DataModuleMixin):
         return self._eval_loader("val")
 
     def test_dataloader(self) -> EvalLoader:
-        """This rank's share of the windows to test on, in order."""
         return self._eval_loader("test" if "test" in self._streams else "val")
 
     predict_dataloader = test_dataloader
@@ -331,7 +342,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         devices = tuple(len(node) for node in topology.nodes)
         return SamplerConfig(batch_size=self.batch_size, devices=devices, shuffle="global", seed=self._seed)
 
-    def _opened(self, split: str) -> tuple[Windows, Topology]:
+    def _opened(self, split: str) -> tuple[TokenWindows, Topology]:
         if self._topology is None:
             raise ValueError("TokenDataModule has no loaders before setup(): call it, or use a Trainer.")
         return self._streams[split], self._topology
@@ -343,64 +354,25 @@ class TokenDataModuleMixin(DataModuleMixin):
         return loader
 
     def _close(self) -> None:
-        """Stop the loaders and close the files."""
         for loader in self._loaders.values():
             loader.close()
         self._loaders, self._streams, self._topology = {}, {}, None
         self._forget_loader()
 
 
-def _sources(
-    paths: Sequence[str],
-    cache_dir: str,
-    tokenizer: str,
-    vocab_size: int | None,
-    storage_options: dict[str, Any] | None,
-    options: dict[str, Any],
-) -> dict[str, TokenSource]:
-    """Return the sources that need the cache, by path."""
-    found = {}
-    for path in paths:
-        check_cache_dir(path, cache_dir)
-        if not is_used_in_place(path):
-            more = {**options, "storage_options": storage_options if "://" in path else None}
-            found[path] = TokenSource.of(path, cache_dir, tokenizer, vocab_size, **more)
-    return found
-
-
 def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
-    """Return the files of ids of all shards. One process per host first makes the missing files. A collective.
-
-    Raises:
-        ValueError, DataError: on all ranks, as `TokenSource.listed` and `TokenSource.make` on one.
-    """
-    shards = on_rank_zero(source.listed)
+    """Return the files of ids of all shards. One process per host first makes the missing files. A collective."""
+    shards = on_first(source.listed)
     workers = Workers(source, shards if topology.device_index == 0 else [], quiet=topology.rank != 0)
     try:
-        while not all(on_all_ranks(lambda: workers.done(POLL_S))):
+        while not all(on_all(lambda: workers.done(POLL_S))):
             pass
     finally:
         workers.close()
-    return [source.file(each) for each in shards]
-
-
-def _check_options(
-    context: int, val: object, val_fraction: float | None, vocab_size: int | None, documents: str
-) -> None:
-    """Raise ValueError if an option of `TokenDataModuleMixin` is out of range."""
-    if context < 1:
-        raise ValueError(f"context={context} must be at least 1: it is the number of tokens of a sample.")
-    check_fraction(val_fraction)
-    if val is not None and val_fraction is not None:
-        raise ValueError(f"val={str(val)!r} and val_fraction={val_fraction} exclude each other: omit one.")
-    if vocab_size is not None:
-        check_vocab_size(vocab_size)
-    if documents not in DOCUMENTS:
-        raise ValueError(f"documents={documents!r}: choose one of {', '.join(DOCUMENTS)}.")
+    return [source.file(shard) for shard in shards]
 
 
 def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:
-    """Return the weight of each path of `train`."""
     if not isinstance(train, Mapping):
         return {str(train): 1.0}
     if not train:
@@ -423,11 +395,10 @@ class TokenPipeline:
         fixed: use the windows of epoch 0 in every epoch.
     """
 
-    def __init__(self, stream: Windows, *, pin: bool = False, fixed: bool = False) -> None:
-        self._stream, self._pin, self._fixed, self.ahead = stream, pin, fixed, _PREFETCH
+    def __init__(self, stream: TokenWindows, *, pin: bool = False, fixed: bool = False) -> None:
+        self._stream, self._pin, self._fixed, self.prefetch_depth = stream, pin, fixed, _PREFETCH
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Tensor, ...], None, None]:
-        """Yield batches, in the order of requests."""
         return prefetch_map(self._make, requests, _PREFETCH, "tokens")
 
     def close(self) -> None:
@@ -435,5 +406,5 @@ class TokenPipeline:
 
     def _make(self, request: BatchRequest) -> tuple[Tensor, ...]:
         arrays = self._stream.windows(request.indices, 0 if self._fixed else request.epoch)
-        tensors = (torch.from_numpy(each).contiguous() for each in arrays)
-        return tuple(each.pin_memory() if self._pin else each for each in tensors)
+        tensors = (torch.from_numpy(array).contiguous() for array in arrays)
+        return tuple(tensor.pin_memory() if self._pin else tensor for tensor in tensors)

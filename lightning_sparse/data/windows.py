@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.corpus import Corpus, Spans
+from lightning_sparse.data.id_files import Corpus, Spans
 from lightning_sparse.data.rng import shuffled
 
 _MIXTURE, _LIMIT, _HELD_OUT = 4, 5, 6  # numbers of random streams; `sampler.py` uses others
@@ -20,7 +20,7 @@ IGNORED = -100  # a target that torch's cross entropy ignores
 Arrays = tuple[NDArray[np.int64], ...]
 
 
-class Windows(Protocol):
+class TokenWindows(Protocol):
     """Numbered windows of token ids. The windows of a stream are the same in every epoch."""
 
     @property
@@ -67,11 +67,11 @@ class TokenStream:
 
     def _check_ends(self) -> None:
         files = self.corpus.files
-        for each in files:
-            if each.end is None or each.end != files[0].end:
+        for file in files:
+            if file.end is None or file.end != files[0].end:
                 raise ValueError(
                     f"{self.corpus.path}: documents={self.documents!r} needs the same id at the end of all documents, "
-                    f'but {each.path.name} has end={each.end}: write "end": ID into its JSON file, or use a tokenizer '
+                    f'but {file.path.name} has end={file.end}: write "end": ID into its JSON file, or use a tokenizer '
                     "that has such an id."
                 )
 
@@ -97,10 +97,10 @@ class TokenStream:
     @property
     def fingerprint(self) -> str:
         files = self.corpus.files
-        about = [(each.dtype.name, each.vocab_size, each.tokens, each.checksum) for each in files]
+        about = [(file.dtype.name, file.vocab_size, file.tokens, file.checksum) for file in files]
         more: tuple[Any, ...] = () if self.documents == "joined" else (self.documents, files[0].end)
         if self._spans is not None:
-            more += tuple(hashlib.blake2b(each.tobytes(), digest_size=16).hexdigest() for each in self._spans)
+            more += tuple(hashlib.blake2b(span.tobytes(), digest_size=16).hexdigest() for span in self._spans)
         elif len(files) > 1 and self.documents != "packed":
             more += ("over the ends of files",)  # earlier versions cut each file separately
         return hashlib.blake2b(repr((self.context, about, *more)).encode(), digest_size=16).hexdigest()
@@ -153,7 +153,7 @@ def segments(spans: Spans, file_begins: NDArray[np.int64]) -> Spans:
 
 
 class PackedStream(TokenStream):
-    """Windows of whole documents. Documents that are longer than a window are cut; free room is padded.
+    """Windows of whole documents. Documents that are longer than a window are cut; free space is padded.
 
     A document of d tokens, including its end, has d - 1 inputs, because the end is only a target.
     """
@@ -184,7 +184,7 @@ class PackedStream(TokenStream):
         targets, firsts = np.full_like(inputs, IGNORED), np.zeros(inputs.shape, np.bool_)
         for row, window in enumerate(indices.tolist()):
             begin = int(self._ends[window - 1]) if window else 0
-            pieces = (each[begin : self._ends[window]].tolist() for each in self._pieces)
+            pieces = (piece[begin : self._ends[window]].tolist() for piece in self._pieces)
             at = 0
             for first, length in zip(*pieces, strict=True):
                 ids = self.corpus.read(first, length + 1)
@@ -195,21 +195,21 @@ class PackedStream(TokenStream):
         return inputs, targets, _positions(firsts)
 
 
-def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the window of each piece. The longest piece goes first, into the fullest window that has room for it.
+def pack(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Return the window of each piece. The longest piece goes first, into the fullest window that has space for it.
 
     Args:
-        lengths: lengths of the pieces, 1 to `room`.
-        room: length of a window.
+        lengths: lengths of the pieces, 1 to `capacity`.
+        capacity: length of a window.
 
-    >>> pack(np.array([2, 5, 3, 4]), room=7)
+    >>> pack(np.array([2, 5, 3, 4]), capacity=7)
     array([0, 0, 1, 1])
     """
     windows, count = np.empty(len(lengths), np.int64), 0
-    left: dict[int, NDArray[np.int64]] = {}  # free room -> windows
+    left: dict[int, NDArray[np.int64]] = {}  # free space -> windows
     rooms: list[int] = []  # keys of `left`, sorted
 
-    def leave(space: int, some: NDArray[np.int64]) -> None:
+    def add_free(space: int, some: NDArray[np.int64]) -> None:
         if not space or not len(some):
             return
         if space not in left:
@@ -223,14 +223,14 @@ def pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
             space = rooms.pop(place)
             some, rest = np.split(left.pop(space), [len(pieces)])
             windows[pieces[: len(some)]], pieces = some, pieces[len(some) :]
-            leave(space, rest)
-            leave(space - length, some)
-        each = room // length
+            add_free(space, rest)
+            add_free(space - length, some)
+        each = capacity // length
         new = count + np.arange(-(-len(pieces) // each))
         windows[pieces] = np.repeat(new, each)[: len(pieces)]
         full, last = np.split(new, [len(pieces) // each])
-        leave(room - each * length, full)
-        leave(room - len(pieces) % each * length, last)
+        add_free(capacity - each * length, full)
+        add_free(capacity - len(pieces) % each * length, last)
         count += len(new)
     return windows
 
@@ -242,10 +242,10 @@ def _positions(firsts: NDArray[np.bool_]) -> NDArray[np.int64]:
     return positions
 
 
-class Part:
+class SelectedWindows:
     """A subset of windows, renumbered."""
 
-    def __init__(self, whole: Windows, indices: NDArray[np.int64]) -> None:
+    def __init__(self, whole: TokenWindows, indices: NDArray[np.int64]) -> None:
         self._whole, self._indices, self.context = whole, indices, whole.context
 
     def __len__(self) -> int:
@@ -272,15 +272,15 @@ class Mixture:
         seed: seed of the order in which the windows of a stream are used.
     """
 
-    def __init__(self, streams: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, streams: Sequence[TokenWindows], weights: Sequence[float], seed: int) -> None:
         self._streams, self.context = streams, streams[0].context
-        lengths = np.array([len(each) for each in streams])
+        lengths = np.array([len(stream) for stream in streams])
         shares = np.array(weights) / max(weights)  # divide first: the sum of weights may overflow
         shares /= shares.sum()
         self._shares = shares
         self._counts = np.round(shares * (lengths / shares).min()).clip(1, lengths).astype(np.int64)  # per epoch
         self._ends = np.cumsum(self._counts)
-        self._orders = [shuffled(np.arange(each), seed, number, _MIXTURE) for number, each in enumerate(lengths)]
+        self._orders = [shuffled(np.arange(length), seed, number, _MIXTURE) for number, length in enumerate(lengths)]
         self._about = (self._counts.tolist(), seed)
 
     def __len__(self) -> int:
@@ -293,7 +293,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        about = (*(each.fingerprint for each in self._streams), *self._about)
+        about = (*(stream.fingerprint for stream in self._streams), *self._about)
         return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
@@ -309,12 +309,12 @@ class Mixture:
         return tuple(out)
 
 
-def mixed(parts: Sequence[Windows], weights: Sequence[float], seed: int) -> Windows:
+def mixed(parts: Sequence[TokenWindows], weights: Sequence[float], seed: int) -> TokenWindows:
     """Return the mixture of several parts; a single part stays as it is."""
     return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
 
 
-def split(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
+def split(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWindows]:
     """Return windows to train on, and windows of about this fraction of the tokens to validate on.
 
     Validation windows come from whole documents, drawn at random, but equally for all seeds. If the ends of documents
@@ -331,19 +331,19 @@ def split(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
     documents = Spans(begins[is_used], lengths[is_used])
     try:
         train, held_out = hold_out(documents, fraction, stream.least_tokens)
-        parts = [type(stream)(corpus, stream.context, stream.documents, each) for each in (train, held_out)]
+        parts = [type(stream)(corpus, stream.context, stream.documents, spans) for spans in (train, held_out)]
     except ValueError as error:
         raise ValueError(f"{corpus.path}: val_fraction={fraction} cannot split it: {error}") from error
     return parts[0], parts[1]
 
 
-def _split_windows(stream: TokenStream, fraction: float) -> tuple[Windows, Windows]:
+def _split_windows(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWindows]:
     count = len(stream)
     if count < 2:
         raise ValueError(f"val_fraction={fraction}: {count} window(s) are too few to split; at least 2 are needed.")
     order = shuffled(np.arange(count), 0, _HELD_OUT)
     held_out, train = np.split(order, [min(count - 1, max(1, round(fraction * count)))])
-    return Part(stream, np.sort(train)), Part(stream, np.sort(held_out))
+    return SelectedWindows(stream, np.sort(train)), SelectedWindows(stream, np.sort(held_out))
 
 
 def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Spans]:
@@ -376,7 +376,7 @@ def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Span
     return Spans(begins[trained > 0], trained[trained > 0]), Spans((begins + trained)[held > 0], held[held > 0])
 
 
-def limited(windows: Windows, fraction: float) -> Windows:
+def limited(windows: TokenWindows, fraction: float) -> TokenWindows:
     """Return this fraction of the windows, at least one. A larger fraction contains the windows of a smaller one."""
     some = shuffled(np.arange(len(windows)), 0, _LIMIT)[: max(1, round(fraction * len(windows)))]
-    return Part(windows, np.sort(some))
+    return SelectedWindows(windows, np.sort(some))

@@ -1,4 +1,4 @@
-"""Pictures for tests of the tiers: smooth random colours, written as an image folder."""
+"""Small data: pictures of smooth random colors, written as an image folder, and the corpus of some files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from lightning_sparse.data.id_files import Corpus
+from lightning_sparse.data.shards import files_of
 
 
 def picture(number: int, height: int = 40, width: int = 60, mode: str = "RGB") -> Image.Image:
@@ -28,3 +31,7 @@ def make_folder(root: Path, per_class: int = 4, classes: int = 3, split: str = "
         for number in range(per_class):
             (folder / f"{number}.jpg").write_bytes(jpeg(label * per_class + number))
     return root
+
+
+def corpus_of(path: str | Path) -> Corpus:
+    return Corpus(path, files_of(path))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.store import Placement
 from lightning_sparse.data.config import CacheConfig, ImageOptions
-from lightning_sparse.data.session import DataOptions, agreed_format, agreed_manifest, open_session
+from lightning_sparse.data.session import DataOptions, broadcast_manifest, common_format, open_session
 from lightning_sparse.data.sources import listing
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.fits import data, fitted, module, saver, trainer
@@ -35,9 +35,9 @@ def mapped(folder: str) -> tuple[str, list[str], bool, bool]:
     config = config_of_node(folder)
     if os.environ["RANK"] != "0":
         listing.list_source = None  # type: ignore[assignment]
-    first = agreed_manifest(config, "train")
+    first = broadcast_manifest(config, "train")
     listing.keep = None  # type: ignore[assignment]  # nothing has to be sent any more
-    again = agreed_manifest(config, "train")
+    again = broadcast_manifest(config, "train")
     return first.fingerprint, list(again.paths), again.labels.flags.owndata, "train.manifest" in open_files()
 
 
@@ -54,7 +54,7 @@ def test_all_ranks_map_the_list_of_rank_zero(tmp_path: Path) -> None:
 
 def stale(folder: str) -> tuple[int, tuple[str, ...]]:
     """The cache of node 1 has another list, from before the source changed."""
-    manifest = agreed_manifest(config_of_node(folder), "train")
+    manifest = broadcast_manifest(config_of_node(folder), "train")
     return len(manifest), manifest.classes
 
 
@@ -74,9 +74,9 @@ def formats(folder: str, little: dict[int, int]) -> tuple[str, str]:
     if node in little:
         segments.available_memory = lambda: little[node]  # type: ignore[assignment]
     config, place = config_of_node(folder), Placement(node, 2, device)
-    manifest = agreed_manifest(config, "train")
-    chosen = agreed_format(config, manifest, place)
-    given = agreed_format(CacheConfig(source=config.source, cache_dir=config.cache_dir, format="jpeg"), manifest, place)
+    manifest = broadcast_manifest(config, "train")
+    chosen = common_format(config, manifest, place)
+    given = common_format(CacheConfig(source=config.source, cache_dir=config.cache_dir, format="jpeg"), manifest, place)
     return chosen, given
 
 

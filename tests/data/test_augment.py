@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse.data.config import ImageOptions
-from lightning_sparse.data.pipeline.batch import centre_crops, random_crops
+from lightning_sparse.data.pipeline.images import center_crops, random_crops
 
 PLAIN = ImageOptions()
 
@@ -24,8 +24,8 @@ def test_crops_lie_inside_the_picture(
     h, w = np.array(heights[:count]), np.array(widths[:count])
     for crops in (
         random_crops(ImageOptions(crop_scale=scale), epoch, np.arange(count), h, w),
-        centre_crops(h, w),
-        centre_crops(h, w, (1, 1)),
+        center_crops(h, w),
+        center_crops(h, w, (1, 1)),
     ):
         assert (crops.height >= 1).all()
         assert (crops.width >= 1).all()
@@ -61,7 +61,7 @@ def test_the_distribution_is_that_of_torchvision(height: int, width: int) -> Non
 
 
 def test_the_centre_is_what_resizing_to_256_and_cutting_224_leaves() -> None:
-    crops = centre_crops(np.array([256, 375]), np.array([341, 500]))
+    crops = center_crops(np.array([256, 375]), np.array([341, 500]))
     assert [each.tolist() for each in crops] == [[16, 23], [58, 86], [224, 328], [224, 328], [False, False]]
 
 
@@ -77,8 +77,8 @@ def test_the_centre_is_what_resizing_to_256_and_cutting_224_leaves() -> None:
     ],
 )
 def test_an_evaluation_sees_the_part_that_was_asked_for(options: dict[str, int], size: int, edge: int) -> None:
-    part = ImageOptions(**options).centre(size)  # type: ignore[arg-type]
-    crops = centre_crops(np.array([320]), np.array([400]), part)
+    part = ImageOptions(**options).eval_crop(size)  # type: ignore[arg-type]
+    crops = center_crops(np.array([320]), np.array([400]), part)
     assert [each.item() for each in crops] == [(320 - edge) // 2, (400 - edge) // 2, edge, edge, False]
 
 
@@ -87,9 +87,9 @@ def test_an_evaluation_sees_the_part_that_was_asked_for(options: dict[str, int],
     [
         ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
         ({"crop_scale": (0.5, 0.2)}, "crop_scale"),
-        ({"flip": 1.1}, "flip=1.1 must be a probability"),
-        ({"eval_resize": 200}, "eval_resize=200 must be a number of pixels, and the largest image_size, 224"),
-        ({"eval_resize": 256.5}, "eval_resize=256.5 must be a number of pixels"),
+        ({"flip": 1.1}, "flip=1.1 must be"),
+        ({"eval_resize": 200}, "eval_resize=200 must be a whole number, at least 224"),
+        ({"eval_resize": 256.5}, "eval_resize=256.5 must be"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, object], says: str) -> None:

@@ -33,7 +33,11 @@ def test_a_flipped_bit_on_disk_is_fetched_again(folder: Path, stores: Open) -> N
         store = store_of(folder, stores)
         assert contents(store) == expected
         counts = store.counters()
-        assert (counts.flipped_disk, counts.storage_samples, counts.disk_samples) == (flipped, flipped, 20 - flipped)
+        assert (counts.checksum_errors_disk, counts.storage_samples, counts.disk_samples) == (
+            flipped,
+            flipped,
+            20 - flipped,
+        )
         store.close()
 
 

@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int | None
         transaction.put(key(1).digest(), bytes(value))
     cache = DiskCache(tmp_path / "c", counter=counter)
     assert cache.get([key(1)]) == [None]
-    assert counter.read().flipped_disk == 1
+    assert counter.read().checksum_errors_disk == 1
     cache.put(key(1), stored(1))
     cache.flush()
     assert cache.get([key(1)]) == [stored(1)]
@@ -164,7 +164,7 @@ for number in range(100_000):
         counter = Counter()
         cache = DiskCache(tmp_path / "c", counter=counter)
         kept = cache.get([key(number) for number in range(begun + 1)])
-        assert counter.read().flipped_disk == 0
+        assert counter.read().checksum_errors_disk == 0
         assert all(each is None or each == stored(number, 100_000) for number, each in enumerate(kept))
         assert sum(each is None for each in kept) <= disk.BATCH_BYTES / 100_000 + 1
         cache.close()

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from lightning_sparse.data.corpus import Corpus, token_files
+from lightning_sparse.data.id_files import Corpus, token_files
 from lightning_sparse.data.tokens import cu_seqlens, document_mask, prepare
-from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, Part, TokenStream, pack
+from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, SelectedWindows, TokenStream, pack
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.small import corpus_of
 from tests.data.test_tokens import counted
 
 TEXTS = ["abc", "defghijklmnop", "q", "rs", "tuvw"]
@@ -36,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 def windows(file: Path, documents: Documents, context: int = CONTEXT) -> list[tuple[Any, ...]]:
     """(inputs, targets, positions) of each window, ids as characters and the end as a point."""
     kind = PackedStream if documents == "packed" else TokenStream
-    stream = kind(Corpus.of(file), context, documents)
+    stream = kind(corpus_of(file), context, documents)
     rows = zip(*stream.windows(np.arange(len(stream))), strict=True)
     return [(shown(inputs), shown(targets), positions.tolist()) for inputs, targets, positions in rows]
 
@@ -73,7 +74,7 @@ def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> N
             ValueError, match=rf'documents={documents!r} needs the same id .* has end=None: write "end": ID into'
         ):
             windows(counted(tmp_path / "0.bin", 20), documents)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="documents='whole': choose one of joined, separate, packed"):
+    with pytest.raises(ValueError, match="documents='whole' must be one of 'joined', 'separate', 'packed'"):
         TokenDataModule(tmp_path / "0.bin", documents="whole")  # type: ignore[arg-type]
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="end=256 must be an id of the vocabulary"):
@@ -100,7 +101,7 @@ class Attention(nn.Module):
 def test_a_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
     torch.manual_seed(0)
     model = Attention().double()
-    stream = PackedStream(Corpus.of(file), CONTEXT, "packed")
+    stream = PackedStream(corpus_of(file), CONTEXT, "packed")
     inputs, targets, positions = map(torch.from_numpy, stream.windows(np.arange(len(stream))))
     together = cross_entropy(model(inputs, positions).flatten(0, 1), targets.flatten(), reduction="sum")
     alone = torch.zeros((), dtype=torch.float64)
@@ -131,11 +132,11 @@ def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tu
 
 
 def test_a_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
-    stream = TokenStream(Corpus.of(counted(tmp_path / "0.bin", 21)), context=4)
-    part = Part(stream, np.array([3, 1]))
+    stream = TokenStream(corpus_of(counted(tmp_path / "0.bin", 21)), context=4)
+    part = SelectedWindows(stream, np.array([3, 1]))
     assert (len(part), part.context) == (2, 4)
     assert part.windows(np.array([1, 0]))[0][:, 0].tolist() == [4, 12]
-    assert len({stream.fingerprint, part.fingerprint, Part(stream, np.array([1, 3])).fingerprint}) == 3
+    assert len({stream.fingerprint, part.fingerprint, SelectedWindows(stream, np.array([1, 3])).fingerprint}) == 3
 
 
 def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:

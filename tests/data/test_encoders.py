@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data import encoders
-from lightning_sparse.data.encoders import Tokenizer, encode_in_blocks, tokenizer_of
+from lightning_sparse.data import text as text_module
+from lightning_sparse.data.text import Tokenizer, encode_in_blocks, tokenizer_of
 
 tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
 END = "<|endoftext|>"
@@ -128,10 +128,10 @@ def test_document_encoded_in_blocks_has_the_ids_of_the_whole_document(
     found, rng = saved(make(), tmp_path), np.random.default_rng(3)
     for _ in range(25):
         text = random_text(rng, int(rng.integers(1, 6000)))
-        monkeypatch.setattr(encoders, "BLOCK", 1 << 30)
+        monkeypatch.setattr(text_module, "BLOCK", 1 << 30)
         whole = encoded(found, text)
-        monkeypatch.setattr(encoders, "BLOCK", int(rng.integers(200, 900)))
-        monkeypatch.setattr(encoders, "OVERLAP", 150)
+        monkeypatch.setattr(text_module, "BLOCK", int(rng.integers(200, 900)))
+        monkeypatch.setattr(text_module, "OVERLAP", 150)
         assert encoded(found, text, size=int(rng.integers(1, 700))) == whole
 
 
@@ -144,8 +144,8 @@ def test_tiktoken_in_blocks_gives_the_ids_of_the_whole_document(monkeypatch: pyt
     found, rng = tokenizer_of("tiktoken:small"), np.random.default_rng(4)
     for _ in range(25):
         text = random_text(rng, int(rng.integers(1, 6000)))
-        monkeypatch.setattr(encoders, "BLOCK", int(rng.integers(200, 900)))
-        monkeypatch.setattr(encoders, "OVERLAP", 150)
+        monkeypatch.setattr(text_module, "BLOCK", int(rng.integers(200, 900)))
+        monkeypatch.setattr(text_module, "OVERLAP", 150)
         assert encoded(found, text, size=int(rng.integers(1, 700))) == small.encode_ordinary(text)
     assert found.end == 260
     assert found.end not in encoded(found, END)
@@ -153,8 +153,8 @@ def test_tiktoken_in_blocks_gives_the_ids_of_the_whole_document(monkeypatch: pyt
 
 def test_token_longer_than_a_block_is_not_cut(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
     found = saved(words, tmp_path)
-    monkeypatch.setattr(encoders, "BLOCK", 100)
-    monkeypatch.setattr(encoders, "OVERLAP", 10)
+    monkeypatch.setattr(text_module, "BLOCK", 100)
+    monkeypatch.setattr(text_module, "OVERLAP", 10)
     assert encoded(found, f"a {'x' * 1000} b " * 3, size=64) == [3, 2, 4] * 3
 
 

@@ -44,7 +44,7 @@ def test_samples_are_in_the_order_of_the_list_and_may_repeat(folder: Path) -> No
     assert list(manifest.paths) == ["c/3.bin", "a/b/2.bin", "4.bin", "c/3.bin"]
     assert manifest.classes == ("cat", "dog")
     assert manifest.labels.tolist() == [[1], [0], [1], [0]]
-    assert manifest.strata.tolist() == [1, 0, 1, 0]
+    assert manifest.class_ids.tolist() == [1, 0, 1, 0]
     assert manifest.sizes.tolist() == [7, 9, 5, 7]
     assert all(manifest.mtimes_ns > 0)
 
@@ -73,7 +73,7 @@ def test_labels_are_names_or_numbers(
     config = config_of(folder)
     assert (manifest.classes, manifest.num_classes) == (classes, count)
     assert classes_of(config, "train") == (classes, count)
-    again = Manifest.from_bytes(manifest.to_bytes())
+    again = Manifest.load(manifest.to_bytes())
     assert (again.fingerprint, again.labels.tolist(), again.labels.dtype) == (
         manifest.fingerprint,
         labels,
@@ -124,11 +124,11 @@ def test_a_list_and_the_folder_are_not_mistaken_for_each_other(folder: Path) -> 
 
 def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> None:
     val = listed(folder, "path,kind,score\n4.bin,dog,5\nc/3.bin,cow,6\n")
-    assert val.numbered_as(("cat", "cow", "dog")).labels.tolist() == [[2, 5], [1, 6]]
+    assert val.relabel(("cat", "cow", "dog")).labels.tolist() == [[2, 5], [1, 6]]
     with pytest.raises(ValueError, match=r"that train/ does not have: cow"):
-        val.numbered_as(("cat", "dog"))
+        val.relabel(("cat", "dog"))
     with pytest.raises(ValueError, match="the labels of train are names, and those of train are not"):
-        val.numbered_as(())
+        val.relabel(())
 
 
 @pytest.mark.parametrize(

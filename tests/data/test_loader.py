@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.data.config import ImageSizes
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest
-from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
+from lightning_sparse.data.pipeline.images import Batch
+from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Sampler, SamplerConfig
 
 CONFIG = SamplerConfig(batch_size=4)
@@ -21,7 +20,7 @@ CONFIG = SamplerConfig(batch_size=4)
 class Echo:
     """Gives the size as the picture and the indices as labels; reads two requests ahead, as real ones do."""
 
-    ahead = 2
+    prefetch_depth = 2
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -46,7 +45,7 @@ class Echo:
 
 def loader(config: SamplerConfig = CONFIG, count: int = 22, **options: Any) -> TrainLoader:
     sampler = Sampler(np.arange(count), lambda nodes: np.arange(count) % nodes, config)
-    return TrainLoader(sampler, Echo(), **{"sizes": ImageSizes({0: 8, 2: 16}), "fingerprint": "same", **options})
+    return TrainLoader(sampler, Echo(), **{"sizes": {0: 8, 2: 16}, "fingerprint": "same", **options})
 
 
 def samples(batches: Iterable[Batch]) -> list[list[int]]:

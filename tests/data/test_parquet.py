@@ -56,7 +56,7 @@ def test_some_rows_are_those_of_the_whole_list(tmp_path: Path) -> None:
     """As a limit leaves them: a row group is read for rows that are not neighbours."""
     config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
     some = np.array([1, 2, 5, 9, 17, 23])
-    store = SampleStore(config, load_or_list(config, "train").take(some))
+    store = SampleStore(config, load_or_list(config, "train").select(some))
     found = store.get(range(len(some)))
     store.close()
     assert [each.data.tobytes() for each in found] == [payload(number) for number in some.tolist()]

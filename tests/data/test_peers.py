@@ -20,12 +20,11 @@ import numpy as np
 import pytest
 import zmq
 
+from lightning_sparse.data import peers as interface
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
-from lightning_sparse.data.peers import client
-from lightning_sparse.data.peers import protocol as interface
-from lightning_sparse.data.peers.protocol import RESERVE, Keys, allow_connections
-from lightning_sparse.data.sample import Format
+from lightning_sparse.data.decode import Format
+from lightning_sparse.data.peers import RESERVE, Keys, allow_connections, client
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import make_folder
 
@@ -112,7 +111,7 @@ def test_a_killed_peer_is_replaced_by_disk_and_storage(
     expected = [sample.data.tobytes() for sample in first.get(range(12))]
     server = second._tiers().server
     assert server is not None
-    os.kill(server._process.pid, signal.SIGKILL)
+    os.kill(server._child.process.pid, signal.SIGKILL)
     before = first.counters()
     for _ in range(2):
         assert [sample.data.tobytes() for sample in first.get(range(12))] == expected
@@ -147,7 +146,7 @@ import os, sys
 from pathlib import Path
 from tests.data.test_peers import make_nodes
 stores = make_nodes(Path({str(tmp_path / "pictures")!r}))
-print(stores[1].serve(), stores[1]._tiers().server._process.pid, flush=True)
+print(stores[1].serve(), stores[1]._tiers().server._child.process.pid, flush=True)
 sys.stdin.read()
 """
     with subprocess.Popen(
@@ -224,7 +223,7 @@ def test_a_server_at_its_limit_neither_spins_nor_forgets_its_clients(nodes: Node
     first.get(foreign)
     server = second._tiers().server
     assert server is not None
-    pid = server._process.pid
+    pid = server._child.process.pid
     limit = max(int(each) for each in os.listdir(f"/proc/{pid}/fd")) + 4
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limit))
     host, _, port = endpoints[1].removeprefix("tcp://").rpartition(":")

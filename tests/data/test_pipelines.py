@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lightning_sparse.data.config import ImageOptions
-from lightning_sparse.data.pipeline.batch import BatchRequest, prepare, random_crops
+from lightning_sparse.data.pipeline.images import prepare, random_crops
+from lightning_sparse.data.pipeline.loader import BatchRequest
 from tests.data.fake_store import FolderStore
 from tests.data.pictures import make_folder
 

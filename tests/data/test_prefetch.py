@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_sparse.data.pipeline import prefetch as prefetch_module
-from lightning_sparse.data.pipeline.prefetch import prefetch, prefetch_map
+from lightning_sparse.data.pipeline import loader as prefetch_module
+from lightning_sparse.data.pipeline.loader import prefetch, prefetch_map
 
 
 def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:

@@ -23,7 +23,7 @@ import pytest
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.sources.labels import columns_of_csv, numbered
 from lightning_sparse.data.sources.layout import Split
-from lightning_sparse.data.sources.listing import layout_of
+from lightning_sparse.data.sources.listing import find_layout
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile
 
@@ -45,7 +45,7 @@ def listed(storage: Storage, config: CacheConfig, name: str) -> Manifest:
     """List a split with a reader that serves all inputs."""
     split = Split(config, name, 60.0, quiet=True)
     split.storage = storage
-    return layout_of(split).manifest()
+    return find_layout(split).manifest()
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, str]:
@@ -144,7 +144,7 @@ def list_images(storage: Storage, source: str, split: Path) -> Manifest:
     asked = Split(config_of(source, "jpeg"), split.name, 60.0, quiet=True)
     asked.storage = storage
     asked.probed = lambda files: np.zeros((0, 3), np.int64)  # type: ignore[method-assign]  # the files are not real images
-    return layout_of(asked).manifest()
+    return find_layout(asked).manifest()
 
 
 def too_deep(split: Path, expected: dict[str, str]) -> bool:

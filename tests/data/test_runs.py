@@ -24,7 +24,7 @@ from lightning_sparse.data.cache.memory import content_name
 from lightning_sparse.data.cache.store import Placement, SampleStore
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.folders import locked
-from lightning_sparse.data.session import agreed_format
+from lightning_sparse.data.session import common_format
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.stores import Open, config_of, contents, store_of, warnings_of
 from tests.data.test_memory import NAME, joined, put, slab
@@ -67,11 +67,11 @@ def test_the_format_is_that_of_the_copy_that_is_there(
     first = store_of(folder, stores, format="decoded", memory_gb=None)
     config = config_of(folder, memory_gb=None)
     monkeypatch.setattr(segments, "available_memory", lambda: 10_000)
-    assert agreed_format(config, first.manifest, Placement()) == "decoded"
+    assert common_format(config, first.manifest, Placement()) == "decoded"
     assert store_of(folder, stores, memory_gb=None).format == "decoded"
     for store in stores:
         store.close()
-    assert agreed_format(config, first.manifest, Placement()) == "jpeg"
+    assert common_format(config, first.manifest, Placement()) == "jpeg"
 
 
 def test_pixels_that_do_not_fit_are_not_taken_for_the_best_format(folder: Path, stores: Open) -> None:
@@ -80,7 +80,7 @@ def test_pixels_that_do_not_fit_are_not_taken_for_the_best_format(folder: Path, 
     first = store_of(folder, stores, format="decoded", **limit)
     contents(first)
     assert 0 < first._tiers().memory.cached < SAMPLES
-    assert agreed_format(config_of(folder, **limit), first.manifest, Placement()) == "jpeg"
+    assert common_format(config_of(folder, **limit), first.manifest, Placement()) == "jpeg"
 
 
 OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short_side": 20}, {"memory_gb": 0.02}]
@@ -159,9 +159,9 @@ def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Ope
     first.disk.flush()
     first._tiers().memory._payloads[100] ^= 1
     assert contents(second) == expected
-    assert (second.counters().flipped_memory, second.counters().disk_samples) == (1, 1)
+    assert (second.counters().checksum_errors_memory, second.counters().disk_samples) == (1, 1)
     assert contents(first) == expected
-    assert first.counters().flipped_memory == 0
+    assert first.counters().checksum_errors_memory == 0
 
 
 # ------------------------------------------------------------------------------------------ what a run leaves behind

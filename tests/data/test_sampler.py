@@ -89,9 +89,9 @@ def test_an_epoch_sees_everything_once_and_repeats_what_it_states(
     )
     times = Counter(flat(steps))
     assert set(times) == set(range(count)), "nothing is lost"
-    assert sum(times.values()) - count == plan.padding
+    assert sum(times.values()) - count == plan.num_repeated
     if config.shuffle == "global":
-        assert plan.padding < config.global_batch
+        assert plan.num_repeated < config.global_batch
 
 
 @given(counts, configs)
@@ -213,16 +213,16 @@ def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[Sample
     """However often the run moves within one epoch."""
     segments: list[EpochSegment] = []
     times: Counter[int] = Counter()
-    padding = 0
+    num_repeated = 0
     for position, config in enumerate(chain):
         plan = sampler_of(count, config).epoch(1, segments)
         last = position == len(chain) - 1
         steps = plan.steps if last else data.draw(st.integers(0, max(0, plan.steps - 1)))
         times.update(flat(seen(plan, 0, steps)))
         segments.append(EpochSegment(config, steps))
-        padding += plan.padding
+        num_repeated += plan.num_repeated
     assert set(times) == set(range(count)), "nothing is lost"
-    assert sum(times.values()) <= count + padding
+    assert sum(times.values()) <= count + num_repeated
 
 
 def test_a_segment_survives_a_checkpoint() -> None:
@@ -268,7 +268,7 @@ def test_evaluation_rank_without_a_sample_for_the_last_batch_moves_one() -> None
 
 
 def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="batch_size=0 must be"):
         SamplerConfig(batch_size=0)
 
 

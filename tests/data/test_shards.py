@@ -76,7 +76,7 @@ def test_samples_of_shards_are_read_by_their_place(folder: Path, tmp_path: Path)
     assert classes_of(config, "train")[1] == manifest.num_classes == 3
     assert counts.storage_bytes == sum(map(len, data)), "only the samples, not the shards, cross the link"
     assert counts.changed == 0
-    assert Manifest.from_bytes(manifest.to_bytes()).location(7) == manifest.location(7)
+    assert Manifest.load(manifest.to_bytes()).location(7) == manifest.location(7)
     _, again, counts = contents(config)
     assert again == data
     assert (counts.storage_samples, counts.disk_samples) == (0, 8)

@@ -24,7 +24,7 @@ from tests.data.stores import Open, config_of, contents, listed, store_of, warni
 def reader_of(store: SampleStore) -> int:
     reader = store._tiers().storage._reader
     assert reader is not None
-    return reader._process.pid
+    return reader._child.process.pid
 
 
 def test_a_pause_of_storage_is_waited_for(

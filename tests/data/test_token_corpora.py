@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lightning_sparse.data.corpus import Corpus
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 from lightning_sparse.data.tokens import files_of
-from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, TokenStream, Windows, split
+from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, TokenStream, TokenWindows, split
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.small import corpus_of
 
 CORPORA = int(os.environ.get("TOKEN_CORPORA", "60"))
 FIRST = int(os.environ.get("TOKEN_CORPORA_SEED", "0"))
@@ -65,7 +65,7 @@ def expected_pairs(documents: Files) -> Pairs:
     return Counter(pair for each in documents for pair in zip(each[:-1].tolist(), each[1:].tolist(), strict=True))
 
 
-def pairs_of(windows: Windows) -> Pairs:
+def pairs_of(windows: TokenWindows) -> Pairs:
     inputs, targets, *_ = windows.windows(np.arange(len(windows)))
     kept = targets != IGNORED
     return Counter(zip(inputs[kept].tolist(), targets[kept].tolist(), strict=True))
@@ -119,13 +119,13 @@ def stream_of(folder: Path, context: int, mode: Documents) -> TokenStream | None
         max(map(len, documents_of(files)), default=0) > 1 if mode == "packed" else sum(map(len, files)) > context
     )
     if is_enough:
-        return kind(Corpus.of(folder), context, mode)
+        return kind(corpus_of(folder), context, mode)
     with pytest.raises(ValueError, match="needs|no document of two tokens"):
-        kind(Corpus.of(folder), context, mode)
+        kind(corpus_of(folder), context, mode)
     return None
 
 
-def rows_of(windows: Windows) -> list[tuple[list[int], ...]]:
+def rows_of(windows: TokenWindows) -> list[tuple[list[int], ...]]:
     return [tuple(map(np.ndarray.tolist, each)) for each in zip(*windows.windows(np.arange(len(windows))), strict=True)]
 
 
@@ -189,7 +189,7 @@ def test_random_world_sizes_see_each_window_once(mode: Documents, tmp_path: Path
         ]
         counts = np.bincount(np.concatenate(seen), minlength=len(stream))
         assert counts.min() >= 1, number
-        assert counts.sum() - len(stream) == plan.padding, number
+        assert counts.sum() - len(stream) == plan.num_repeated, number
 
 
 def batches(source: str | Path, **options: Any) -> list[Any]:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sparse.data import corpus as corpus_module
+from lightning_sparse.data import id_files as corpus_module
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.corpus import Corpus
 from lightning_sparse.data.tokens import TokenStream, prepare
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.small import corpus_of
 from tests.data.test_token_shards import encoded, ids, module
 from tests.data.test_tokens import counted
 from tests.helpers.distributed import run_ranks
@@ -272,7 +272,7 @@ def test_file_that_becomes_shorter_during_a_run_is_an_error(
 ) -> None:
     monkeypatch.setattr(corpus_module, "_KEPT_OPEN", kept_open)
     path = counted(tmp_path / "a.bin", 900)
-    stream = TokenStream(Corpus.of(path), 8)
+    stream = TokenStream(corpus_of(path), 8)
     os.truncate(path, 1000)
     assert stream.windows(np.array([0]))[0].tolist() == [[*range(8)]]
     with pytest.raises(DataError, match=r"a\.bin has become shorter since the run began: files must not change"):
@@ -286,7 +286,7 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 290, hard))
     try:
-        inputs, _ = TokenStream(Corpus.of(tmp_path), 10).windows(np.arange(89))
+        inputs, _ = TokenStream(corpus_of(tmp_path), 10).windows(np.arange(89))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert inputs.flatten().tolist() == [*range(890)]
@@ -302,7 +302,7 @@ def test_position_saved_by_an_earlier_version_restarts_the_epoch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = [counted(tmp_path / "a.bin", 30), counted(tmp_path / "b.bin", 30)]
-    assert TokenStream(Corpus.of(paths[0]), 4).fingerprint == old_fingerprint(4, paths[:1]), "windows are the same"
+    assert TokenStream(corpus_of(paths[0]), 4).fingerprint == old_fingerprint(4, paths[:1]), "windows are the same"
     data = TokenDataModule(tmp_path, context=4, batch_size=2)
     data.setup("fit")
     loader = data.train_dataloader()

@@ -14,8 +14,8 @@ import pytest
 
 from lightning_sparse.cli import main
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.corpus import Corpus
 from lightning_sparse.data.tokens import TokenDataModuleMixin, TokenStream, files_of, prepare
+from tests.data.small import corpus_of
 
 
 def counted(path: Path, count: int, first: int = 0) -> Path:
@@ -60,16 +60,16 @@ def test_windows_continue_over_the_ends_of_files(tmp_path: Path) -> None:
     counted(tmp_path / "0.bin", 11)
     counted(tmp_path / "1.bin", 4, 100)
     counted(tmp_path / "2.bin", 0, 200)
-    stream = TokenStream(Corpus.of(tmp_path), context=3)
+    stream = TokenStream(corpus_of(tmp_path), context=3)
     assert len(stream) == 4, "14 inputs, of which two are left over"
     inputs, targets = stream.windows(np.array([3, 0, 2]))
     assert inputs.tolist() == [[9, 10, 100], [0, 1, 2], [6, 7, 8]]
     assert targets.tolist() == [[10, 100, 101], [1, 2, 3], [7, 8, 9]]
-    assert TokenStream(Corpus.of(tmp_path), context=2).fingerprint != stream.fingerprint
+    assert TokenStream(corpus_of(tmp_path), context=2).fingerprint != stream.fingerprint
 
 
 def test_an_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path) -> None:
-    stream = TokenStream(Corpus.of(counted(tmp_path / "0.bin", 20, 990)), context=4)
+    stream = TokenStream(corpus_of(counted(tmp_path / "0.bin", 20, 990)), context=4)
     assert stream.windows(np.array([1]))[1].tolist() == [[995, 996, 997, 998]]
     with pytest.raises(DataError, match=r"0\.bin: id 1006 is not below vocab_size=1000"):
         stream.windows(np.array([0, 3]))
@@ -80,7 +80,7 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
         files_of(tmp_path)
     path = counted(tmp_path / "a.bin", 10)
     with pytest.raises(ValueError, match=r"context=10 needs 11 tokens or more, but there are 10"):
-        TokenStream(Corpus.of(path), context=10)
+        TokenStream(corpus_of(path), context=10)
     beside = path.with_suffix(".json")
     numbers = ("1e999", "true", "50257.9", '3, "end": 1.5', '3, "checksum": false')
     some = [f'{{"dtype": "uint16", "vocab_size": {each}}}' for each in numbers]
@@ -117,7 +117,7 @@ def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Pa
         prepare([tmp_path / "empty.txt"], out, lambda text: [3, 4], 4)
     with pytest.raises(ValueError, match=r"1 text file\(s\) contain no tokens"):
         prepare([tmp_path / "empty.txt"], out)
-    with pytest.raises(ValueError, match="vocab_size=0 must be between 1"):
+    with pytest.raises(ValueError, match="vocab_size=0 must be"):
         prepare(texts, out, vocab_size=0)
     assert not list(tmp_path.glob("out*"))
 
@@ -141,9 +141,9 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_no
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"context": 0}, "context=0 must be at least 1"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"val_fraction": 1.5}, "val_fraction=1.5 must be between 0 and 1"),
+        ({"context": 0}, "context=0 must be"),
+        ({"batch_size": 0}, "batch_size=0 must be"),
+        ({"val_fraction": 1.5}, "val_fraction=1.5 must be"),
         ({"val_fraction": 0.5, "val": "x.bin"}, "exclude each other"),
     ],
 )

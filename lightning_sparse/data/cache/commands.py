@@ -75,9 +75,6 @@ def warm(
         prune: first remove the files that are not listed any more, or that other nodes own. A run that uses an older
             list reads them from storage again.
         verify: first read cached files from storage again, and replace the files that differ.
-
-    Raises:
-        ValueError, DataError: as `manifest.list_source`; StorageTimeoutError if storage does not respond.
     """
     placement, report = placement or Placement(), WarmReport(split)
     # files are kept as they are, and on disk alone
@@ -91,9 +88,19 @@ def warm(
         missing = owned[~np.array(store.disk.has(keys), np.bool_)]
         report.present = len(keys) - len(missing)
         if verify:
-            _verify(store, np.setdiff1d(owned, missing), pool, report)
+            cached = np.setdiff1d(owned, missing)
+            with tqdm(total=len(cached), desc=f"verifying {split}", unit="file") as bar:
+                chunks = [*_chunks(store.manifest, cached)]
+                for chunk, differing in zip(chunks, pool.map(store.differing, chunks), strict=True):
+                    report.differing += [store.manifest.paths[index] for index in differing]
+                    bar.update(len(chunk))
         _fill(store, missing, pool, report)
-        _count_fetched(store, missing, report)
+        store.disk.flush()
+        corrupt = {path for path, _ in report.corrupt}
+        kept = store.disk.has(store.manifest.keys(missing.tolist()))
+        fetched = (store.manifest.paths[index] for index, is_kept in zip(missing, kept, strict=True) if is_kept)
+        report.fetched = sum(path not in corrupt for path in fetched)
+        report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
     return report
 
 
@@ -112,24 +119,6 @@ def warm_splits(
         if splits or split == "train" or has_split(config, split):
             reports.append(warm(config, split, placement=placement, threads=threads, prune=prune, verify=verify))
     return reports
-
-
-def _count_fetched(store: SampleStore, missing: npt.NDArray[np.int64], report: WarmReport) -> None:
-    store.disk.flush()
-    broken = {path for path, _ in report.corrupt}
-    kept = store.disk.has(store.manifest.keys(missing.tolist()))
-    report.fetched = sum(
-        each and store.manifest.paths[index] not in broken for index, each in zip(missing, kept, strict=True)
-    )
-    report.full, report.fetched_bytes = store.disk.full, store.counters().storage_bytes
-
-
-def _verify(store: SampleStore, cached: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport) -> None:
-    with tqdm(total=len(cached), desc=f"verifying {report.split}", unit="file") as bar:
-        chunks = [*_chunks(store.manifest, cached)]
-        for chunk, differing in zip(chunks, pool.map(store.differing, chunks), strict=True):
-            report.differing += [store.manifest.paths[index] for index in differing]
-            bar.update(len(chunk))
 
 
 def _fill(store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolExecutor, report: WarmReport) -> None:
@@ -152,7 +141,6 @@ def _fill(store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolEx
 
 
 def _chunks(manifest: Manifest, missing: npt.NDArray[np.int64]) -> Iterator[list[int]]:
-    """Yield what a thread reads at a time: some files, or those of a row group."""
     ends = np.arange(CHUNK, len(missing), CHUNK)
     if manifest.has_row_groups:
         ends = np.flatnonzero(np.diff(manifest.shard_of[missing])) + 1
@@ -213,9 +201,9 @@ def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
     Raises:
         ValueError: if there is no such folder.
     """
-    removed = [each for each in caches(cache_dir) if source is None or each.source == source_name(source)]
-    for each in removed:
-        shutil.rmtree(each.folder)
+    removed = [cache for cache in caches(cache_dir) if source is None or cache.source == source_name(source)]
+    for cache in removed:
+        shutil.rmtree(cache.folder)
     return removed
 
 
@@ -233,6 +221,6 @@ def _splits(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
             continue  # corrupt; the run that uses it reports it
         rows.append((split, kept, files, nbytes))
     for tokens in sorted(folder.glob("tokens-*")):  # of a tokenizer, see `shards.py`
-        sizes = [each.stat().st_size for each in tokens.glob("*.bin") if each.with_suffix(".json").exists()]
+        sizes = [file.stat().st_size for file in tokens.glob("*.bin") if file.with_suffix(".json").exists()]
         rows.append((tokens.name, len(sizes), len(list(tokens.glob("*.bin"))), sum(sizes)))
     return tuple(rows)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_sparse.agree import on_all
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.folders import file_name
-from lightning_sparse.data.peers.collectives import on_all_ranks
 from lightning_sparse.messages import log
 
 
@@ -26,7 +26,7 @@ class TierCounts:
         peer_samples, peer_bytes: read from the memory of other nodes.
         disk_samples, disk_bytes: read from local disk.
         storage_samples, storage_bytes: read from network storage.
-        flipped_memory, flipped_disk: checksum failures; the sample was read from the next tier.
+        checksum_errors_memory, checksum_errors_disk: checksum failures; the sample was read from the next tier.
         changed: files that changed on storage after they were listed.
         replaced: corrupt files replaced by other samples (``on_corrupt="skip"``).
         served_samples, served_bytes: sent to other nodes from memory, by the server process.
@@ -40,8 +40,8 @@ class TierCounts:
     disk_bytes: int = 0
     storage_samples: int = 0
     storage_bytes: int = 0
-    flipped_memory: int = 0
-    flipped_disk: int = 0
+    checksum_errors_memory: int = 0
+    checksum_errors_disk: int = 0
     changed: int = 0
     replaced: int = 0
     served_samples: int = 0
@@ -126,7 +126,6 @@ class Counter:
         log.warning("%s", text)
 
     def close(self) -> None:
-        """As `Segment.close`."""
         self._segment.close()
 
 
@@ -137,8 +136,8 @@ def run_name(run: bytes, node_index: int, split: str) -> str:
 
 TIERS = ("memory", "peer", "disk", "storage")
 _ERRORS = {
-    "flipped_memory": "checksum failures in memory, read from the next tier",
-    "flipped_disk": "checksum failures on disk, read from the next tier",
+    "checksum_errors_memory": "checksum failures in memory, read from the next tier",
+    "checksum_errors_disk": "checksum failures on disk, read from the next tier",
     "changed": "files that have changed on storage",
     "replaced": "corrupt files replaced by other samples",
 }
@@ -169,20 +168,20 @@ class TierLog:
 
     def end_epoch(self, epoch: int) -> TierCounts:
         """Return what was read since the last call. A collective."""
-        total = sum(on_all_ranks(self._read), TierCounts())
+        total = sum(on_all(self._read), TierCounts())
         self.epochs[epoch] = self.epochs.get(epoch, TierCounts()) + (total - self._total)
         self._total = total
         return self.epochs[epoch]
 
     def summary(self) -> str:
         """Return a table of the samples by tier and epoch, and one line on what the tiers hold. A collective."""
-        held = on_all_ranks(self._sizes)
-        disks = {each.folder: each for each in held}.values()
+        held = on_all(self._sizes)
+        disks = {node.folder: node for node in held}.values()
         sizes = (
-            f"  in memory: {sum(each.memory for each in held):,} samples, "
-            f"{sum(each.memory_bytes for each in held) / 1e6:,.1f} MB; "
-            f"on local disks: {sum(each.disk for each in disks):,} samples, "
-            f"{sum(each.disk_bytes for each in disks) / 1e6:,.1f} MB"
+            f"  in memory: {sum(node.memory for node in held):,} samples, "
+            f"{sum(node.memory_bytes for node in held) / 1e6:,.1f} MB; "
+            f"on local disks: {sum(tier.disk for tier in disks):,} samples, "
+            f"{sum(node.disk_bytes for node in disks) / 1e6:,.1f} MB"
         )
         return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])
 

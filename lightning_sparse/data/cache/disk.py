@@ -17,13 +17,6 @@ bytes  field    meaning
        width    reason
 8      checksum xxh3 of the key, the fields above and the file
 ====== ======== ====================================================================
-
-Users in one process share an open environment: LMDB's locks belong to a process and a file, so a process must not open
-an environment twice; closing one would release the locks of the other. A forked child must not use the environments of
-its parent; it opens its own.
-
-Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once in
-random order, so eviction would remove samples before their next use. `prune` removes files that have left the source.
 """
 
 from __future__ import annotations
@@ -41,8 +34,8 @@ from weakref import WeakValueDictionary
 
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.config import DataError, no_address_space
-from lightning_sparse.data.folders import private_folder
-from lightning_sparse.data.sample import DIGEST_BYTES, FileKey
+from lightning_sparse.data.decode import DIGEST_BYTES, FileKey
+from lightning_sparse.data.folders import make_private_dir
 
 if TYPE_CHECKING:
     import lmdb
@@ -77,6 +70,9 @@ def corrupt_file(reason: str, decoder: int) -> CachedFile:
 
 class DiskCache:
     """The disk tier of a split. Belongs to the process that creates it: forked and spawned processes create their own.
+
+    Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once
+    in random order, so eviction would remove samples before their next use.
 
     Args:
         folder: folder of the LMDB, readable by this user only.
@@ -206,7 +202,7 @@ class DiskCache:
     def _checked(self, key: FileKey, digest: bytes, value: memoryview) -> CachedFile | None:
         header, data = value[: _HEADER.size], value[_HEADER.size :]
         if len(header) < _HEADER.size or _checksum(digest, header, data) != _HEADER.unpack(header)[-1]:
-            self._counter.add(flipped_disk=1)
+            self._counter.add(checksum_errors_disk=1)
             return None
         magic, decoder, _, _, _, height, width, _ = _HEADER.unpack_from(value)
         if magic != _MAGIC or not _matches(key, value):
@@ -269,6 +265,8 @@ def _opened(folder: Path) -> _Shared:
     Raises:
         DataError: if the folder has another format, or its files are corrupt.
     """
+    # LMDB's locks belong to a process and a file: a process must not open an environment twice, because closing one
+    # would release the locks of the other. A forked child must not use the environments of its parent.
     name = os.path.realpath(folder)
     with _lock:
         shared = _open.get(name)
@@ -286,7 +284,7 @@ def _new_environment(folder: Path) -> lmdb.Environment:
     read_only = is_read_only(folder)
     try:
         if not read_only:
-            private_folder(folder)
+            make_private_dir(folder)
             _check_room(folder)
         environment = lmdb.open(
             str(folder),

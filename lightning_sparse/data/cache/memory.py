@@ -10,14 +10,7 @@ slots                 32 per sample          state, length, offset, height, widt
 payloads              up to the budget       one after the other; never moved or evicted
 ====================  =====================  ==========================================================
 
-A writer reserves space under a lock that the kernel releases when its holder dies, writes without the lock, and sets
-*ready* last, so a slot whose writer was killed is never read. A run does not wait for one that was suspended with the
-lock: it does not keep the sample then. Memory is allocated (fallocate) in large pieces while there is enough free
-memory; if the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
-
-Reads take no lock and copy nothing: a sample is a read-only view of the segment, valid as long as it is referenced.
-Each read verifies a checksum of the payload, its shape and its index. If it fails, the slot is emptied, and the sample
-is read from the next tier.
+If the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
 """
 
 import hashlib
@@ -35,8 +28,8 @@ from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.counts import Counter
 from lightning_sparse.data.cache.segment import Segment
 from lightning_sparse.data.config import GB, CacheConfig
+from lightning_sparse.data.decode import Format, View
 from lightning_sparse.data.folders import file_name, source_name
-from lightning_sparse.data.sample import Format, View
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.messages import log
 
@@ -87,7 +80,11 @@ class MemoryCache:
         self.capacity = int(self._header[_Header.CAPACITY])
 
     def get(self, indices: Sequence[int]) -> tuple[list[View | None], int]:
-        """Return (views in order, None for missing samples; number of checksum failures)."""
+        """Return (views in order, None for missing samples; number of checksum failures).
+
+        Reads take no lock and copy nothing: a view of the segment is valid as long as it is referenced. The checksum
+        covers the payload, its shape and its index. If it does not match, the slot is emptied.
+        """
         from xxhash import xxh3_64_intdigest
 
         found: list[View | None] = []
@@ -111,6 +108,8 @@ class MemoryCache:
         from xxhash import xxh3_64_intdigest
 
         flat = data.reshape(-1)
+        # space is reserved under a lock, which the kernel releases when its holder dies, and filled without it; `READY`
+        # comes last, so that a slot whose writer was killed is never read
         offset = self._reserve(index, len(flat))
         if offset is None:
             return not self.full
@@ -126,7 +125,8 @@ class MemoryCache:
         if self.full or not self._is_free(index):
             return None
         with self._segment.locked(self._patience_s) as held:
-            self._patience_s = LOCK_S if held else 0.0  # wait once, not for each sample
+            # a process that was suspended with the lock: wait once, not for each sample
+            self._patience_s = LOCK_S if held else 0.0
             if not held:
                 return None
             offset = int(self._header[_Header.TAIL])
@@ -182,7 +182,6 @@ class MemoryCache:
         return int(self._header[_Header.TAIL])
 
     def close(self) -> None:
-        """As `Segment.close`."""
         self._segment.close()
 
 

@@ -165,15 +165,12 @@ def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = 
             inner = root / path.lstrip("/")
             for group in (inner, *inner.parents):
                 with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-                    found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _inactive(group))
+                    left = int((group / limit).read_text()) - int((group / used).read_text())
+                    with contextlib.suppress(OSError, ValueError):  # inactive file pages, which the kernel would drop
+                        lines = (group / "memory.stat").read_text().splitlines()
+                        pages = dict(line.split() for line in lines)
+                        left += int(pages.get("total_inactive_file", pages.get("inactive_file", 0)))
+                    found.append(left)
                 if group == root:
                     break
     return found
-
-
-def _inactive(group: Path) -> int:
-    """Return the bytes of inactive file pages of a control group."""
-    with contextlib.suppress(OSError, ValueError):
-        numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(numbers.get("total_inactive_file", numbers.get("inactive_file", 0)))
-    return 0

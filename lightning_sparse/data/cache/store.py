@@ -32,12 +32,12 @@ from lightning_sparse.data.cache.counts import Counter, TierCounts, TierSizes, r
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, corrupt_file
 from lightning_sparse.data.cache.memory import open_memory
 from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
-from lightning_sparse.data.folders import cache_folder, file_name, locked, usable
+from lightning_sparse.data.decode import EXIT_PRIORITY, FileKey, Format, Sample, View
+from lightning_sparse.data.folders import cache_folder, file_name, locked, wrap_os_errors
+from lightning_sparse.data.peers import allow_connections, node_address
 from lightning_sparse.data.peers.client import PeerClient
-from lightning_sparse.data.peers.protocol import allow_connections, node_address
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sample import EXIT_PRIORITY, FileKey, Format, Sample, View
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
 
@@ -90,7 +90,7 @@ def owners_of(manifest: Manifest, num_nodes: int, seed: int) -> npt.NDArray[np.i
     """
     if manifest.has_row_groups and len(manifest.shards) >= num_nodes:
         return owners(np.zeros(len(manifest.shards), np.int64), num_nodes, seed)[manifest.shard_of]
-    return owners(manifest.strata, num_nodes, seed)
+    return owners(manifest.class_ids, num_nodes, seed)
 
 
 class Tiers:
@@ -106,7 +106,7 @@ class Tiers:
     ) -> None:
         self.pid, folder = os.getpid(), cache_folder(config)
         with contextlib.ExitStack() as stack:  # one process at a time makes what others then find
-            with usable(folder):
+            with wrap_os_errors(folder):
                 stack.enter_context(locked(folder))
             self.counter = Counter(run_name(run, placement.node_index, manifest.split))
             self.memory = open_memory(config, manifest, owned, self.counter)
@@ -185,7 +185,7 @@ class SampleStore:
         self.placement, self._run = placement or Placement(), run or new_run()
         self.owners = owners_of(manifest, self.placement.num_nodes, config.seed)
         self._owned = self.owners == self.placement.node_index
-        self.hits_count_as: Literal["memory", "served"] = "memory"  # "served" in the server process
+        self.hit_counter: Literal["memory", "served"] = "memory"  # "served" in the server process
         self._corrupt: dict[int, str] = {}
         self._changed: set[str] = set()
         self._endpoints: dict[int, str] = {}
@@ -210,20 +210,20 @@ class SampleStore:
         labels = self.manifest.labels[array].tolist()
         views, flipped = tiers.memory.get(requested)
         hits = [view.data.nbytes for view in views if view is not None]
-        counts = {f"{self.hits_count_as}_samples": len(hits), f"{self.hits_count_as}_bytes": sum(hits)}
-        tiers.counter.add(**counts, flipped_memory=flipped)
+        counts = {f"{self.hit_counter}_samples": len(hits), f"{self.hit_counter}_bytes": sum(hits)}
+        tiers.counter.add(**counts, checksum_errors_memory=flipped)
         found: dict[int, Sample] = {}
         if len(hits) < len(views):
             absent = dict.fromkeys(index for index, view in zip(requested, views, strict=True) if view is None)
-            for index, each in self._below_memory(tiers, [*absent]).items():
-                found[index] = self._replacement(tiers, index, each) if isinstance(each, str) else each
+            for index, answer in self._read_lower_tiers(tiers, [*absent]).items():
+                found[index] = self._replacement(tiers, index, answer) if isinstance(answer, str) else answer
         tiers.disk.flush_old()
         return [
             found[index] if view is None else Sample(view.data, label, index, view.height, view.width)
             for index, label, view in zip(requested, labels, views, strict=True)
         ]
 
-    def _below_memory(self, tiers: Tiers, indices: list[int]) -> dict[int, Sample | str]:
+    def _read_lower_tiers(self, tiers: Tiers, indices: list[int]) -> dict[int, Sample | str]:
         """Read samples that are not in memory. A str is the reason why a file is corrupt."""
         found: dict[int, Sample | str] = {}
         if tiers.peers is not None:
@@ -253,12 +253,10 @@ class SampleStore:
                 yield index, self._from_storage(tiers, index, answer)
 
     def _answers(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
-        """Read samples that are not in row groups from network storage."""
         answers = tiers.storage.read([self.manifest.location(index) for index in indices])
         return zip(indices, answers, strict=True)
 
     def _on_disk(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
-        """Yield the samples that are on local disk."""
         files = tiers.disk.get(self.manifest.keys(indices))
         for index, file in zip(indices, files, strict=True):
             found = None if file is None else self._from_disk(tiers, index, file)
@@ -303,7 +301,7 @@ class SampleStore:
             file = file._replace(decoder=tiers.decoder)
             tiers.disk.put(self.manifest.key(index), file)
         tiers.counter.add(disk_samples=1, disk_bytes=len(file.data))
-        return self._kept(tiers, index, file, pixels)
+        return self._cache_in_memory(tiers, index, file, pixels)
 
     def _from_storage(self, tiers: Tiers, index: int, answer: StoredFile | Unreadable) -> View | str:
         """Validate a file from storage, by decoding it if it is an image, and keep it."""
@@ -326,9 +324,11 @@ class SampleStore:
                 tiers.disk.put(key, corrupt_file(str(error), tiers.decoder))
             return str(error)
         tiers.disk.put(key, file)
-        return self._kept(tiers, index, file, pixels)
+        return self._cache_in_memory(tiers, index, file, pixels)
 
-    def _kept(self, tiers: Tiers, index: int, file: CachedFile, pixels: npt.NDArray[np.uint8] | None) -> View:
+    def _cache_in_memory(
+        self, tiers: Tiers, index: int, file: CachedFile, pixels: npt.NDArray[np.uint8] | None
+    ) -> View:
         """Return the sample of a file, and keep it in memory if this node keeps it."""
         if self.format == "decoded":
             assert pixels is not None
@@ -421,7 +421,7 @@ class SampleStore:
             if other in self._corrupt:
                 continue
             view = tiers.memory.get([other])[0][0]
-            found = self._below_memory(tiers, [other])[other] if view is None else self._sample(other, view)
+            found = self._read_lower_tiers(tiers, [other])[other] if view is None else self._sample(other, view)
             if not isinstance(found, str):
                 return found
             self._corrupt[other] = found
@@ -454,7 +454,7 @@ class SampleStore:
 
     def connect(self, endpoints: Mapping[int, str]) -> None:
         """Read the samples of other nodes from their memory. endpoints: results of `serve`, by node."""
-        self._endpoints = {node: each for node, each in endpoints.items() if node != self.placement.node_index}
+        self._endpoints = {node: endpoint for node, endpoint in endpoints.items() if node != self.placement.node_index}
         self._connect(self._tiers())
 
     def _connect(self, tiers: Tiers) -> None:
@@ -484,7 +484,6 @@ class SampleStore:
         return self._tiers().disk
 
     def interrupt(self) -> None:
-        """As `Tiers.interrupt`."""
         if self._opened is not None and self._opened.pid == os.getpid():
             self._opened.interrupt()
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sparse.data.peers.protocol import Keys
-from lightning_sparse.data.sample import Format, View
+from lightning_sparse.data.decode import Format, View
+from lightning_sparse.data.peers import Keys
 
 if TYPE_CHECKING:
     import zmq
@@ -154,8 +154,8 @@ class _Connections:
                 self._to_send.extend(requests)
                 self._wake.send(b"")
                 return
-        for each in requests:
-            each.answers.put((each.node, None))
+        for request in requests:
+            request.answers.put((request.node, None))
 
     def close(self) -> None:
         with self._lock:
@@ -189,8 +189,8 @@ class _Connections:
             with self._lock:
                 self._closed = True
                 left = [*self._requests.values(), *self._to_send]
-            for each in left:
-                each.answers.put((each.node, None))
+            for request in left:
+                request.answers.put((request.node, None))
             for socket in (woken, *self._open.values()):
                 socket.close(linger=0)
 
@@ -203,7 +203,7 @@ class _Connections:
             if node not in self._open:
                 self._open[node] = self._connected(node)
                 poller.register(self._open[node], zmq.POLLIN)
-            if sum(each.node == node for each in self._requests.values()) == 1:
+            if sum(request.node == node for request in self._requests.values()) == 1:
                 self._heard[node] = time.monotonic()
             self._open[node].send_multipart((b"get", number, request.indices), zmq.NOBLOCK)
         except zmq.Again:  # it refused this process, or has not read for long
@@ -224,7 +224,7 @@ class _Connections:
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         import zmq
 
-        node = next((node for node, each in self._open.items() if each is socket), None)
+        node = next((node for node, open_socket in self._open.items() if open_socket is socket), None)
         if node is None:
             return  # closed meanwhile
         try:
@@ -237,10 +237,9 @@ class _Connections:
             request.answers.put((node, frames))
 
     def _ping(self, poller: zmq.Poller) -> None:
-        """Ping the nodes that have not answered. Give up those that have been silent for long."""
         import zmq
 
-        for node in {each.node for each in self._requests.values()}:
+        for node in {request.node for request in self._requests.values()}:
             if time.monotonic() - self._heard[node] > DEAD_S:
                 self._drop(node, "does not respond", poller)
                 continue
@@ -256,5 +255,5 @@ class _Connections:
             poller.unregister(socket)
             socket.close(linger=0)
         self._give_up(node, reason)
-        for number in [number for number, each in self._requests.items() if each.node == node]:
+        for number in [number for number, request in self._requests.items() if request.node == node]:
             self._requests.pop(number).answers.put((node, None))

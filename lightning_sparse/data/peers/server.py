@@ -1,36 +1,33 @@
 """Serves the samples of this node to other nodes, in a process of its own that takes no time from the ranks.
 
-The process receives a pickled store on its standard input and prints its endpoint. It ends when its input closes: when
-the rank that started it closes the store, or dies. `THREADS` threads read the samples, and one handles all messages, so
-that a server that waits for storage still answers pings.
+The child receives a store and answers with its endpoint. `THREADS` threads read the samples, and one handles all
+messages, so that a server that waits for storage still answers pings.
 """
 
 import contextlib
 import hmac
 import os
-import pickle
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from lightning_sparse.data.child import Child
 from lightning_sparse.data.config import CorruptSampleError, DataError
-from lightning_sparse.data.peers.protocol import Keys, allow_connections
-from lightning_sparse.data.sample import Sample, SampleReader
+from lightning_sparse.data.decode import Sample, SampleReader
+from lightning_sparse.data.peers import Keys, allow_connections
 
 THREADS = 4
 MAX_REQUEST_BYTES = 1 << 16
 START_S, STOP_S = 60.0, 1.0
 REBIND_S = 1.0  # pause before connections are accepted again, at the limit of open files
 _ANSWERS = "inproc://answers"
-_FAILED = "! "
 
 
 class PeerServer:
@@ -56,47 +53,24 @@ class PeerServer:
         ports: tuple[int, int] | None = None,
         clients: int = 0,
     ) -> None:
-        allow_connections(2 * clients)  # the server process inherits the limit; one that reconnects counts twice
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,  # Ctrl-C goes to the ranks; the server ends with the rank that started it
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        watchdog = threading.Timer(START_S, self._process.kill)
-        watchdog.start()
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                pickle.dump((store, run, address, ports), self._input)
-                self._input.flush()
-            self.endpoint = self._output.readline().decode().strip()
-        finally:
-            watchdog.cancel()
-        if self.endpoint.startswith(_FAILED):
+        allow_connections(2 * clients)  # the child inherits the limit; a client that reconnects counts twice
+        self._child = Child(f"{__name__}:run_server")
+        answer: str | DataError = ""
+        with contextlib.suppress(OSError, EOFError):  # it has ended
+            self._child.connection.send((store, run, address, ports))
+            answer = self._child.connection.recv() if self._child.connection.poll(START_S) else ""
+        if isinstance(answer, DataError) or not answer:
             self.close()
-            raise DataError(self.endpoint.removeprefix(_FAILED))
-        if not self.endpoint:
-            self.close()
-            raise RuntimeError(f"the sample server of this node did not start on {address}; see its error above.")
+            raise answer or RuntimeError(f"the sample server of this node did not start on {address}; see its error.")
+        self.endpoint = answer
 
     def stop(self) -> None:
         """Begin to end the process, which takes a moment."""
-        with contextlib.suppress(OSError):
-            self._input.close()
+        self._child.hang_up()
 
     def close(self) -> None:
-        self.stop()
-        try:
-            self._process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._output.close()
+        self._child.end(STOP_S)
+        self._child.connection.close()
 
 
 def _bind(context: Any, keys: Keys, address: str, ports: tuple[int, int] | None) -> tuple[Any, str]:
@@ -123,17 +97,6 @@ def _bind(context: Any, keys: Keys, address: str, ports: tuple[int, int] | None)
         f"none of the ports {ports[0]} to {ports[1]} of {address} is free. Each run needs one for train and one for "
         "val: give a wider range in peer_ports."
     )
-
-
-def _authenticator(context: Any, keys: Keys) -> Any:
-    """Accept only clients that hold the client key."""
-    from zmq.auth.thread import ThreadAuthenticator
-
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    clients = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, keys.client_public))
-    authenticator.configure_curve_callback(domain="*", credentials_provider=clients)
-    return authenticator
 
 
 class _Listener:
@@ -178,9 +141,13 @@ def serve(
 ) -> None:
     """Answer requests forever. `ready` is called with the endpoint."""
     import zmq
+    from zmq.auth.thread import ThreadAuthenticator
 
     context, keys = zmq.Context(), Keys.of(run)
-    authenticator = _authenticator(context, keys)  # noqa: F841  # stops when it is collected
+    authenticator = ThreadAuthenticator(context)  # stops when it is collected
+    authenticator.start()
+    clients = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, keys.client_public))
+    authenticator.configure_curve_callback(domain="*", credentials_provider=clients)
     router, endpoint = _bind(context, keys, address, ports)
     answers = context.socket(zmq.PULL)
     answers.bind(_ANSWERS)
@@ -194,8 +161,8 @@ def serve(
 
     listener = _Listener(router, endpoint)
     poller = zmq.Poller()
-    for each in (router, answers, listener.failures):
-        poller.register(each, zmq.POLLIN)
+    for source in (router, answers, listener.failures):
+        poller.register(source, zmq.POLLIN)
     ready(endpoint)
     with ThreadPoolExecutor(THREADS) as pool:
         while True:
@@ -240,24 +207,22 @@ def _samples(store: SampleReader, indices: Sequence[int]) -> Sequence[Sample | s
         return [error.reason] if len(indices) == 1 else [_samples(store, [index])[0] for index in indices]
 
 
-def main() -> None:
-    store, run, address, ports = pickle.load(sys.stdin.buffer)
-    store.hits_count_as = "served"
+def run_server(connection: Connection) -> None:
+    """What the server process does."""
+    store, run, address, ports = connection.recv()
+    store.hit_counter = "served"
 
-    def run_server() -> None:
+    def answer_requests() -> None:
         try:
-            serve(store, run, address, ports, lambda endpoint: print(endpoint, flush=True))
+            serve(store, run, address, ports, connection.send)
         except DataError as error:
-            print(f"{_FAILED}{error}", flush=True)
+            connection.send(error)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    threading.Thread(target=run_server, daemon=True).start()
-    sys.stdin.buffer.read()  # returns when the rank that started this process closes its end
+    threading.Thread(target=answer_requests, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()  # nothing comes: this raises when the rank that started this process hangs up
     store.close()
     os._exit(0)  # threads may hang in storage
-
-
-if __name__ == "__main__":
-    main()

@@ -10,10 +10,7 @@ decoded uint8        crop -> resize -> flip, normalise          upload the crop 
 JPEG                 decode only the crop -> the same           mixed decode of only the crop -> the same
 ===================  =========================================  ==============================================
 
-For decoded images, the reading thread copies the crop out of the store. This is faster than DALI's slice, and on a GPU
-only the crop is uploaded. A region of interest of the resize would use pixels from outside the crop at its edges.
-
-DALI reads no files and draws no random numbers: `augment` computes the crops, as for torch.
+DALI reads no files and draws no random numbers: `prepare` computes the crops, as for torch.
 """
 
 import threading
@@ -28,10 +25,9 @@ from nvidia.dali import fn, pipeline_def, types
 from torch.utils.dlpack import from_dlpack
 
 from lightning_sparse.data.config import ImageOptions
-from lightning_sparse.data.decode import decode, orientation
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, PreparedBatch, prepare
-from lightning_sparse.data.pipeline.prefetch import prefetch_map
-from lightning_sparse.data.sample import SampleReader
+from lightning_sparse.data.decode import SampleReader, decode, orientation
+from lightning_sparse.data.pipeline.images import Batch, PreparedBatch, prepare
+from lightning_sparse.data.pipeline.loader import BatchRequest, prefetch_map
 
 _SCAN, _APP1 = 0xDA, 0xE1  # markers of JPEG
 _FRAMES = {0xC0, 0xC1, 0xC2}  # Huffman codes: sequential or progressive
@@ -58,7 +54,7 @@ class DaliPipeline:
         device: int | None = None,
     ) -> None:
         self._store, self._options = store, options
-        self.ahead = 2 * _PREFETCH + 1  # the thread between the two queues holds one
+        self.prefetch_depth = 2 * _PREFETCH + 1  # the thread between the two queues holds one
         limits = {"batch_size": batch_size, "num_threads": threads, "device_id": device}
         self._pipe: Any = _graph(
             options, store.format, device is not None, **limits, prefetch_queue_depth=1, exec_dynamic=True
@@ -68,29 +64,32 @@ class DaliPipeline:
         self._in_use: deque[PreparedBatch] = deque(maxlen=_PREFETCH + 1)  # uploads may continue after run() returns
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
-        """Yield batches in the order of requests."""
         read = prefetch_map(self._read, requests, _PREFETCH, "reader")
         made = prefetch_map(self._run, read, _PREFETCH, "DALI")
         try:
             for images, labels in made:
                 # in the consumer's thread: on a GPU this makes the consumer's stream wait for DALI's
-                yield from_dlpack(images.as_tensor()), labels.to(_device_of(images), non_blocking=True)
+                on_gpu = "GPU" in type(images).__name__
+                device = torch.device("cuda", images.device_id()) if on_gpu else torch.device("cpu")
+                yield from_dlpack(images.as_tensor()), labels.to(device, non_blocking=True)
         finally:
             made.close()
 
     def close(self) -> None:
-        """Free DALI's threads and memory."""
         self._pipe = None
         self._in_use.clear()
 
     def _read(self, request: BatchRequest) -> PreparedBatch:
         prepared = prepare(self._store, request, self._options)
         if self._store.format == "decoded":
-            return prepared._replace(images=cropped(prepared))
-        return prepared._replace(images=[readable_by_dali(each) for each in prepared.images])
+            return prepared._replace(images=crop_all(prepared))
+        return prepared._replace(images=[readable_by_dali(image) for image in prepared.images])
 
     def _run(self, prepared: PreparedBatch) -> tuple[Any, torch.Tensor]:
-        inputs = _inputs(prepared, self._store.format)
+        flip = prepared.crops.flip
+        inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
+        if self._store.format == "jpeg":  # decoded images are already cropped
+            inputs |= _regions(prepared)
         try:
             with self._turn:
                 self._in_use.append(prepared)
@@ -121,8 +120,8 @@ def _graph(options: ImageOptions, store_format: str, on_gpu: bool) -> Any:
     return fn.crop_mirror_normalize(
         resized,
         mirror=_input("flip", types.INT32, 0),
-        mean=[255 * each for each in options.mean],
-        std=[255 * each for each in options.std],
+        mean=[255 * value for value in options.mean],
+        std=[255 * value for value in options.std],
         dtype=types.FLOAT,
         output_layout="CHW",
     )
@@ -132,9 +131,13 @@ def _input(name: str, dtype: Any, ndim: int, **options: Any) -> Any:
     return fn.external_source(name=name, no_copy=True, dtype=dtype, ndim=ndim, **options)
 
 
-def cropped(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
-    """Return a copy of the crop of each decoded image."""
-    crops = zip(*(each.tolist() for each in prepared.crops[:4]), strict=True)
+def crop_all(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
+    """Return a copy of the crop of each decoded image.
+
+    This is faster than DALI's slice, and on a GPU only the crop is uploaded. A region of interest of the resize would
+    use pixels from outside the crop at its edges.
+    """
+    crops = zip(*(crop.tolist() for crop in prepared.crops[:4]), strict=True)
     return [
         image[top : top + height, left : left + width].copy()
         for image, (top, left, height, width) in zip(prepared.images, crops, strict=True)
@@ -179,15 +182,6 @@ def jpeg_segments(file: memoryview) -> list[tuple[int, int, int]]:
     return []
 
 
-def _inputs(prepared: PreparedBatch, store_format: str) -> dict[str, Any]:
-    """Return the inputs besides the images. Decoded images are already cropped."""
-    top, left, height, width, flip = prepared.crops
-    inputs = {"flip": flip.astype(np.int32), "size": np.full(len(flip), prepared.size, np.float32)}
-    if store_format == "jpeg":
-        inputs |= _regions(prepared)
-    return inputs
-
-
 def _regions(prepared: PreparedBatch) -> dict[str, Any]:
     """Return the pixels of each file that its crop at the short side is made of, and where the crop is in them."""
     top, left, height, width, _ = prepared.crops
@@ -203,7 +197,3 @@ def _regions(prepared: PreparedBatch) -> dict[str, Any]:
         "roi_end": (end - first).astype(np.float32),
         "decoded": shape.astype(np.float32),
     }
-
-
-def _device_of(images: Any) -> torch.device:
-    return torch.device("cuda", images.device_id()) if "GPU" in type(images).__name__ else torch.device("cpu")

@@ -1,41 +1,135 @@
-"""Batches of images: the choice of the backend, DALI or torch, and torch's.
+"""Batches of images: crops, the choice of the backend, DALI or torch, and torch's.
 
-torch makes batches in threads of this process. Reading, decoding and resizing release the GIL, the memory tier is read
-without a copy, and nothing is pickled. Each thread makes whole batches, and one more batch than threads is made ahead
-of the training step. Whole-array work but resizing uses numpy, because torch would start a team of OpenMP threads for
-each of these threads.
-
-For a GPU, batches are made of uint8, uploaded as such, a quarter of the bytes, and normalised there.
+Both backends call `prepare`, so they use the same samples, labels and crops for the same request: DALI and torch cut
+the same region of a sample. Crops are a pure function of (seed, epoch, index), so the augmentation does not depend on
+the batch, the rank or the number of nodes. Their distribution is that of torchvision's RandomResizedCrop: ten attempts
+to draw an area and an aspect ratio that fit, else the largest crop in the center.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_sparse.data.config import Backend, ImageOptions, is_installed
-from lightning_sparse.data.decode import decode, resized
-from lightning_sparse.data.pipeline.batch import Batch, BatchRequest, Pipeline, PreparedBatch, prepare
-from lightning_sparse.data.pipeline.prefetch import prefetch_map
-from lightning_sparse.data.sample import SampleReader
+from lightning_sparse.data.decode import SampleReader, decode, resized, scaled
+from lightning_sparse.data.pipeline.loader import BatchRequest, label_tensor, prefetch_map
+from lightning_sparse.data.rng import uniform
+
+Batch = tuple[Tensor, Tensor]
+Integers = NDArray[np.int64]
+_ATTEMPTS = 10
+_RATIO = (3 / 4, 4 / 3)  # range of the aspect ratio, width / height
+_SEED_OFFSET = 0x5EED_0F_C209  # so that crops and the order of samples are independent
+
+
+class Crops(NamedTuple):
+    """One crop per sample, in pixels of the cached image. All arrays have shape [B]."""
+
+    top: Integers
+    left: Integers
+    height: Integers
+    width: Integers
+    flip: NDArray[np.bool_]
+
+
+class PreparedBatch(NamedTuple):
+    """A batch request with its samples.
+
+    Attributes:
+        images: as cached: pixels, or JPEG files.
+        crops: to cut out and resize, in pixels of the images once they are decoded to `short_side`.
+        sizes: heights [B] and widths [B] of the images as cached.
+        scale: `sizes`, divided by those at `short_side`.
+        size: height and width of the images in the batch.
+        short_side: shorter side of decoded images, at most.
+    """
+
+    indices: NDArray[np.int64]
+    images: list[NDArray[np.uint8]]
+    labels: Tensor
+    crops: Crops
+    sizes: tuple[NDArray[np.int64], NDArray[np.int64]]
+    scale: tuple[NDArray[np.float64], NDArray[np.float64]]
+    size: int
+    short_side: int
+
+
+def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -> PreparedBatch:
+    """Read the samples of a request and compute their crops."""
+    samples = store.get(request.indices.tolist())
+    widths, heights = np.array([(sample.width, sample.height) for sample in samples], np.int64).reshape(-1, 2).T
+    # crops are those of the decoded images, also of JPEG files: both give the same pixels
+    at_short_side = [scaled((sample.width, sample.height), store.short_side) for sample in samples]
+    decoded_widths, decoded_heights = np.array(at_short_side, np.int64).reshape(-1, 2).T
+    if request.train:
+        crops = random_crops(options, request.epoch, request.indices, decoded_heights, decoded_widths)
+    else:
+        crops = center_crops(decoded_heights, decoded_widths, options.eval_crop(request.size))
+    labels = label_tensor([sample.label for sample in samples])
+    return PreparedBatch(
+        request.indices,
+        [sample.data for sample in samples],
+        labels,
+        crops,
+        (heights, widths),
+        (heights / decoded_heights, widths / decoded_widths),
+        request.size,
+        store.short_side,
+    )
+
+
+def random_crops(options: ImageOptions, epoch: int, indices: Integers, heights: Integers, widths: Integers) -> Crops:
+    """Draw random crops and flips.
+
+    Args:
+        indices: indices of the samples in the manifest [B].
+        heights, widths: sizes of the cached images [B].
+    """
+    count = 4 * _ATTEMPTS + 1
+    drawn = uniform(options.seed + _SEED_OFFSET, epoch, indices[:, None], np.arange(count))
+    area, aspect, down, right = np.moveaxis(drawn[:, 1:].reshape(-1, _ATTEMPTS, 4), 2, 0)
+    area = heights[:, None] * widths[:, None] * _between(area, *options.crop_scale)
+    aspect = np.exp(_between(aspect, *np.log(_RATIO)))
+    width = np.round(np.sqrt(area * aspect)).astype(np.int64)
+    height = np.round(np.sqrt(area / aspect)).astype(np.int64)
+    fits = (width > 0) & (width <= widths[:, None]) & (height > 0) & (height <= heights[:, None])
+    rows, first = np.arange(len(indices)), fits.argmax(1)
+    width, height, down, right = (drawn_values[rows, first] for drawn_values in (width, height, down, right))
+    top = (down * (heights - height + 1)).astype(np.int64)
+    left = (right * (widths - width + 1)).astype(np.int64)
+    boxes = zip((top, left, height, width), _largest(heights, widths)[:4], strict=True)
+    return Crops._make([*(np.where(fits[rows, first], a, b) for a, b in boxes), drawn[:, 0] < options.flip])
+
+
+def center_crops(heights: Integers, widths: Integers, part: tuple[int, int] = (7, 8)) -> Crops:
+    """Return centre crops of this part of the shorter side: 7/8 is what resizing to 256 and cropping 224 sees."""
+    side = np.maximum(1, np.minimum(heights, widths) * part[0] // part[1])
+    return _centered(heights, widths, side, side)
+
+
+def _largest(heights: Integers, widths: Integers) -> Crops:
+    least, greatest = _RATIO
+    width = np.minimum(widths, np.round(heights * greatest).astype(np.int64))
+    height = np.minimum(heights, np.round(widths / least).astype(np.int64))
+    return _centered(heights, widths, np.maximum(height, 1), np.maximum(width, 1))
+
+
+def _centered(heights: Integers, widths: Integers, height: Integers, width: Integers) -> Crops:
+    top, left = (heights - height) // 2, (widths - width) // 2
+    return Crops(top, left, height, width, np.zeros(len(heights), np.bool_))
+
+
+def _between(drawn: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    return low + drawn * (high - low)
+
 
 Chosen = Literal["dali", "torch"]
-
-
-def image_pipeline(
-    store: SampleReader, options: ImageOptions, *, batch_size: int, threads: int, device: torch.device
-) -> Pipeline:
-    """Make the pipeline of the chosen backend. batch_size: largest number of samples in a request."""
-    gpu = device.index if device.type == "cuda" else None
-    if options.backend == "dali":
-        from lightning_sparse.data.pipeline.dali import DaliPipeline
-
-        return DaliPipeline(store, options, batch_size=batch_size, threads=threads, device=gpu)
-    return TorchPipeline(store, options, threads=threads, device=None if gpu is None else device)
 
 
 def has_dali() -> bool:
@@ -75,7 +169,11 @@ def choose_backend(
 
 
 class TorchPipeline:
-    """Makes batches with torch.
+    """Makes batches with torch, in threads of this process.
+
+    Reading, decoding and resizing release the GIL, the memory tier is read without a copy, and nothing is pickled. Each
+    thread makes whole batches, and one more batch than threads is made ahead of the training step. For a GPU, batches
+    are made of uint8, a quarter of the bytes, and normalized there.
 
     Args:
         threads: number of batches made at the same time.
@@ -87,7 +185,7 @@ class TorchPipeline:
     ) -> None:
         self._store, self._options, self._device = store, options, device
         self._pin = device is not None and device.type == "cuda"
-        self._threads, self.ahead = threads, threads + 1
+        self._threads, self.prefetch_depth = threads, threads + 1
         self._open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
         self._buffers = BufferPool(threads + 3)
         # (pixel / 255 - mean) / std = pixel * scale + shift
@@ -95,8 +193,7 @@ class TorchPipeline:
         self._shift = (-np.array(options.mean) / np.array(options.std)).astype(np.float32)
 
     def run(self, requests: Iterable[BatchRequest]) -> Generator[Batch, None, None]:
-        """Yield batches in the order of requests."""
-        batches = prefetch_map(self._make, requests, self.ahead, "batches", self._threads)
+        batches = prefetch_map(self._make, requests, self.prefetch_depth, "batches", self._threads)
         self._open.add(batches)
         try:
             for batch in batches:
@@ -105,9 +202,8 @@ class TorchPipeline:
             batches.close()
 
     def close(self) -> None:
-        """End the threads of open iterators."""
-        for each in list(self._open):
-            each.close()
+        for batches in list(self._open):
+            batches.close()
 
     def _make(self, request: BatchRequest) -> Batch:
         """Return float32 [B, 3, size, size], normalised; for another device, uint8 [B, size, size, 3]."""
@@ -119,11 +215,12 @@ class TorchPipeline:
         else:
             images, put = torch.empty((count, size, size, 3), dtype=torch.uint8, pin_memory=self._pin), _copy
         for position, target in enumerate(images.numpy()):
-            image = cropped(prepared, position, self._store.format)
+            image = crop_and_resize(prepared, position, self._store.format)
             put(image[:, ::-1] if prepared.crops.flip[position] else image, target)
         return images, prepared.labels.pin_memory() if self._pin else prepared.labels
 
     def _normalise(self, image: NDArray[np.uint8], target: NDArray[np.float32]) -> None:
+        # in numpy: torch would start a team of OpenMP threads for each of these threads
         for plane, scale, shift, out in zip(
             image.transpose(2, 0, 1).copy(), self._scale, self._shift, target, strict=True
         ):
@@ -132,7 +229,7 @@ class TorchPipeline:
 
     def _uploaded(self, images: torch.Tensor, labels: torch.Tensor, device: torch.device) -> Batch:
         """Return the same as `_normalise` gives, on the device. Called in the consumer's thread, for its stream."""
-        scale, shift = (torch.from_numpy(each).to(device).view(3, 1, 1) for each in (self._scale, self._shift))
+        scale, shift = (torch.from_numpy(factors).to(device).view(3, 1, 1) for factors in (self._scale, self._shift))
         pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
         floats = pixels.to(torch.float32, memory_format=torch.contiguous_format)
         return floats.mul_(scale).add_(shift), labels.to(device, non_blocking=True)
@@ -168,10 +265,10 @@ class BufferPool:
         return array
 
 
-def cropped(prepared: PreparedBatch, position: int, store_format: str) -> NDArray[np.uint8]:
+def crop_and_resize(prepared: PreparedBatch, position: int, store_format: str) -> NDArray[np.uint8]:
     """Return the crop of an image at its final size, not flipped, uint8 [size, size, 3]."""
     image = prepared.images[position]
     if store_format == "jpeg":
         image = decode(image.tobytes(), prepared.short_side)
-    top, left, height, width = (each[position] for each in prepared.crops[:4])
+    top, left, height, width = (crop[position] for crop in prepared.crops[:4])
     return resized(image[top : top + height, left : left + width].copy(), prepared.size, prepared.size)

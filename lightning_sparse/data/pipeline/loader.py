@@ -8,22 +8,73 @@ They are plain iterables, not DataLoaders, so Lightning neither replaces nor add
 - state_dict() and load_state_dict(): saved with the loops, loaded before the first batch of a resumed epoch.
 """
 
+import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from lightning_sparse.data.config import ImageSizes
-from lightning_sparse.data.pipeline.batch import BatchRequest, Pipeline
+from lightning_sparse.data.config import size_at
+from lightning_sparse.data.decode import EXIT_PRIORITY
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
 from lightning_sparse.messages import log
 
 Share = Callable[[list[int], int], Iterator[int]]
 """Given all samples of an epoch in order, and how many all epochs before have: yields those of this rank."""
+
+
+class BatchRequest(NamedTuple):
+    """A batch of a rank.
+
+    Attributes:
+        indices: indices of the samples in the manifest [B].
+        epoch: number of the epoch, for random transforms.
+        size: height and width of the images in the batch; 0 for other samples.
+        train: random transforms if True.
+    """
+
+    indices: NDArray[np.int64]
+    epoch: int
+    size: int
+    train: bool
+
+
+class Pipeline(Protocol):
+    """Makes batches of requests, in order and ahead of time.
+
+    Attributes:
+        prefetch_depth: requests that it takes, at most, before it yields the batch of the first of them.
+    """
+
+    prefetch_depth: int
+
+    def run(self, requests: Iterable[BatchRequest]) -> Generator[Any, None, None]:
+        """Yield batches; of images: float32 [B, 3, size, size] and labels int64 [B].
+
+        Work starts with the first next() and stops when the generator is closed.
+        """
+
+    def close(self) -> None:
+        """Free threads and memory. Open iterators end."""
+
+
+def label_tensor(labels: Sequence[Any]) -> Tensor:
+    """Return labels as they come from a store: int64, or float32 if one of them is not whole, [B] or [B, L]."""
+    tensor = torch.from_numpy(np.array(labels))
+    if tensor.ndim == 2 and tensor.shape[1] == 1:
+        tensor = tensor[:, 0]
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class _Loader:
@@ -45,7 +96,7 @@ class _Loader:
     def __iter__(self) -> Iterator[Any]:
         self.close()  # the last iterator, if it was abandoned
         indices: deque[Indices] = deque()  # of the batches that are made
-        batches = self._open = self._pipeline.run(self._noted(indices))
+        batches = self._open = self._pipeline.run(self._record_indices(indices))
         try:
             for batch in batches:
                 self._done += 1  # prefetched batches do not count: a resumed run makes them again
@@ -55,13 +106,12 @@ class _Loader:
         finally:
             batches.close()
 
-    def _noted(self, indices: deque[Indices]) -> Iterator[BatchRequest]:
+    def _record_indices(self, indices: deque[Indices]) -> Iterator[BatchRequest]:
         for request in self._requests():
             indices.append(request.indices)
             yield request
 
     def close(self) -> None:
-        """Stop the last iterator."""
         if self._open is not None:
             self._open.close()
         self._open = None
@@ -86,7 +136,7 @@ class TrainLoader(_Loader):
         pipeline: Pipeline,
         *,
         rank: tuple[int, int] = (0, 0),
-        sizes: ImageSizes | None = None,
+        sizes: dict[int, int] | None = None,
         fingerprint: str = "",
         fixed: bool = False,
         on_epoch: Callable[[int], None] = lambda epoch: None,
@@ -103,7 +153,7 @@ class TrainLoader(_Loader):
         self._corrected: int | None = None  # batches that are done, as this run counts them
         self._share: Share | None = None
         self.batch_size = sampler.config.batch_size
-        self.ahead = pipeline.ahead
+        self.prefetch_depth = pipeline.prefetch_depth
 
     def deal(self, share: Share) -> None:
         """Draw in each epoch what `share` yields, for ranks that come and go. Samples at the end that fill no batch are
@@ -130,10 +180,10 @@ class TrainLoader(_Loader):
             raise TypeError("the number of batches depends on the nodes that will be there")
         return self._sampler.steps
 
-    def _dealt(self, share: Share) -> Iterator[BatchRequest]:
+    def _assigned_requests(self, share: Share) -> Iterator[BatchRequest]:
         epoch = self._epoch
         (shard,) = self._sampler.epoch(0 if self._fixed else epoch).shards  # of one node
-        size = 0 if self._sizes is None else self._sizes.at(epoch)
+        size = size_at(self._sizes, epoch)
         drawn = share(shard.order.tolist(), epoch * len(shard.order))
         while len(batch := list(islice(drawn, self.batch_size))) == self.batch_size:
             yield BatchRequest(np.array(batch), epoch, size, True)
@@ -141,12 +191,12 @@ class TrainLoader(_Loader):
     def _requests(self) -> Iterator[BatchRequest]:
         if self._share is not None:
             self._done = 0
-            return self._dealt(self._share)
+            return self._assigned_requests(self._share)
         if not self._resumes:
             self._before, self._done = (), 0
         self._resumes = False
         epoch = self._epoch
-        size = 0 if self._sizes is None else self._sizes.at(epoch)
+        size = size_at(self._sizes, epoch)
         plan = self._sampler.epoch(0 if self._fixed else epoch, self._before)
         steps = range(self._done, plan.steps)
         return (BatchRequest(plan.batch(step, *self._rank), epoch, size, True) for step in steps)
@@ -154,7 +204,7 @@ class TrainLoader(_Loader):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, the same on all ranks, as plain values."""
         done = self._done if self._share is None else 0
-        segments = [each.state_dict() for each in (*self._before, EpochSegment(self._sampler.config, done))]
+        segments = [segment.state_dict() for segment in (*self._before, EpochSegment(self._sampler.config, done))]
         return {"epoch": self._epoch, "segments": segments, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,7 +215,7 @@ class TrainLoader(_Loader):
         if self._resumes and state == self._loaded:
             return  # by the DataModule and by Lightning
         self._loaded = state
-        self._epoch, segments = state["epoch"], [EpochSegment.from_state(each) for each in state["segments"]]
+        self._epoch, segments = state["epoch"], [EpochSegment.from_state(segment) for segment in state["segments"]]
         if state["fingerprint"] != self._fingerprint:
             log.warning("the data set has changed since the checkpoint was saved: restarting the epoch")
             segments = [EpochSegment(self._sampler.config, 0)]
@@ -196,3 +246,109 @@ class EvalLoader(_Loader):
     def _requests(self) -> Iterator[BatchRequest]:
         for indices in self._indices:
             yield BatchRequest(indices, 0, self._size, False)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+CLOSE_S = 1.0  # a generator that is closed waits this long for the current items
+EXIT_S = 10.0  # a program that ends, which would abort otherwise
+
+
+def prefetch(items: Iterable[T], depth: int, name: str) -> Generator[T, None, None]:
+    """Yield `items` in order, prefetching up to `depth` of them in a thread. As `prefetch_map`."""
+    return prefetch_map(lambda item: item, items, depth, name)
+
+
+def prefetch_map(
+    make: Callable[[T], R], items: Iterable[T], depth: int, name: str, threads: int = 1
+) -> Generator[R, None, None]:
+    """Yield ``make(item)`` in the order of `items`, made ahead of time. Exceptions are raised in order, too.
+
+    Threads start with the first next(). Closing the generator stops them after their current items, and closes `items`
+    if that is a generator. Ctrl-C does not wait for the current items.
+
+    Args:
+        depth: results that are made, or being made, and not yielded yet.
+        threads: number of items that are made at the same time.
+    """
+    ahead = _Ahead(make, items, depth, threads)
+    workers = [
+        threading.Thread(target=ahead.work, name=f"lightning_sparse {name}", daemon=True) for _ in range(threads)
+    ]
+    for worker in workers:
+        worker.start()
+        Finalize(worker, _end, (ahead.stop, weakref.ref(worker)), exitpriority=EXIT_PRIORITY)
+    patience = CLOSE_S
+    try:
+        while (result := ahead.results.get()) is not None:
+            made = result.result()
+            ahead.free.release()
+            yield made
+    except KeyboardInterrupt:
+        patience = 0.0
+        raise
+    finally:
+        ahead.stop()
+        end = time.monotonic() + patience
+        for worker in set(workers) - {threading.current_thread()}:  # where garbage is collected in one of them
+            worker.join(max(0.0, end - time.monotonic()))
+
+
+class _Ahead(Generic[T, R]):
+    """What the threads of a generator share.
+
+    Attributes:
+        results: in the order of the items; None at their end.
+        free: results that may be made.
+    """
+
+    def __init__(self, make: Callable[[T], R], items: Iterable[T], depth: int, threads: int) -> None:
+        self._make, self._items, self._iterator, self._threads = make, items, iter(items), threads
+        self._turn = threading.Lock()  # items are taken by one thread at a time
+        self._stopped = threading.Event()
+        self.results: SimpleQueue[Future[R] | None] = SimpleQueue()
+        self.free = threading.Semaphore(depth)
+
+    def work(self) -> None:
+        """Take items and make results of them, until there are none, or `stop`."""
+        while (taken := self._take()) is not None:
+            item, result = taken
+            try:
+                result.set_result(self._make(item))
+            except BaseException as error:  # raised in the consumer
+                result.set_exception(error)
+            del taken, item, result  # while waiting for the next one
+
+    def _take(self) -> tuple[T, Future[R]] | None:
+        """Return the next item, and where its result goes; None if there is none."""
+        self.free.acquire()
+        result: Future[R] = Future()
+        with self._turn:
+            if self._stopped.is_set():
+                if isinstance(self._items, Generator):
+                    self._items.close()
+                return None
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                self.results.put(None)
+            except BaseException as error:
+                result.set_exception(error)
+                self.results.put(result)
+            else:
+                self.results.put(result)
+                return item, result
+            self.stop()
+        return None
+
+    def stop(self) -> None:
+        """End the threads after their current items."""
+        self._stopped.set()
+        self.free.release(self._threads)
+
+
+def _end(stop: Callable[[], None], thread: "weakref.ref[threading.Thread]") -> None:
+    """Called when the program ends; or when the thread is collected, which has ended then."""
+    if (alive := thread()) is not None:
+        stop()
+        alive.join(EXIT_S)

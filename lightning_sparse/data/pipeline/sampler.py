@@ -15,11 +15,8 @@ it owns, up to its share of the batch. Only the overflow is sent between nodes, 
 (M-1)/M of all samples.
 
 A shard yields ``width`` samples per step: batch size times devices. All shards take as many steps as the longest one
-needs. A shard that ends early starts over; these repetitions (`EpochPlan.padding`) are the only samples that an epoch
-sees twice. No sample is left out, and all batches are full.
-
-A run that resumes with other nodes, another batch size or another shuffle sees the remaining samples of the epoch
-(`EpochSegment`): a single global shard keeps its order, several shards are shuffled into one.
+needs. A shard that ends early starts over; these repetitions (`EpochPlan.num_repeated`) are the only samples that an
+epoch sees twice. No sample is left out, and all batches are full.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_sparse.data.config import Shuffle
+from lightning_sparse.data.config import Shuffle, check_batch_size
 from lightning_sparse.data.rng import shuffled
 
 Indices = NDArray[np.int64]
@@ -60,10 +57,7 @@ class SamplerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(
-                f"batch_size={self.batch_size!r} must be at least 1: it is the number of samples per device and step."
-            )
+        check_batch_size(self)
 
     @property
     def num_nodes(self) -> int:
@@ -158,7 +152,7 @@ class EpochPlan:
         self.steps = max(shard.steps(self.config) for shard in self.shards)
 
     @property
-    def padding(self) -> int:
+    def num_repeated(self) -> int:
         """Samples that are seen twice, so that all ranks have the same number of full batches."""
         return self.steps * self.config.global_batch - sum(shard.left for shard in self.shards)
 
@@ -170,8 +164,8 @@ class EpochPlan:
         if len(shard.nodes) > 1:
             owners = shard.slice(self._owners_in_order, step, config)
             capacity = config.batch_size * np.array(config.devices)
-            over, takers = overflow(owners, capacity)
-            own, foreign = np.flatnonzero(owners == node)[: capacity[node]], over[takers == node]
+            over, receivers = overflow(owners, capacity)
+            own, foreign = np.flatnonzero(owners == node)[: capacity[node]], over[receivers == node]
             # each device of the node reads an equal part of what other nodes send
             mine: Indices = samples[np.concatenate([own, foreign])[device :: config.devices[node]]]
             return mine
@@ -208,9 +202,9 @@ class Sampler:
     def epoch(self, epoch: int, done: Sequence[EpochSegment] = ()) -> EpochPlan:
         """Return the plan of an epoch; with `done`, of what remains of it after these steps with other configs."""
         plan = self._whole_epoch(epoch, done[0].config if done else self.config)
-        for position, each in enumerate(done, start=1):
+        for position, segment in enumerate(done, start=1):
             after = done[position].config if position < len(done) else self.config
-            plan = self._remaining(plan, each.steps, after, epoch)
+            plan = self._remaining(plan, segment.steps, after, epoch)
         return plan
 
     @cached_property
@@ -233,15 +227,16 @@ class Sampler:
         return EpochPlan(config, [Shard(share, (*key, node), (node,)) for node, share in enumerate(shares)], owners)
 
     def _remaining(self, plan: EpochPlan, steps: int, config: SamplerConfig, epoch: int) -> EpochPlan:
-        """Return what remains of an epoch after some steps, for another config or the same."""
-        rest = [replace(each, start=each.start + steps * each.width(plan.config)) for each in plan.shards]
+        """Return what remains of an epoch after some steps, for a run with other nodes, another batch size or another
+        shuffle, or the same. A single global shard keeps its order, several shards are shuffled into one."""
+        rest = [replace(shard, start=shard.start + steps * shard.width(plan.config)) for shard in plan.shards]
         owners = self._owners_of(config.num_nodes)
         if config == plan.config:
             return EpochPlan(config, rest, owners)
         nodes = tuple(range(config.num_nodes))
         if len(rest) == 1:
             return EpochPlan(config, [replace(rest[0], nodes=nodes)], owners)
-        left = np.concatenate([each.order[each.start :] for each in rest])
+        left = np.concatenate([shard.order[shard.start :] for shard in rest])
         return EpochPlan(config, [Shard(left, (config.seed, epoch, _REST), nodes)], owners)
 
 
@@ -258,9 +253,9 @@ def assign(owners: NDArray[Any], capacity: NDArray[np.int64]) -> NDArray[Any]:
     >>> assign(np.array([0, 0, 0, 1]), np.array([2, 2]))
     array([0, 0, 1, 1])
     """
-    over, takers = overflow(owners, capacity)
+    over, receivers = overflow(owners, capacity)
     nodes = owners.copy()
-    nodes[over] = takers
+    nodes[over] = receivers
     return nodes
 
 

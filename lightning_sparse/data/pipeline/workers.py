@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_sparse.data.config import DataError, SampleOptions
-from lightning_sparse.data.pipeline.batch import BatchRequest, label_tensor
-from lightning_sparse.data.pipeline.prefetch import prefetch
+from lightning_sparse.data.decode import EXIT_PRIORITY, ReplacingReader, Sample
+from lightning_sparse.data.pipeline.loader import BatchRequest, label_tensor, prefetch
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sample import EXIT_PRIORITY, ReplacingReader, Sample
 from lightning_sparse.messages import log
 
 _SEED_OFFSET = 0x5EED_0F_5A39  # so that transforms and the order of samples are independent
@@ -64,7 +63,7 @@ class WorkerPipeline:
             generator=torch.Generator(),  # the global one is the training's
         )
         self._depth = _PREFETCH * max(1, workers)
-        self.ahead = self._depth + _PREFETCH * workers + 1
+        self.prefetch_depth = self._depth + _PREFETCH * workers + 1
         # workers that outlive the tiers of a program that ends would leave its memory behind
         Finalize(self, _close, (weakref.ref(self),), exitpriority=EXIT_PRIORITY)
 
@@ -99,12 +98,12 @@ class WorkerPipeline:
                 self._closing.send_bytes(b"")  # nobody reads it, so that all see it
                 if isinstance(iterator, _MultiProcessingDataLoaderIter):
                     iterator._shutdown_workers()
-                for each in workers:
-                    each.join(_END_S)
+                for worker in workers:
+                    worker.join(_END_S)
                 break
-        for each in workers:
-            if each.exitcode not in (None, 0, -signal.SIGTERM):
-                log.error("%s", _loss(each.pid, each.exitcode))
+        for worker in workers:
+            if worker.exitcode not in (None, 0, -signal.SIGTERM):
+                log.error("%s", _loss(worker.pid, worker.exitcode))
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -178,7 +177,6 @@ def _is_loss(error: Exception) -> bool:
 
 
 def _loss(pid: int | None, status: int) -> str:
-    """Describe the end of a worker."""
     if status == -signal.SIGKILL:
         return (
             f"process {pid}, which made batches, was killed, mostly because the node or the job ran out of memory: use "

@@ -70,7 +70,6 @@ def _columns(file: str, named: Iterable[tuple[str, Sequence[Any]]]) -> Columns:
 
 
 def _check_text(file: str, column: str, values: Sequence[str]) -> None:
-    """Raise ValueError for a value that pandas reads as missing."""
     for value in dict.fromkeys(values):
         if value.strip() in _MISSING:
             problem = f"is {value!r}, which means a missing value: give each sample a label, and the class another name"
@@ -93,43 +92,43 @@ def numbered(
     for position, (name, values) in enumerate(columns.items()):
         array = _numbers_in_text(file, name, values) if text else _numbers(file, name, values)
         if array is None and position:
-            which = next((row for row, each in enumerate(values) if not _NUMBER.fullmatch(str(each).strip())), 0)
+            which = next((row for row, value in enumerate(values) if not _NUMBER.fullmatch(str(value).strip())), 0)
             problem = f"is {values[which]!r}, which is not a number: only the first label may be a name"
             raise _refused(file, name, which, problem)
         if array is None:
             array, classes = _of_names(file, name, values)
         arrays.append(array)
-    return np.concatenate([each.reshape(len(each), -1) for each in arrays], 1), classes
+    return np.concatenate([array.reshape(len(array), -1) for array in arrays], 1), classes
 
 
 def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArray[Any] | None:
     """Return the values as numbers; None if they are names."""
     distinct = [*dict.fromkeys(values)]
     if all(map(_BOOLEANS.__contains__, distinct)):
-        numbers: list[Any] = [_BOOLEANS[each] for each in distinct]
-    elif all(each in _BOOLEANS or each in "01" for each in distinct) and not _BOOLEANS.keys().isdisjoint(distinct):
-        other = next(each for each in distinct if each not in _BOOLEANS)
+        numbers: list[Any] = [_BOOLEANS[word] for word in distinct]
+    elif all(word in _BOOLEANS or word in "01" for word in distinct) and not _BOOLEANS.keys().isdisjoint(distinct):
+        other = next(word for word in distinct if word not in _BOOLEANS)
         problem = f"is {other}, but other labels are words such as {min(_BOOLEANS.keys() & {*distinct})}: use one kind"
         raise _refused(file, column, values.index(other), problem)
-    elif all(_WHOLE.fullmatch(each.strip()) for each in distinct):
-        for each in distinct:
-            if _LEADING_ZERO.fullmatch(each.strip()):
-                problem = f"is {each}, which may be a number or a name: write {int(each)}, or a name with a letter"
-                raise _refused(file, column, values.index(each), problem)
-        numbers = [int(each) for each in distinct]
-    elif all(_NUMBER.fullmatch(each.strip()) for each in distinct):
-        _whole(file, column, [int(each) if _WHOLE.fullmatch(each.strip()) else 0 for each in values])  # has room
-        numbers = [float(each) for each in distinct]
+    elif all(_WHOLE.fullmatch(word.strip()) for word in distinct):
+        for word in distinct:
+            if _LEADING_ZERO.fullmatch(word.strip()):
+                problem = f"is {word}, which may be a number or a name: write {int(word)}, or a name with a letter"
+                raise _refused(file, column, values.index(word), problem)
+        numbers = [int(word) for word in distinct]
+    elif all(_NUMBER.fullmatch(word.strip()) for word in distinct):
+        _whole(file, column, [int(value) if _WHOLE.fullmatch(value.strip()) else 0 for value in values])  # has room
+        numbers = [float(word) for word in distinct]
     else:
         return None
     number = dict(zip(distinct, numbers, strict=True))
-    found = [number[each] for each in values]
+    found = [number[value] for value in values]
     return _finite(file, column, np.array(found)) if isinstance(found[0], float) else _whole(file, column, found)
 
 
 def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] | None:
     """Return the values as numbers, lists as rows; None if they are names."""
-    row, first = next(((row, each) for row, each in enumerate(values) if each is None), (0, values[0]))
+    row, first = next(((row, value) for row, value in enumerate(values) if value is None), (0, values[0]))
     if first is None:
         raise _refused(file, column, row, "has no value: give each sample a label")
     if isinstance(first, list):
@@ -137,11 +136,11 @@ def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] 
     if isinstance(first, float):
         return _finite(file, column, np.array(values, np.float64))
     if isinstance(first, (bool, int)):
-        return _whole(file, column, [int(each) for each in values])
+        return _whole(file, column, [int(value) for value in values])
     if not isinstance(first, str):
         problem = f"is {first!r}, of type {type(first).__name__}: write labels as numbers, names or lists of numbers"
         raise _refused(file, column, 0, problem)
-    if all(_NUMBER.fullmatch(each.strip()) for each in values):
+    if all(_NUMBER.fullmatch(value.strip()) for value in values):
         raise _refused(
             file, column, 0, f"is the text {first!r}: write the column as numbers, or as names with a letter"
         )
@@ -150,13 +149,13 @@ def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] 
 
 def _vectors(file: str, column: str, values: Sequence[list[Any]]) -> npt.NDArray[Any]:
     """Return lists of equal length as rows."""
-    for row, each in enumerate(values):
-        if len(each) != len(values[0]) or not each:
-            problem = f"is a list of {len(each)} value(s), but the list of the first row has {len(values[0])}"
+    for row, row_values in enumerate(values):
+        if len(row_values) != len(values[0]) or not row_values:
+            problem = f"is a list of {len(row_values)} value(s), but the list of the first row has {len(values[0])}"
             raise _refused(file, column, row, f"{problem}: write lists of equal length, such as one 0 or 1 per class")
-        if not all(isinstance(value, (bool, int, float)) for value in each):
-            raise _refused(file, column, row, f"is {each!r}: write lists of numbers, without missing values")
-    flat = [value for each in values for value in each]
+        if not all(isinstance(value, (bool, int, float)) for value in row_values):
+            raise _refused(file, column, row, f"is {row_values!r}: write lists of numbers, without missing values")
+    flat = [value for row_values in values for value in row_values]
     floats = any(isinstance(value, float) for value in flat)
     width = len(values[0])
     array = _finite(file, column, np.array(flat), width) if floats else _whole(file, column, [*map(int, flat)], width)
@@ -167,7 +166,7 @@ def _whole(file: str, column: str, values: Sequence[int], width: int = 1) -> npt
     try:
         return np.array(values, np.int64)
     except OverflowError:
-        place, large = next((place, each) for place, each in enumerate(values) if not -(1 << 63) <= each < 1 << 63)
+        place, large = next((place, value) for place, value in enumerate(values) if not -(1 << 63) <= value < 1 << 63)
         problem = f"is {large}, which does not fit into 64 bits: use a smaller number, or a name with a letter"
         raise _refused(file, column, place // width, problem) from None
 
@@ -181,12 +180,12 @@ def _finite(file: str, column: str, values: npt.NDArray[Any], width: int = 1) ->
 def _of_names(file: str, column: str, values: Sequence[str]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
     """Return the place of each name in alphabetical order, and the sorted names."""
     names = sorted(set(values))
-    for each in names:
-        if each != each.strip() or not each:
-            problem = f"is {each!r}: remove the spaces around it, or give each sample a label"
-            raise _refused(file, column, values.index(each), problem)
+    for name in names:
+        if name != name.strip() or not name:
+            problem = f"is {name!r}: remove the spaces around it, or give each sample a label"
+            raise _refused(file, column, values.index(name), problem)
     number = {name: place for place, name in enumerate(names)}
-    return np.array([number[each] for each in values], np.int64), tuple(names)
+    return np.array([number[value] for value in values], np.int64), tuple(names)
 
 
 def _refused(file: str, column: str, row: int, problem: str) -> ValueError:

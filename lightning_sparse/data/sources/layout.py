@@ -48,21 +48,9 @@ IMAGES = f"images ({', '.join(IMAGE_SUFFIXES)})"
 LIST_READERS = 16  # folders listed at the same time
 PROBES = 64  # files that are read to estimate the size of decoded images
 SHARD_SUFFIXES = (".tar", ".parquet")
-COMPRESSED = tuple(f".tar.{each}" for each in ("gz", "bz2", "xz", "zst", "lz4")) + (".tgz", ".tbz2", ".txz", ".tzst")
+COMPRESSED = (".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4", ".tgz", ".tbz2", ".txz", ".tzst")
 COMPANIONS = (
-    ".json",
-    ".idx",
-    ".index",
-    ".txt",
-    ".md",
-    ".csv",
-    ".tsv",
-    ".yaml",
-    ".yml",
-    ".log",
-    ".html",
-    ".crc",
-    ".md5",
+    *(".json", ".idx", ".index", ".txt", ".md", ".csv", ".tsv", ".yaml", ".yml", ".log", ".html", ".crc", ".md5"),
 )
 """Suffixes of files next to shards that are not samples. A file without a suffix is not a sample, either."""
 
@@ -122,8 +110,8 @@ class Split:
         kind = None if listed is None else self._kind_of_shards([path for path, *_ in listed.files])
         if listed is None or kind != suffix:
             return None
-        shards = [each for each in listed.files if each[0].lower().endswith(suffix)]
-        stems = {each[0][: -len(suffix)] for each in shards}
+        shards = [file for file in listed.files if file[0].lower().endswith(suffix)]
+        stems = {shard[0][: -len(suffix)] for shard in shards}
         ignored = [path for path, *_ in listed.files if not path.lower().endswith(suffix)]
         unclear = next((path for path in ignored if not self._is_companion(path, stems)), None)
         if unclear is not None:
@@ -200,29 +188,24 @@ class Layout(ABC):
         """
 
 
-def manifest_of_files(
-    source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...], **more: Any
+def build_manifest(
+    source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...], **others: Any
 ) -> Manifest:
-    """Return the manifest of samples that are files. more: other fields of `Manifest`."""
-    sizes, mtimes, tags = (np.array([each[column] for each in listed.files], np.int64) for column in (1, 2, 3))
-    return Manifest(
-        split,
-        source_name(source),
-        classes,
-        [path for path, *_ in listed.files],
-        labels,
-        sizes,
-        mtimes,
-        tags=tags,
-        **folder_stamps(listed.folders),
-        **more,
-    )
+    """Return the manifest of samples that are files.
 
-
-def folder_stamps(folders: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """Return the fields of `Manifest` that show whether folders have changed."""
-    stamps = np.array([stamp for _, stamp in folders], np.int64)
-    return {"folders": Paths.of([path for path, _ in folders]), "folder_stamps": stamps}
+    Args:
+        others: Other fields of `Manifest`. For samples in shards, also those that are not of the listed files.
+    """
+    sizes, mtimes, tags = (np.array([file[column] for file in listed.files], np.int64) for column in (1, 2, 3))
+    values = {
+        "paths": [path for path, *_ in listed.files],
+        "sizes": sizes,
+        "mtimes_ns": mtimes,
+        "tags": tags,
+        "folders": Paths.of([path for path, _ in listed.folders]),
+        "folder_stamps": np.array([stamp for _, stamp in listed.folders], np.int64),
+    }
+    return Manifest(split, source_name(source), classes, labels=labels, **{**values, **others})
 
 
 class Files(Layout):
@@ -237,7 +220,7 @@ class Files(Layout):
         assert listed is not None
         if not listed.files:
             raise ValueError(f"source={split.source}: {split.name}/ contains no files.")
-        return manifest_of_files(split.source, split.name, listed, np.zeros((len(listed.files), 0), np.int64), ())
+        return build_manifest(split.source, split.name, listed, np.zeros((len(listed.files), 0), np.int64), ())
 
 
 @dataclass
@@ -270,14 +253,13 @@ class ClassFolders(Layout):
             self._check_depth(found)
         else:
             self._warn_of_shards(found)
-        log_ignored(f"{split.source}/{split.name}", [path for each in below for path in each.ignored], IMAGES)
-        probed = split.probed([path for each in below for path, *_ in each.files] if split.images else [])
+        log_ignored(f"{split.source}/{split.name}", [path for folder in below for path in folder.ignored], IMAGES)
+        probed = split.probed([path for folder in below for path, *_ in folder.files] if split.images else [])
         return manifest_of(split.source, split.name, self.stamps, found, probed=probed)
 
     def _check_classes(self, below: Mapping[str, Listed]) -> None:
-        """Raise ValueError if there are no classes, or one without files."""
         source, split, what = self.split.source, self.split.name, "images" if self.split.images else "files"
-        empty = [name for name, each in below.items() if not each.files]
+        empty = [name for name, listed in below.items() if not listed.files]
         if empty:
             raise ValueError(
                 f"source={source}: folder {split}/{empty[0]} contains no {what}. Remove it, or add {what} to it; "
@@ -306,7 +288,7 @@ class ClassFolders(Layout):
 
     def _warn_of_shards(self, below: Mapping[str, Listed]) -> None:
         """Log that shards in class folders are samples, if there is nothing else in these folders."""
-        paths = [path for each in below.values() for path, *_ in each.files]
+        paths = [path for listed in below.values() for path, *_ in listed.files]
         if all(path.lower().endswith(SHARD_SUFFIXES) for path in paths):
             log.warning(
                 "source=%s: each file in the class folders, such as %s, is one sample. If these files are shards, move "
@@ -322,7 +304,7 @@ class ClassFolders(Layout):
                 images.
         """
         source, split = self.split.source, self.split.name
-        files = [each for each in self.split.storage.files(split) if is_visible(each[0])]
+        files = [file for file in self.split.storage.files(split) if is_visible(file[0])]
         broken = [name for name, size, mtime, _ in files if not (size or mtime or "://" in source)]
         if broken:
             raise ValueError(
@@ -350,12 +332,12 @@ def manifest_of(
         below: contents of the folder of each class, in order.
         more: other fields of `Manifest`.
     """
-    found = sorted((*file, label) for label, each in enumerate(below.values()) for file in each.files)
+    found = sorted((*file, label) for label, listed in enumerate(below.values()) for file in listed.files)
     folders = {f"{split}/{name}": stamp for name, stamp in stamps.items()}
-    folders |= {path: stamp for each in below.values() for path, stamp in each.folders if path not in folders}
+    folders |= {path: stamp for listed in below.values() for path, stamp in listed.folders if path not in folders}
     labels = np.array([label for *_, label in found], np.int64)
     listed = Listed([(path, size, mtime, tag) for path, size, mtime, tag, _ in found], list(folders.items()), [])
-    return manifest_of_files(source, split, listed, labels, tuple(below), **more)
+    return build_manifest(source, split, listed, labels, tuple(below), **more)
 
 
 @dataclass
@@ -405,7 +387,8 @@ class SampleList(Layout):
                 f"{file} must have a first column named path, and a row for each sample; its columns are "
                 f"{', '.join(columns) or 'none'}. As in a CSV file: path,label / train/cat/1.jpg,cat"
             )
-        paths = _within(split.source, [str(each) for each in columns.pop("path")])
+        root = f"{source_name(split.source).rstrip('/')}/"
+        paths = [str(path).removeprefix(root).removeprefix("./") for path in columns.pop("path")]
         no_labels: tuple[npt.NDArray[Any], tuple[str, ...]] = (np.zeros((len(paths), 0), np.int64), ())
         labels, names = numbered(file, columns, text=is_csv) if columns else no_labels
         return cls(split, file, digest, paths, labels, names)
@@ -421,24 +404,18 @@ class SampleList(Layout):
             probed = split.probed(self.paths if split.images else [])
         except MissingFolderError as error:
             raise ValueError(f"{self.file} lists files of a folder that is not there: {error}") from error
-        about = {entry[0]: entry for each in below for entry in each.files}
+        about = {entry[0]: entry for listed in below for entry in listed.files}
         absent = [path for path in self.paths if path not in about]
         if absent:
             raise ValueError(
                 f"{self.file} lists {len(absent):,} file(s) that {source} does not have, such as {absent[0]!r}. Paths "
                 "are relative to the source, and hidden files are left out: correct the list, or remove these rows."
             )
-        folders = [folder for each in below for folder in each.folders]
+        folders = [folder for listed in below for folder in listed.folders]
         named = Listed([about[path] for path in self.paths], folders, [])
-        return manifest_of_files(
+        return build_manifest(
             source, split.name, named, self.labels, self.names, list_digest=self.digest, probed=probed
         )
-
-
-def _within(source: str, paths: Sequence[str]) -> list[str]:
-    """Return the paths relative to the source, without the source or ./ at their beginning."""
-    root = f"{source_name(source).rstrip('/')}/"
-    return [path.removeprefix(root).removeprefix("./") for path in paths]
 
 
 def _highest(paths: Sequence[str]) -> list[str]:
@@ -494,23 +471,23 @@ class TarShards(Layout):
             labels = np.array([[int(sample.label)] for sample in labelled], np.int64)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
-        shard_of, offsets, sizes = (np.array(each, np.int64) for each in list(zip(*found, strict=True))[1:4])
-        mtimes, tags = (np.array([each[column] for each in self.listed.files], np.int64) for column in (2, 3))
-        parts = [(shards[each.shard], each.offset, each.offset + each.size) for each in found if split.images]
-        return Manifest(
+        shard_of, offsets, sizes = (np.array(values, np.int64) for values in list(zip(*found, strict=True))[1:4])
+        mtimes, tags = (np.array([file[column] for file in self.listed.files], np.int64) for column in (2, 3))
+        parts = [(shards[sample.shard], sample.offset, sample.offset + sample.size) for sample in found if split.images]
+        return build_manifest(
+            split.source,
             split.name,
-            source_name(split.source),
-            (),
-            [sample.path for sample in found],
+            self.listed,
             labels.reshape(len(found), -1),
-            sizes,
-            mtimes[shard_of],
+            (),
+            paths=[sample.path for sample in found],
+            sizes=sizes,
+            mtimes_ns=mtimes[shard_of],
             tags=tags[shard_of],
             shards=Paths.of(shards),
             shard_of=shard_of,
             offsets=offsets,
             probed=split.probed(parts),
-            **folder_stamps(self.listed.folders),
         )
 
     def _found(self, shards: list[str]) -> list[_Sample]:
@@ -532,15 +509,15 @@ class TarShards(Layout):
             ValueError: if no member, or more than one, can be the data of a sample.
         """
         groups: dict[str, list[Member]] = {}
-        for each in members:
-            folder, slash, name = each[0].rpartition("/")
-            groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(each)
+        for member in members:
+            folder, slash, name = member[0].rpartition("/")
+            groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(member)
         for key, group in groups.items():
-            label = next((each[3] for each in group if is_label(each[0])), "")
-            data = [each for each in group if self._is_data(each[0])]
+            label = next((member[3] for member in group if is_label(member[0])), "")
+            data = [member for member in group if self._is_data(member[0])]
             if len(data) != 1:
                 raise ValueError(
-                    f"{shard}: sample {key!r} has the members {', '.join(each[0] for each in group)}, of which "
+                    f"{shard}: sample {key!r} has the members {', '.join(member[0] for member in group)}, of which "
                     f"{len(data)} can be the sample. Give its extension, as in member='npy'."
                 )
             name, offset, size, _ = data[0]
@@ -590,29 +567,31 @@ class ParquetFiles(Layout):
         log_ignored(f"{split.source}/{split.name}", self.listed.ignored, "shards")
         groups = [
             (f"{file}#{number}", rows, nbytes, mtime, tag)
-            for (file, _, mtime, tag), each in zip(self.listed.files, contents, strict=True)
-            for number, (rows, nbytes) in enumerate(each["groups"])
+            for (file, _, mtime, tag), content in zip(self.listed.files, contents, strict=True)
+            for number, (rows, nbytes) in enumerate(content["groups"])
         ]
-        counts, sizes, mtimes, tags = (np.array([each[column] for each in groups], np.int64) for column in (1, 2, 3, 4))
+        counts, sizes, mtimes, tags = (
+            np.array([group[column] for group in groups], np.int64) for column in (1, 2, 3, 4)
+        )
         total = int(counts.sum())
         if not total:
             raise ValueError(f"the files {files[0]}, ... contain no rows.")
         labels, classes = self._labels(files, contents, total)
         shard_of = np.repeat(np.arange(len(groups)), counts)
-        return Manifest(
+        return build_manifest(
+            split.source,
             split.name,
-            source_name(split.source),
-            classes,
-            [f"{group}/{row}" for group, rows, *_ in groups for row in range(rows)],
+            self.listed,
             labels,
-            (sizes // counts.clip(1))[shard_of],
-            mtimes[shard_of],
+            classes,
+            paths=[f"{group}/{row}" for group, rows, *_ in groups for row in range(rows)],
+            sizes=(sizes // counts.clip(1))[shard_of],
+            mtimes_ns=mtimes[shard_of],
             tags=tags[shard_of],
             is_vector=any(isinstance(label, list) for label in contents[0]["labels"][:1]),
             shards=Paths.of([group for group, *_ in groups]),
             shard_of=shard_of,
             offsets=np.concatenate([np.arange(rows) for rows in counts]),
-            **folder_stamps(self.listed.folders),
         )
 
     def _labels(
@@ -624,12 +603,12 @@ class ParquetFiles(Layout):
             ValueError: if files differ in the names, or only some of them have labels.
         """
         names = tuple(contents[0]["names"])
-        for file, each in zip(files, contents, strict=True):
-            if tuple(each["names"]) != names:
+        for file, content in zip(files, contents, strict=True):
+            if tuple(content["names"]) != names:
                 raise ValueError(
                     f"{file} has other names of classes than {files[0]}: write the files of a split together."
                 )
-        values = [label for each in contents for label in each["labels"]]
+        values = [label for content in contents for label in content["labels"]]
         if len(values) not in (0, total):
             raise ValueError(f"only some of the files {files[0]}, ... have a column of labels: give all of them one.")
         if not values:
@@ -640,7 +619,7 @@ class ParquetFiles(Layout):
 
     def _check_columns(self, files: list[str], contents: list[dict[str, Any]]) -> None:
         """Log that no column is used as label. Raises: ValueError: for images, except in the test split."""
-        split, unclear = self.split, [name for each in contents[:1] for name in each["unclear"]]
+        split, unclear = self.split, [name for content in contents[:1] for name in content["unclear"]]
         if not unclear:
             return
         problem = f"{files[0]} has no column label or labels, and {', '.join(unclear)} are whole numbers"
@@ -674,7 +653,7 @@ def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -
     if len(found) > 1:
         raise ValueError(f"source={storage.source} has Parquet files in data/ and beside it: remove one of them.")
     ((folder, files),) = found.items()
-    prefixes = [each for each in _prefixes(split) if each in files]
+    prefixes = [prefix for prefix in _prefixes(split) if prefix in files]
     if not prefixes:
         raise MissingFolderError(
             f"source={storage.source} has no {split}/, and Parquet files of {', '.join(sorted(files))} only."

@@ -20,7 +20,7 @@ from lightning_sparse.data.folders import (
     file_name,
     is_read_only,
     locked,
-    usable,
+    wrap_os_errors,
     write_private,
 )
 from lightning_sparse.data.sources.layout import (
@@ -40,7 +40,9 @@ LAYOUTS: tuple[type[Layout], ...] = (SampleList, ParquetFiles, TarShards, Files,
 
 
 @contextlib.contextmanager
-def _asked(config: CacheConfig, split: str, kept: Manifest | None = None, *, quiet: bool = False) -> Iterator[Split]:
+def _open_split(
+    config: CacheConfig, split: str, kept: Manifest | None = None, *, quiet: bool = False
+) -> Iterator[Split]:
     """Yield a split whose storage can be asked, for a short time if there is a list in the cache."""
     timeout = config.storage_timeout if kept is None else min(CHECK_S, config.storage_timeout)
     asked = Split(config, split, timeout, quiet)
@@ -48,7 +50,7 @@ def _asked(config: CacheConfig, split: str, kept: Manifest | None = None, *, qui
         yield asked
 
 
-def layout_of(split: Split) -> Layout:
+def find_layout(split: Split) -> Layout:
     """Return the layout of a split.
 
     Raises:
@@ -65,8 +67,8 @@ def list_source(config: CacheConfig, split: str) -> Manifest:
         ValueError: if the split could lead outside the source, or its samples cannot be used.
         DataError: if storage cannot be listed.
     """
-    with _asked(config, split) as asked:
-        return layout_of(asked).manifest()
+    with _open_split(config, split) as asked:
+        return find_layout(asked).manifest()
 
 
 def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Manifest:
@@ -76,17 +78,14 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
 
     Args:
         relist: list the source in any case.
-
-    Raises:
-        ValueError, DataError: as `list_source`.
     """
     file = _file(config, split)
     if not file.parent.exists():
-        with _asked(config, split) as asked:
-            layout_of(asked)  # a missing source must leave no folder in the cache
+        with _open_split(config, split) as asked:
+            find_layout(asked)  # a missing source must leave no folder in the cache
     cache_folder(config)
-    with usable(file.parent), locked(file.with_suffix(".lock")):
-        kept = None if relist else kept_manifest(config, split)
+    with wrap_os_errors(file.parent), locked(file.with_suffix(".lock")):
+        kept = None if relist else cached_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
             return kept
         fixed = kept is not None and is_read_only(file.parent)
@@ -107,12 +106,13 @@ def has_split(config: CacheConfig, split: str) -> bool:
     """
     if config.lists is not None:
         return split in config.lists
-    if kept_manifest(config, split) is not None:
+    if cached_manifest(config, split) is not None:
         return True
-    kept = next((each for each in map(lambda name: kept_manifest(config, name), ("val", "train")) if each), None)
+    others = (cached_manifest(config, name) for name in ("val", "train"))
+    kept = next((manifest for manifest in others if manifest), None)
     try:
-        with _asked(config, split, kept) as asked:
-            layout = layout_of(asked)
+        with _open_split(config, split, kept) as asked:
+            layout = find_layout(asked)
             return not isinstance(layout, ClassFolders) or layout.classes() is not None
     except MissingFolderError:
         return False
@@ -130,10 +130,10 @@ def classes_of(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
         ValueError: as `list_source`.
         DataError: if there are neither.
     """
-    kept = kept_manifest(config, split)
+    kept = cached_manifest(config, split)
     try:
-        with _asked(config, split, kept) as asked:
-            found = layout_of(asked).classes()
+        with _open_split(config, split, kept) as asked:
+            found = find_layout(asked).classes()
     except DataError:
         if kept is None:
             raise
@@ -144,7 +144,7 @@ def classes_of(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
     return manifest.classes, manifest.num_classes
 
 
-def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
+def cached_manifest(config: CacheConfig, split: str) -> Manifest | None:
     """Return the list in the cache; None if there is none, or if it is corrupt."""
     file = _file(config, split)
     with contextlib.suppress(DataError):
@@ -152,14 +152,14 @@ def kept_manifest(config: CacheConfig, split: str) -> Manifest | None:
     return None
 
 
-def keep(config: CacheConfig, split: str, data: bytes) -> Manifest:
+def store_manifest(config: CacheConfig, split: str, data: bytes) -> Manifest:
     """Keep a list of another node (`Manifest.to_bytes`) in the cache, unless a process of this node has done so."""
-    sent, file = Manifest.from_bytes(data), _file(config, split)
+    sent, file = Manifest.load(data), _file(config, split)
     cache_folder(config)
     if is_read_only(file.parent):
         return sent
-    with usable(file.parent), locked(file.with_suffix(".lock")):
-        kept = kept_manifest(config, split)
+    with wrap_os_errors(file.parent), locked(file.with_suffix(".lock")):
+        kept = cached_manifest(config, split)
         if kept is not None and kept.identity == sent.identity:
             return kept
         write_private(file, data)
@@ -178,7 +178,7 @@ def listed_splits(folder: Path) -> dict[str, int]:
 def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
     """Whether the source has changed since it was listed. False if storage does not answer."""
     try:
-        with _asked(config, kept.split, kept, quiet=True) as asked:
+        with _open_split(config, kept.split, kept, quiet=True) as asked:
             change = _change(asked, kept)
     except DataError as error:
         log.warning("using the list of %s/ in the cache, because storage did not answer: %s", kept.split, error)

@@ -1,19 +1,16 @@
 """The samples of a split, and the file that keeps them.
 
 The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or the files that a list names. Classes are numbered
-by name, as in torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.numbered_as`). The size, the
+by name, as in torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.relabel`). The size, the
 modification time and the tag of each file identify its listed version: a file that differs has changed on storage.
 
-A manifest file is a line of JSON, with the types and shapes of its arrays and all else, and then the arrays. Processes
-map the file, so that all processes of a node share one copy.
+A manifest file is written by `torch.save`. Processes map it, so that all processes of a node share one copy.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import mmap
+import io
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -24,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.sample import FileKey
+from lightning_sparse.data.decode import FileKey
 
-_MAGIC = b"lightning_sparse manifest 4 "
-_ALIGN = 64
+VERSION = 5  # of manifest files
 
 
 class Paths:
@@ -155,7 +152,7 @@ class Manifest:
         return hashlib.blake2b(self.fingerprint.encode() + self.tags.tobytes(), digest_size=16).hexdigest()
 
     @property
-    def strata(self) -> npt.NDArray[np.int64]:
+    def class_ids(self) -> npt.NDArray[np.int64]:
         """Class of each sample, int64 [N], which placement spreads evenly over nodes; 0 if samples have none."""
         if self.labels.dtype.kind == "f" or not self.labels.size:
             return np.zeros(len(self), np.int64)
@@ -179,7 +176,7 @@ class Manifest:
         """(type, number) of the columns of labels; None for the classes of a folder."""
         return None if self.labels.ndim == 1 else (self.labels.dtype.name, self.labels.shape[1])
 
-    def numbered_as(self, classes: tuple[str, ...]) -> Manifest:
+    def relabel(self, classes: tuple[str, ...]) -> Manifest:
         """Return this manifest with its classes numbered as those of train/.
 
         Args:
@@ -229,12 +226,12 @@ class Manifest:
             )
         return replace(self, labels=self.labels.astype(np.float64), fingerprint="")
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Manifest:
+    def select(self, indices: npt.NDArray[np.int64]) -> Manifest:
         """Return the manifest of some of the samples, in this order. Shards, classes and folders stay."""
         arrays = {name: getattr(self, name)[indices] for name in ("labels", "sizes", "mtimes_ns", "tags")}
         if len(self.shards):
             arrays |= {"shard_of": self.shard_of[indices], "offsets": self.offsets[indices]}
-        return replace(self, paths=[self.paths[each] for each in indices.tolist()], **arrays, fingerprint="")
+        return replace(self, paths=[self.paths[index] for index in indices.tolist()], **arrays, fingerprint="")
 
     def key(self, index: int) -> FileKey:
         """Return the file of a sample, as listed."""
@@ -264,49 +261,44 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the contents of a manifest file."""
-        about: dict[str, Any] = {}
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
+        content: dict[str, Any] = {"version": VERSION}
+        for name in (member.name for member in fields(self)):
+            value = getattr(self, name)
             if isinstance(value, Paths):
-                arrays |= {f"{name} joined": value.joined, f"{name} ends": value.ends}
+                content[name] = [torch.from_numpy(np.array(array)) for array in (value.joined, value.ends)]
             elif isinstance(value, np.ndarray):
-                arrays[name] = value
+                content[name] = torch.from_numpy(np.array(value))  # a copy, because this one may be read-only
             else:
-                about[name] = value
-        about["arrays"] = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-        parts = [_MAGIC + json.dumps(about).encode() + b"\n", *(array.tobytes() for array in arrays.values())]
-        return b"".join(part + bytes(-len(part) % _ALIGN) for part in parts)
+                content[name] = value
+        file = io.BytesIO()
+        torch.save(content, file)
+        return file.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes | mmap.mmap) -> Manifest:
-        """Inverse of `to_bytes`. The arrays share the memory of `data`. Raises DataError if the data is corrupt."""
+    def load(cls, source: Path | bytes) -> Manifest:
+        """Return the manifest in a file, which is mapped, or in the result of `to_bytes`.
+
+        Raises:
+            DataError: if it cannot be read, or is of another version.
+        """
         try:
-            first = data[: data.find(b"\n") + 1]
-            if not first.startswith(_MAGIC):
+            if isinstance(source, Path):
+                content = torch.load(source, mmap=True, weights_only=True)
+            else:
+                content = torch.load(io.BytesIO(source), weights_only=True)
+            if content.pop("version", None) != VERSION:
                 raise ValueError("it is of another version")
-            about = json.loads(first[len(_MAGIC) :])
-            found: dict[str, Any] = {}
-            offset = len(first) + -len(first) % _ALIGN
-            for name, (kind, shape) in about.pop("arrays").items():
-                found[name] = np.frombuffer(data, kind, math.prod(shape), offset).reshape(shape)
-                offset += found[name].nbytes + -found[name].nbytes % _ALIGN
-            for name in [each.removesuffix(" ends") for each in found if each.endswith(" ends")]:
-                found[name] = Paths(found.pop(f"{name} joined"), found.pop(f"{name} ends"))
-            return cls(**{**about, **found, "classes": tuple(about["classes"])})
+            for name, value in content.items():
+                if isinstance(value, list):
+                    content[name] = Paths(*(tensor.numpy() for tensor in value))
+                elif isinstance(value, torch.Tensor):
+                    content[name] = value.numpy()
+            return cls(**content)
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"the cached list of samples cannot be read ({error}).") from error
-
-    @classmethod
-    def load(cls, file: Path) -> Manifest:
-        """Map a manifest file. Raises DataError if it cannot be read."""
-        try:
-            with open(file, "rb") as stream:
-                data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise DataError(f"the list of samples {file} cannot be read ({error}).") from error
-        return cls.from_bytes(data)
+            where = source if isinstance(source, Path) else "of another node"
+            raise DataError(f"the list of samples {where} cannot be read ({error}).") from error
 
 
 def count_classes(classes: tuple[str, ...], labels: npt.NDArray[Any]) -> int:

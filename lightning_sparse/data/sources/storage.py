@@ -8,13 +8,9 @@ permission) are returned at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from lightning_sparse.data.child import END_S, Child
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.sources.storage_reader import Answer, Member
+from lightning_sparse.data.sources.storage_reader import OK, PROGRESS, READY, RETRY, UNUSABLE, Answer, Member
 from lightning_sparse.messages import log
 
 WARN_S = 5.0  # silence before a warning
@@ -134,7 +130,7 @@ class Storage:
         self._starting_since: float | None = None  # until the reader says hello
         self._restart_after = self._restart_at = 0.0
         self._warned_since: float | None = None  # when the silence that was logged began
-        self._trouble = ""
+        self._last_error = ""
 
     def __enter__(self) -> Storage:
         return self
@@ -144,10 +140,10 @@ class Storage:
 
     def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
         """Yield the contents of files, or of parts of files, in order. All are requested at once."""
-        arguments = [(each,) if isinstance(each, str) else each for each in locations]
+        arguments = [(location,) if isinstance(location, str) else location for location in locations]
         for request in self._requested("read", arguments):
             status, result, size, mtime_ns = self._wait_for(request)
-            yield StoredFile(result, size, mtime_ns) if status == "k" else Unreadable(result)
+            yield StoredFile(result, size, mtime_ns) if status == OK else Unreadable(result)
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
@@ -157,8 +153,7 @@ class Storage:
         """Return the samples in a row group of a Parquet file."""
         (found,) = self._ask("rows", [path], column, group)
         return [
-            Unreadable("its row contains no bytes") if each is None else StoredFile(each, len(each), 0)
-            for each in found
+            Unreadable("its row contains no bytes") if row is None else StoredFile(row, len(row), 0) for row in found
         ]
 
     def members(self, paths: Sequence[str]) -> Iterator[tuple[list[Member], list[str]]]:
@@ -192,23 +187,23 @@ class Storage:
 
     def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
         """Yield an answer for each path. All are requested at once."""
-        for path, request in zip(paths, self._requested(kind, [(each, *more) for each in paths]), strict=True):
+        for path, request in zip(paths, self._requested(kind, [(name, *more) for name in paths]), strict=True):
             status, result, _, _ = self._wait_for(request)
-            if status != "k" and kind in ("list", "stamp"):
+            if status != OK and kind in ("list", "stamp"):
                 raise MissingFolderError(
-                    f"source={self.source} has no folder {path}/ to read ({result}{self._instead()}). "
+                    f"source={self.source} has no folder {path}/ to read ({result}{self._similar_names()}). "
                     f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
                     "that it is mounted."
                 )
-            if status != "k":
+            if status != OK:
                 what = f"the shard {path}" if kind == "members" else path
                 raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
             yield result
 
-    def _instead(self) -> str:
+    def _similar_names(self) -> str:
         """What the source has in place of a folder that is missing: its name may be spelled in another way."""
         status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))
-        files, folders, _ = result if status == "k" else ([], [], [])
+        files, folders, _ = result if status == OK else ([], [], [])
         names = [*sorted(path for path, _ in folders if path), *sorted(path for path, *_ in files)]
         return f"; it has {', '.join(names[:10])}" if names else ""
 
@@ -231,14 +226,14 @@ class Storage:
         with self._lock:
             self._check_open()
             requests = []
-            for each in arguments:
+            for argument in arguments:
                 self._next += 1
-                requests.append(_Request((self._next, kind, each), Future()))
+                requests.append(_Request((self._next, kind, argument), Future()))
                 self._requests[self._next] = requests[-1]
             if self._reader is None:
                 self._restart_reader()  # sends all open requests
             else:
-                self._reader.send([each.message for each in requests])
+                self._reader.send([request.message for request in requests])
             return requests
 
     def _restart_reader(self) -> None:
@@ -251,37 +246,38 @@ class Storage:
         self._reader = ReaderProcess(self.source, self._readers, self)
         self._reader.send(self._options)
         self._to_retry.clear()
-        self._reader.send([each.message for each in self._requests.values()])
+        self._reader.send([request.message for request in self._requests.values()])
 
     def on_answers(self, answers: Sequence[Answer]) -> None:
         """Called by the thread that listens to a reader."""
         answered = []
         with self._lock:
             for number, status, result, size, mtime_ns in answers:
-                if status == "h":
+                if status == READY:
                     self._silent_since, self._starting_since = time.monotonic() - self._silence(), None
                     self._restart_at = time.monotonic() + self._restart_after
                     continue
                 request = self._requests.get(number)  # None if a former reader answered it
-                if status == "t":  # an error of the network
-                    self._trouble = result
+                if status == RETRY:  # an error of the network
+                    self._last_error = result
                     if request is None or not request.fails_always(self.timeout):
                         self._to_retry.append(number)
                         continue
                     _, kind, (path, *_) = request.message
-                    status = "x"
+                    status = UNUSABLE
                     result = (
                         f"a request ({kind} {path}) began and failed {request.breaks} times: {result}. "
                         f"Check the network and the server, or wait longer than storage_timeout={self.timeout:g}."
                     )
                 self._reset_timeout()
-                if request is not None and status == "p":
+                if request is not None and status == PROGRESS:
                     request.in_progress = True
                 elif request is not None:
                     del self._requests[number]
                     answered.append((request, (status, result, size, mtime_ns)))
-            if answered:
-                self._log_recovery()
+            if answered and self._warned_since is not None:
+                self._log(f"storage {self.source} responds again after {time.monotonic() - self._warned_since:.0f} s")
+                self._warned_since, self._last_error = None, ""
         for request, answer in answered:
             request.future.set_result(answer)
 
@@ -294,7 +290,7 @@ class Storage:
             while True:
                 try:
                     answer = request.future.result(timeout=RETRY_S)
-                    if answer[0] == "x":
+                    if answer[0] == UNUSABLE:
                         raise DataError(f"source={self.source} cannot be used: {answer[1]}")
                     return answer
                 except FutureTimeoutError:
@@ -321,7 +317,7 @@ class Storage:
             self._check_open()
             now = time.monotonic()
             silent = self._silence()
-            trouble = f" ({self._trouble})" if self._trouble else ""
+            trouble = f" ({self._last_error})" if self._last_error else ""
             if silent >= self.timeout:
                 self._abandon_reader()
                 raise StorageTimeoutError(
@@ -347,58 +343,41 @@ class Storage:
     def _was_closed(self) -> DataError:
         return DataError(f"storage {self.source} was closed during a read.")
 
-    def _log_recovery(self) -> None:
-        if self._warned_since is not None:
-            self._log(f"storage {self.source} responds again after {time.monotonic() - self._warned_since:.0f} s")
-            self._warned_since, self._trouble = None, ""
-
     def _log(self, text: str) -> None:
         log.log(logging.DEBUG if self._quiet else logging.WARNING, text)
 
 
-END_S = 0.5  # for the end of a reader; one that hangs in the kernel is left to it
 _READER = Path(__file__).with_name("storage_reader.py")
-
-
-class _Owner(Protocol):
-    def on_answers(self, answers: Sequence[Answer]) -> None: ...
 
 
 class ReaderProcess:
     """The reader process, and the thread that listens to it."""
 
-    def __init__(self, source: str, readers: int, owner: _Owner) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, str(_READER), str(theirs.fileno()), str(readers), source]
-        # in a session of its own: Ctrl-C goes to the trainer, and the reader ends when the socket closes
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
+    def __init__(self, source: str, readers: int, owner: Storage) -> None:
+        self._child = Child(_READER, str(readers), source)
         self._sending = threading.Lock()
         self._owner = weakref.ref(owner)  # the thread must not keep the Storage alive
         self.alive = True
-        self._stop = weakref.finalize(owner, _stop, self._process, self._connection, os.getpid())
+        self._end = weakref.finalize(owner, self._child.end, END_S)
         threading.Thread(target=self._listen, name="storage reader", daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Send the options; after that, lists of requests."""
         try:
             with self._sending:
-                self._connection.send_bytes(pickle.dumps(message))
+                self._child.connection.send_bytes(pickle.dumps(message))
         except OSError:
             self.alive = False  # a waiting thread restarts it
 
     def abandon(self) -> None:
         """Kill the process without waiting for its end: it may hang in the kernel."""
         self.alive = False
-        self._stop()
+        self._end()
 
     def _listen(self) -> None:
         while True:
             try:
-                message = self._connection.recv_bytes()
+                message = self._child.connection.recv_bytes()
             except (EOFError, OSError):
                 break
             owner = self._owner()
@@ -406,25 +385,5 @@ class ReaderProcess:
                 break
             owner.on_answers(pickle.loads(message))
             del owner, message  # both may be large
-        self._connection.close()
+        self._child.connection.close()
         self.alive = False
-
-
-def _stop(process: subprocess.Popen[bytes], connection: Connection, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # this is a forked copy; the process belongs to the parent
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.shutdown(socket.SHUT_RDWR)  # ends the process, and the thread that listens, which closes the connection
-    if _ended(process):
-        return
-    process.kill()
-    if not _ended(process):
-        process.returncode = -9  # hangs in the kernel; suppresses the warning about a child that was not waited for
-
-
-def _ended(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(timeout=END_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True

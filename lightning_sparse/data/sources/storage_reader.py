@@ -11,17 +11,17 @@ imports only the standard library, and fsspec if the source is a URL. It sends h
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it.
                                                  A first byte below 0 means a sparse member, see `Member`
-                                                 "list": contents of a folder, see `WANTED`
+                                                 "list": contents of a folder, see `FILTERS`
                                                  "stamp": a number that changes with a folder
                                                  "members": of a tar file
                                                  "groups": the row groups of a Parquet file; its column
                                                  "rows": of a row group; its number and column
-answer     number, status, result, size, mtime   "k": the result
-                                                 "s": why the file cannot be read
-                                                 "t": error of the network, may pass
-                                                 "x": why the source cannot be used
-                                                 "p": listing goes on; an answer follows
-                                                 "h": hello; the number is 0
+answer     number, status, result, size, mtime   OK: the result
+                                                 UNREADABLE: why the file cannot be read
+                                                 RETRY: error of the network, may pass
+                                                 UNUSABLE: why the source cannot be used
+                                                 PROGRESS: listing goes on; an answer follows
+                                                 READY: started; the number is 0
 =========  ====================================  =======================================================
 """
 
@@ -49,6 +49,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
+OK, UNREADABLE, RETRY, UNUSABLE, PROGRESS, READY = "ok", "unreadable", "retry", "unusable", "progress", "ready"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Errors of the file. All others (EIO, ENOTCONN, ESTALE, ETIMEDOUT, ...) are errors of the network and may pass.
 _FILE_ERRORS = (ENOENT, EACCES, EPERM, EISDIR, ENOTDIR, ELOOP, ENAMETOOLONG, ENXIO)
@@ -114,7 +115,7 @@ class LocalStorage:
         progress: called every `PROGRESS_S` seconds, if entries are read.
         """
         found: Listing = ([], [], [])
-        add, clock = tuple(each.append for each in found), time.monotonic  # looked up once, not for each entry
+        add, clock = tuple(entries.append for entries in found), time.monotonic  # looked up once, not for each entry
         next_report = clock() + PROGRESS_S
         for place, entry in self._walk(path, kind, (), _volatile_devices()):
             add[place](entry)
@@ -135,7 +136,7 @@ class LocalStorage:
         if own in parents:
             return
         yield 1, (folder, _stamp(about, volatile))
-        wanted, above = WANTED[kind], f"{folder}/" if folder else ""
+        wanted, above = FILTERS[kind], f"{folder}/" if folder else ""
         with os.scandir(os.path.join(self.root, folder)) as entries:
             for entry in entries:
                 name = above + entry.name
@@ -216,7 +217,7 @@ class FsspecStorage:
                 found[1].append((own.rstrip("/"), _mtime_or_tag(about)))
             elif is_folder or name.endswith("/") or name == at:  # a placeholder of a folder, or its index page
                 continue
-            elif WANTED[kind](self._name(last)):
+            elif FILTERS[kind](self._name(last)):
                 size = about.get("size")
                 found[0].append((own, -1 if size is None else size, _mtime(about), _tag_of_entry(about)))
             elif is_visible(last):
@@ -228,18 +229,18 @@ class FsspecStorage:
         if self._is_web:
             return dict(self._linked(at, below=kind != "here"))
         if kind == "here":
-            return {each["name"]: each for each in self._fs.ls(at, detail=True)}
+            return {entry["name"]: entry for entry in self._fs.ls(at, detail=True)}
         found: dict[str, dict[str, Any]] = self._fs.find(at, detail=True, withdirs=True)
         return found
 
     def _linked(self, at: str, *, below: bool) -> "Iterator[tuple[str, dict[str, Any]]]":
         """Yield the entries of a folder on a web server. Its index page also has links that sort or leave the page."""
-        for each in self._fs.ls(f"{at}/", detail=True):
-            inner = html.unescape(each["name"][len(at) + 1 :])
+        for entry in self._fs.ls(f"{at}/", detail=True):
+            inner = html.unescape(entry["name"][len(at) + 1 :])
             if not inner.strip("/") or "/" in inner[:-1] or "?" in inner or "#" in inner or inner in ("./", "../"):
                 continue
-            yield f"{at}/{inner}", each
-            if below and each["type"] == "directory" and is_visible(inner):
+            yield f"{at}/{inner}", entry
+            if below and entry["type"] == "directory" and is_visible(inner):
                 yield from self._linked(f"{at}/{inner.rstrip('/')}", below=True)
 
     def _name(self, path: str) -> str:
@@ -272,7 +273,7 @@ def _root_of_archive(fs: Any) -> str:
     """
     if "tar" not in fs.protocol:
         return ""
-    names = {each.partition("/")[0] for each in fs.ls("", detail=False)}
+    names = {name.partition("/")[0] for name in fs.ls("", detail=False)}
     if "." in names and len(names) > 1:
         other = min(names - {"."})
         raise ValueError(f"the names of some members begin with ./, but not all ({other}): write the file again.")
@@ -303,7 +304,7 @@ def is_visible(name: str) -> bool:
     return not name.startswith(".")
 
 
-WANTED: "dict[str, Callable[[str], bool]]" = {
+FILTERS: "dict[str, Callable[[str], bool]]" = {
     "here": lambda name: True,  # all files in the folder; the others: below it
     "visible": is_visible,
     "images": lambda name: is_visible(name) and is_image(name),
@@ -390,20 +391,25 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         storage = source.opened()
     except Exception as error:
         never = isinstance(error, (*_PROGRAM_ERRORS, ValueError)) or getattr(error, "errno", 0) in _FILE_ERRORS
-        return "x" if never else "t", _described(error), 0, 0
+        return UNUSABLE if never else RETRY, _described(error), 0, 0
     try:
         with storage.turn:
             if kind == "read" and arguments[1:] and arguments[1] < 0:
-                return "k", *sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
+                return OK, *sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
             if kind == "read":
-                return "k", *storage.read(*arguments)
-            return "k", _found(storage, kind, *arguments, progress=progress), 0, 0
+                return OK, *storage.read(*arguments)
+            path, *others = arguments
+            if kind == "list":
+                return OK, storage.listing(path, arguments[1], progress), 0, 0
+            if kind == "stamp":
+                return OK, storage.stamp(path), 0, 0
+            return OK, _PARSERS[kind](storage.opened(path), *others, progress), 0, 0
     except UnreadableFileError as error:
-        return "s", str(error), 0, 0
+        return UNREADABLE, str(error), 0, 0
     except Exception as error:
         refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
         if isinstance(error, _PROGRAM_ERRORS) or (kind != "read" and refused):
-            return "x", _described(error), 0, 0
+            return UNUSABLE, _described(error), 0, 0
         missing = isinstance(error, FileNotFoundError)
         final = missing or isinstance(error, PermissionError)  # object stores set no errno
         final = final or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
@@ -414,18 +420,8 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
                 if missing and kind == "read" and not storage.alive():
                     final = False
         except Exception as root_error:
-            return "t", _described(root_error), 0, 0
-        return "s" if final else "t", _described(error), 0, 0
-
-
-def _found(
-    storage: "LocalStorage | FsspecStorage", kind: str, path: str, *more: Any, progress: "Callable[[], None]"
-) -> Any:
-    if kind == "list":
-        return storage.listing(path, more[0], progress)
-    if kind == "stamp":
-        return storage.stamp(path)
-    return _PARSERS[kind](storage.opened(path), *more, progress)
+            return RETRY, _described(root_error), 0, 0
+        return UNREADABLE if final else RETRY, _described(error), 0, 0
 
 
 def _described(error: Exception) -> str:
@@ -449,23 +445,21 @@ class Answers:
             self._made.append((number, status, result, size, mtime))
             self._size += size
             late = time.monotonic() - self._sent >= SEND_S
-            if late or self._size >= SEND_BYTES or self._requests.empty() or status in "ph":
-                self._send()
-
-    def _send(self) -> None:
-        try:
-            self._connection.send_bytes(pickle.dumps(self._made))
-        except OSError:
-            leave()  # the socket is closed
-        self._made, self._size, self._sent = [], 0, time.monotonic()
+            if not (late or self._size >= SEND_BYTES or self._requests.empty() or status in (PROGRESS, READY)):
+                return
+            try:
+                self._connection.send_bytes(pickle.dumps(self._made))
+            except OSError:
+                exit_now()  # the socket is closed
+            self._made, self._size, self._sent = [], 0, time.monotonic()
 
 
-def leave() -> NoReturn:
+def exit_now() -> NoReturn:
     """End this process without waiting for other threads. One that hangs in the kernel keeps what the process has open,
     so close what a shell may wait for: the output of the program."""
-    for each in range(3):
+    for output in range(3):
         with contextlib.suppress(OSError):
-            os.close(each)
+            os.close(output)
     os._exit(0)
 
 
@@ -495,10 +489,16 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
                 if not all(map(is_visible, name.split("/"))):
                     ignored.append(name)
                 elif member.islnk() or member.issym():
-                    links.append((len(found), name, _target(member)))
+                    folder = "" if member.islnk() else posixpath.dirname(member.name)
+                    target = posixpath.normpath(posixpath.join(folder, member.linkname))
+                    links.append((len(found), name, target))
                     found.append((name, 0, 0, ""))
                 elif member.isreg():
-                    found.append(_member(tar, member, name))
+                    is_short_label = is_label(name) and member.size <= MAX_LABEL_BYTES
+                    stream = tar.extractfile(member) if is_short_label else None
+                    label = stream.read().decode("ascii", "replace").strip() if stream else ""
+                    offset = -1 - member.offset if member.issparse() else member.offset_data
+                    found.append((name, offset, member.size, label))
                 elif not member.isdir():
                     ignored.append(name)
                 if time.monotonic() - last_report >= PROGRESS_S:
@@ -516,12 +516,6 @@ def _member_name(name: str) -> str:
     while name.startswith("./"):
         name = name[2:].lstrip("/")
     return "" if name == "." else name
-
-
-def _member(tar: Any, member: Any, name: str) -> Member:
-    stream = tar.extractfile(member) if is_label(name) and member.size <= MAX_LABEL_BYTES else None
-    label = stream.read().decode("ascii", "replace").strip() if stream else ""
-    return name, -1 - member.offset if member.issparse() else member.offset_data, member.size, label
 
 
 def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
@@ -543,16 +537,9 @@ def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
     raise UnreadableFileError(f"it has changed: there is no member at byte {offset:,}")
 
 
-def _target(member: Any) -> str:
-    """Return the name of the member that a link leads to."""
-    folder = "" if member.islnk() else posixpath.dirname(member.name)
-    return posixpath.normpath(posixpath.join(folder, member.linkname))
-
-
 def _follow(found: list[Member], links: list[tuple[int, str, str]]) -> None:
-    """Replace links by the members that they lead to."""
     targets = {name: target for _, name, target in links}
-    about = {each[0]: each[1:] for each in found if each[0] not in targets}
+    about = {member[0]: member[1:] for member in found if member[0] not in targets}
     for place, name, target in links:
         for _ in range(MAX_LINKS):  # a link may lead to another link
             target = targets.get(target, target)
@@ -588,18 +575,20 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
         groups = []
         for number in range(parquet.metadata.num_row_groups):
             about = parquet.metadata.row_group(number)
-            parts = (about.column(each) for each in range(about.num_columns))
+            parts = (about.column(column_number) for column_number in range(about.num_columns))
             groups.append((about.num_rows, sum(p.total_uncompressed_size for p in parts if p.path_in_schema == sample)))
         labels = parquet.read(columns=[label]).column(0).to_pylist() if label else []
-    return {"groups": groups, "labels": labels, "names": _names(schema, label), "unclear": unclear}
+    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))  # written by its data set library
+    names = about.get("info", {}).get("features", {}).get(label, {}).get("names")
+    return {"groups": groups, "labels": labels, "names": list(names or []), "unclear": unclear}
 
 
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
-    """Return the samples of a row group. Raises: UnreadableFileError: as `row_groups`, and if it is damaged."""
+    """Return the samples of a row group."""
     with _opened(file, progress) as parquet:
         sample, *_ = _columns(parquet.schema_arrow, column)
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
-    return [each.get("bytes") if isinstance(each, dict) else each for each in values]
+    return [value.get("bytes") if isinstance(value, dict) else value for value in values]
 
 
 class _Reporting:
@@ -652,7 +641,7 @@ def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
     kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
     samples, numbers = {}, []
     for field in schema:
-        inner = {each.name for each in field.type} if types.is_struct(field.type) else set()
+        inner = {member.name for member in field.type} if types.is_struct(field.type) else set()
         if any(is_kind(field.type) for is_kind in kinds):
             samples[field.name] = field.name
         elif "bytes" in inner:
@@ -667,12 +656,6 @@ def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
         )
     labels = [name for name in ("label", "labels") if name in schema.names][:1] or numbers
     return (samples[chosen[0]], labels[0], []) if len(labels) == 1 else (samples[chosen[0]], "", labels)
-
-
-def _names(schema: Any, label: str) -> list[str]:
-    """Return the names of the classes, if the data set library of Hugging Face wrote them; else none."""
-    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    return list(about.get("info", {}).get("features", {}).get(label, {}).get("names") or [])
 
 
 _PARSERS: "dict[str, Callable[..., Any]]" = {"members": members, "groups": row_groups, "rows": rows}
@@ -694,26 +677,29 @@ def main(file: int, threads: int, source: str) -> None:
     try:
         storage = Source(source, pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
-        leave()
+        exit_now()
 
-    def greet() -> None:
+    def send_ready() -> None:
         if "://" in source:
             _import_file_system(source)
-        answers.add(0, "h")
+        answers.add(0, READY)
 
     def serve() -> None:
         while True:
             number, kind, arguments = requests.get()
-            answers.add(number, *answer(storage, kind, arguments, partial(answers.add, number, "p")))
+            answers.add(number, *answer(storage, kind, arguments, partial(answers.add, number, PROGRESS)))
 
-    for work in (greet, *[serve] * threads):  # beside the import requests are received, so their sender never waits
+    for work in (
+        send_ready,
+        *[serve] * threads,
+    ):  # beside the import requests are received, so their sender never waits
         threading.Thread(target=work, daemon=True).start()
     while True:
         try:
             for request in pickle.loads(connection.recv_bytes()):
                 requests.put(request)
         except (EOFError, OSError):
-            leave()
+            exit_now()
 
 
 if __name__ == "__main__":
