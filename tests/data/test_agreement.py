@@ -36,7 +36,7 @@ def mapped(folder: str) -> tuple[str, list[str], bool, bool]:
     if os.environ["RANK"] != "0":
         listing.list_source = None  # type: ignore[assignment]
     first = broadcast_manifest(config, "train")
-    listing.keep = None  # type: ignore[assignment]  # nothing has to be sent any more
+    listing.store_manifest = None  # type: ignore[assignment]  # nothing has to be sent any more
     again = broadcast_manifest(config, "train")
     return first.fingerprint, list(again.paths), again.labels.flags.owndata, "train.manifest" in open_files()
 

@@ -137,3 +137,37 @@ def test_workers_that_cannot_start_name_the_reason(tmp_path: Path, limit: str, m
     assert ended.returncode == 1
     assert "DataError: 3 process(es) that make batches cannot start" in ended.stderr
     assert reason in ended.stderr
+
+
+# The first HUNG forked processes never reach Python code that comes after the fork, as with a lock that was copied.
+HANG = """
+import os, sys, time
+from pathlib import Path
+from lightning_sparse.data.pipeline import workers
+workers._START_S = 10.0 if HUNG == 1 else 1.0
+folder, main = Path(sys.argv[2]).parent, os.getpid()
+
+def hang() -> None:
+    hung = [*folder.glob("hung*")]
+    if os.getppid() == main and len(hung) < HUNG:
+        (folder / f"hung{os.getpid()}").touch()
+        time.sleep(1000)
+
+os.register_at_fork(after_in_child=hang)
+"""
+
+
+@pytest.mark.parametrize(("hung", "says"), [(1, "hung while they started: starting them again"), (99, "hung 3 times")])
+def test_workers_that_hang_while_they_start_are_started_again(tmp_path: Path, hung: int, says: str) -> None:
+    (tmp_path / "source" / "train").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / "source" / "train" / f"{number}.bin").write_bytes(b"x")
+    program = START.replace("LIMIT", HANG.replace("HUNG", str(hung))).replace("MEMORY_GB", "0.0")
+    program += "print(sum(map(len, loader)))"
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "source"), str(tmp_path / "cache")]
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert says in ended.stderr, ended.stderr
+    assert (ended.returncode, ended.stdout) == ((0, "20\n") if hung == 1 else (1, ""))

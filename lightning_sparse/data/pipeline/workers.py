@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from functools import partial
@@ -35,6 +36,8 @@ _SEED_OFFSET = 0x5EED_0F_5A39  # so that transforms and the order of samples are
 _PREFETCH = 2  # batches per worker
 _PARENT_S = 1.0  # between looks at whether the training process is alive
 _END_S = 5.0  # for the end of a worker
+_START_S = 30.0  # for the start of all workers
+_STARTS = 3  # attempts
 _NO_MEMORY = "decode ran out of memory: use fewer workers or smaller samples, or raise the limit (ulimit -v)."
 _ATTEMPTS = 100  # samples that are tried in place of one that cannot be decoded
 
@@ -51,6 +54,7 @@ class WorkerPipeline:
         self._current = _Current()
         # not an Event, whose set() waits for each process that waits for it, for ever if one was killed
         self._closed, self._closing = multiprocessing.Pipe(duplex=False)
+        self._started, self._starting = multiprocessing.Pipe(duplex=False)
         self._loader: DataLoader[Any] | None = DataLoader(
             _Batches(store, options),
             sampler=self._current,
@@ -59,7 +63,7 @@ class WorkerPipeline:
             prefetch_factor=_PREFETCH if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin,
-            worker_init_fn=partial(_watch, store, self._closed),
+            worker_init_fn=partial(_watch, store, self._closed, self._starting),
             generator=torch.Generator(),  # the global one is the training's
         )
         self._depth = _PREFETCH * max(1, workers)
@@ -70,11 +74,13 @@ class WorkerPipeline:
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Any, ...], None, None]:
         """Yield (samples,), or (samples, labels) if there are labels, in the order of requests."""
         assert self._loader is not None  # not closed
+        if self._loader._iterator is None and self._loader.num_workers:
+            self._start_workers(self._loader)
         # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
         ordered = prefetch(requests, self._depth, "order")
         self._current.requests = ordered
         try:
-            for batch in _started(self._loader):
+            for batch in self._loader:
                 if isinstance(batch, Exception):
                     raise batch
                 yield batch
@@ -87,6 +93,47 @@ class WorkerPipeline:
             ) from error
         finally:
             ordered.close()
+
+    def _start_workers(self, loader: DataLoader[Any]) -> None:
+        """Start the workers before they get requests.
+
+        A forked worker may hang before it reaches Python code: before Python 3.11.10, fork() may copy a lock that
+        another thread holds, such as Gloo's (https://github.com/python/cpython/issues/112275). Start again then.
+        """
+        self._current.requests = ()
+        for _ in range(_STARTS):
+            try:
+                iterator = iter(loader)
+            except OSError as error:
+                raise DataError(
+                    f"{loader.num_workers} process(es) that make batches cannot start ({error}). They need processes, "
+                    "open files and a writable /dev/shm: raise the limits of the job, or set workers=0."
+                ) from error
+            assert isinstance(iterator, _MultiProcessingDataLoaderIter)
+            until, running = time.monotonic() + _START_S, 0
+            while running < loader.num_workers and self._started.poll(max(0.0, until - time.monotonic())):
+                self._started.recv_bytes()
+                running += 1
+            if running == loader.num_workers:
+                return
+            log.warning(
+                "%d of %d processes that make batches hung while they started: starting them again. To avoid this, "
+                "update Python to 3.11.10 or later, or set workers=0",
+                loader.num_workers - running,
+                loader.num_workers,
+            )
+            torch._C._remove_worker_pids(id(iterator))  # else torch raises for each worker that is killed
+            iterator._worker_pids_set = False
+            for worker in iterator._workers:
+                worker.kill()
+            iterator._shutdown_workers()
+            while self._started.poll():
+                self._started.recv_bytes()
+            loader._iterator = None
+        raise DataError(
+            f"the processes that make batches hung {_STARTS} times while they started: update Python to 3.11.10 or "
+            "later, or set workers=0."
+        )
 
     def close(self) -> None:
         """End the workers. Waits for them, so that the last one to close the memory tier is the training."""
@@ -104,17 +151,6 @@ class WorkerPipeline:
         for worker in workers:
             if worker.exitcode not in (None, 0, -signal.SIGTERM):
                 log.error("%s", _loss(worker.pid, worker.exitcode))
-
-
-def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the workers, unless an earlier run has. Raises: DataError: if the system refuses."""
-    try:
-        return iter(loader)
-    except OSError as error:
-        raise DataError(
-            f"{loader.num_workers} process(es) that make batches cannot start ({error}). They need processes, open "
-            "files and a writable /dev/shm: raise the limits of the job, or set workers=0."
-        ) from error
 
 
 class _Current:
@@ -188,8 +224,10 @@ def _loss(pid: int | None, status: int) -> str:
     )
 
 
-def _watch(store: ReplacingReader, closed: Connection, _: int) -> None:
-    """In a worker: end its waits for storage when it has to end, or when the training process is gone."""
+def _watch(store: ReplacingReader, closed: Connection, starting: Connection, _: int) -> None:
+    """In a worker: report its start. End its waits for storage when it must end, or when the training process is
+    gone."""
+    starting.send_bytes(b"x")
     parent = os.getppid()
 
     def watch() -> None:
