@@ -299,8 +299,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         if sampler_of(loader) is None:
             raise ValueError(
                 f"shard_loader() of a {type(loader).__name__} that draws samples of its own: give a "
-                f"of torch with sampler=ElasticSampler(dataset), or leave shard_loader() out, and each node draws all "
-                f"samples."
+                f"DataLoader of torch with sampler=ElasticSampler(dataset), or leave shard_loader() out, and each "
+                f"node draws all samples."
             )
         elastic.shard_loader(loader, batches)
 

@@ -70,7 +70,7 @@ def test_groups_have_names_and_the_timeout_that_is_given() -> None:
         assert named == {
             "intra": ("lightning_sparse: inside the node", 77.0),
             "inter": ("lightning_sparse: between nodes", 77.0),
-            "outward": ("lightning_sparse: inside the node, at the end", 77.0),
+            "intra_gather": ("lightning_sparse: inside the node, at the end", 77.0),
             "world": ("lightning_sparse: all ranks", 77.0),
         }
 
@@ -78,7 +78,7 @@ def test_groups_have_names_and_the_timeout_that_is_given() -> None:
 def groups_of_a_rank() -> dict[str, tuple[str, float]]:
     topology = discover(timeout=timedelta(seconds=77))
     found = {}
-    for name in ("intra", "inter", "outward", "world"):
+    for name in ("intra", "inter", "intra_gather", "world"):
         group = getattr(topology, name)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         found[name] = (group.group_desc, timeout.total_seconds())

@@ -53,7 +53,7 @@ CONSERVED: list[tuple[dict[str, Any], tuple[int, int]]] = [
 ]
 SLOW: list[tuple[dict[str, Any], tuple[int, int]]] = [
     *(({"exchange": "sparse", "value_dtype": "float32"}, shape) for shape in SHAPES),
-    *(({"exchange": "regional", "value_dtype": each}, (5, 1)) for each in ("bfloat16", "float16")),
+    *(({"exchange": "regional", "value_dtype": each}, (5, 1)) for each in ("bfloat16", "2bit")),
 ]
 
 

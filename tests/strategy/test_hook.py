@@ -165,7 +165,7 @@ def odd_order(nodes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, int, 
 # -- ranks agree bit for bit -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "2bit"])
 @pytest.mark.parametrize("placement", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[2], [0], [1]], [[0, 1, 2]]])
 def test_ranks_are_bit_identical(ranks: RunRanks, placement: list[list[int]], value_dtype: str) -> None:
     histories = ranks(gradients_of_rounds, value_dtype, placement=placement)

@@ -201,7 +201,7 @@ def updates_step(state: HierState) -> None:
 
 BEGINNINGS: dict[str, Callable[[Any], object]] = {
     "step": HierState.before_backward,
-    "hook": lambda state: state.receive(None),
+    "hook": lambda state: state.on_bucket(None),
     "updates": updates_step,
 }
 

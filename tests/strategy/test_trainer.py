@@ -255,7 +255,7 @@ def unused(flavour: str) -> dict[str, Any]:
 def _piece(state: Any, name: str) -> Tensor:
     """This device's part of one parameter's residual."""
     store = state.store
-    for group, shard in store.current.items():
+    for group, shard in store.committed.items():
         pieces = group.shard_slices([name], store.device_index, store.num_devices) if name in group.names else []
         for _, here, _ in pieces:
             return shard[here].clone()
