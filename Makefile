@@ -52,7 +52,6 @@ lint: $(VENV)/.installed ## check style, types, spelling and native formatting
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	$(VENV)/bin/lint-imports --no-cache > /dev/null || $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/codespell $$(git ls-files)
 	@if ! command -v clang-format > /dev/null; then echo "clang-format not found: skipping native code"; \
 	elif [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \

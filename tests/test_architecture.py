@@ -1,4 +1,4 @@
-"""The rules of the architecture. The layers are a contract of import-linter, in pyproject.toml."""
+"""The rules of the architecture. Imports count wherever they stand: also for type checkers, and inside functions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,56 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lightning_sparse
 
+grimp = pytest.importorskip("grimp")
+
 PACKAGE = "lightning_sparse"
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ["topology", "kernels", "exchange", "gradients", "strategy", "data", "pto", "lab"]
-# What import-linter cannot tell apart, because it knows other packages by their first name alone -> the files of the
-# package that may import it, by the beginning of their path.
+# A module imports only from the lines below its own. Parts of one line do not import each other.
+LAYERS = [
+    {"cli"},
+    {"flavours", "lab"},
+    {"strategy", "data"},
+    {"elastic"},
+    {"fsdp"},
+    {"updates", "gradients"},
+    {"pto", "checkpoint.restore"},
+    {"checkpoint.side_files", "checkpoint.folder", "checkpoint.interrupted"},
+    {"checkpoint.verdict", "engine"},
+    {"checkpoint.state"},
+    {"exchange", "optimizers"},
+    {"kernels", "topology", "sharding"},
+    {"agree", "messages", "options"},
+    {"internals"},
+]
+WITHOUT_LAYER = {"_autoload", "_version", "checkpoint"}
+DATA_LAYERS = [
+    {"tokens"},
+    {"datamodule"},
+    {"session", "windows"},
+    {"cache"},
+    {"peers", "pipeline", "shards"},
+    {"id_files"},
+    {"text"},
+    {"sources"},
+    {"folders", "decode"},
+    {"config", "rng", "child"},
+]
+# Importer -> what it never imports, not even through others.
+FORBIDDEN = {
+    ("data", "lab"): (
+        "checkpoint", "elastic", "engine", "exchange", "fsdp", "gradients", "kernels", "pto", "sharding", "strategy",
+        "updates",
+    ),
+}  # fmt: skip
+LIGHTNING = {"pytorch_lightning", "lightning", "lightning_fabric", "lightning_utilities"}
+# grimp knows other packages by their first name alone. Module -> the only files that import it, by their first letters.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "nvidia.dali": ("data/pipeline/dali.py",),
     "torch.nn.parallel": ("gradients/", "strategy/", "pto/"),
@@ -24,6 +64,22 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "sharding.py", "strategy/", "updates/",
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def graph() -> Any:
+    """The imports of the package, which a test leaves as they are."""
+    return grimp.build_graph(PACKAGE, include_external_packages=True, cache_dir=None)
+
+
+def upward_imports(graph: Any, layers: list[set[str]], container: str) -> set[str]:
+    """Imports against the order of the layers."""
+    found = graph.find_illegal_dependencies_for_layers(layers=layers, containers={container})
+    return {f"{dependency.importer} imports {dependency.imported}" for dependency in found}
+
+
+def children(graph: Any, container: str) -> set[str]:
+    return {module.removeprefix(f"{container}.") for module in graph.find_children(container)}
 
 
 def is_under(name: str, prefix: str) -> bool:
@@ -51,33 +107,51 @@ def misplaced(path: str, source: str) -> list[str]:
     ]
 
 
-def lint_imports(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    code = "from importlinter.cli import lint_imports_command as run; run()"
-    command = [sys.executable, "-c", code, "--no-cache", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+def test_imports_go_down(graph: Any) -> None:
+    assert children(graph, PACKAGE) == {part.split(".")[0] for layer in LAYERS for part in layer} | WITHOUT_LAYER
+    assert upward_imports(graph, LAYERS, PACKAGE) == set()
 
 
-def test_imports_of_package_go_down() -> None:
-    pytest.importorskip("importlinter")
-    done = lint_imports()
-    assert done.returncode == 0, done.stdout
+def test_imports_go_down_in_data(graph: Any) -> None:
+    assert children(graph, f"{PACKAGE}.data") == set().union(*DATA_LAYERS)
+    assert upward_imports(graph, DATA_LAYERS, f"{PACKAGE}.data") == set()
 
 
-@pytest.mark.parametrize("type_checking", [False, True])
-def test_import_that_goes_up_is_found(tmp_path: Path, type_checking: bool) -> None:
-    """The contract as it is, over a package with one import too many."""
-    pytest.importorskip("importlinter")
-    for path in [*(ROOT / PACKAGE).rglob("*.py"), ROOT / "pyproject.toml"]:
-        copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    upward = "from lightning_sparse.updates import LocalUpdates"
-    engine = tmp_path / PACKAGE / "engine.py"
-    more = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {upward}\n" if type_checking else f"{upward}\n"
-    engine.write_text(engine.read_text() + more)
-    done = lint_imports("--contract", "layers", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "lightning_sparse.engine is not allowed to import lightning_sparse.updates" in done.stdout
+def test_import_that_goes_up_is_found(graph: Any) -> None:
+    graph.add_import(importer=f"{PACKAGE}.engine", imported=f"{PACKAGE}.updates.local")
+    found = upward_imports(graph, LAYERS, PACKAGE)
+    graph.remove_import(importer=f"{PACKAGE}.engine", imported=f"{PACKAGE}.updates.local")
+    assert f"{PACKAGE}.engine imports {PACKAGE}.updates" in found
+
+
+def test_imports_for_type_checkers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "circle").mkdir()
+    (tmp_path / "circle" / "__init__.py").touch()
+    (tmp_path / "circle" / "upper.py").write_text("from circle.lower import f")
+    (tmp_path / "circle" / "lower.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from circle.upper import C\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    small = grimp.build_graph("circle", cache_dir=None)
+    assert upward_imports(small, [{"upper"}, {"lower"}], "circle") == {"circle.lower imports circle.upper"}
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [(upper, lower) for uppers, lowers in FORBIDDEN.items() for upper in uppers for lower in lowers],
+)
+def test_part_is_usable_without_others(graph: Any, importer: str, imported: str) -> None:
+    names = f"{PACKAGE}.{importer}", f"{PACKAGE}.{imported}"
+    assert graph.find_shortest_chains(*names, as_packages=True) == set()
+
+
+def test_only_flavours_import_lightning(graph: Any) -> None:
+    importers = {
+        module.split(".")[1]
+        for name in LIGHTNING & graph.modules
+        for module in graph.find_modules_that_directly_import(name)
+    }
+    assert importers == {"flavours"}
 
 
 def test_heavy_modules_are_imported_only_where_listed() -> None:

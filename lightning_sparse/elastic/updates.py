@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_sparse import options
 from lightning_sparse._version import __version__
 from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol, from_first
@@ -29,7 +30,6 @@ from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.exchange import Exchange, Transfer
 from lightning_sparse.exchange.communicator import Group
-from lightning_sparse.exchange.config import is_number
 from lightning_sparse.exchange.lanes import AsyncHostTensor, FifoLanes
 from lightning_sparse.kernels.wire import nonfinite_of
 from lightning_sparse.messages import SLOW_AFTER, log
@@ -77,13 +77,9 @@ class ElasticConfig(UpdatesConfig):
                 f"exchange={self.exchange!r} needs nodes that stay: between nodes that come and go use "
                 f"exchange='sparse', or strategy='mstopk_local'."
             )
-        if isinstance(self.min_nodes, bool) or not isinstance(self.min_nodes, int) or self.min_nodes < 1:
-            raise ValueError(f"min_nodes={self.min_nodes!r} must be a whole number of nodes, at least 1.")
-        if not (is_number(self.timeout) and self.timeout > 0):
-            raise ValueError(f"timeout={self.timeout!r} must be a number of seconds, more than 0.")
-        every = self.flush_every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"flush_every={every!r} must be a whole number of rounds, at least 1, or None.")
+        options.whole(self, "min_nodes", low=1)
+        options.number(self, "timeout", above=0, hint="in seconds")
+        options.whole(self, "flush_every", low=1, optional=True, hint="exchanges")
 
 
 class Version(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_sparse import options
 from lightning_sparse.exchange.paths import PATHS, Exchange, Path
 from lightning_sparse.kernels.wire import TWO_BIT
 
@@ -45,24 +46,16 @@ class ExchangeConfig:
     inter_gbps: float | None = None
 
     def __post_init__(self) -> None:
-        if not (is_number(self.density) and 0 < self.density <= 1):
-            raise ValueError(
-                f"density={self.density!r} must be a number in (0, 1]: it is the share of entries that is sent, 0.01 "
-                f"for one in a hundred. `lightning-sparse plan` shows how much hides behind computation. For plain "
-                f"dense communication use exchange='dense'."
-            )
-        _one_of("exchange", self.exchange, get_args(Exchange))
-        if str(self.value_dtype) == "float16":
-            raise ValueError("value_dtype='float16' was removed. Use 'bfloat16', which sends as many bytes.")
-        _one_of("value_dtype", self.value_dtype, get_args(ValueDtype))
-        if self.inter_gbps is not None and not (is_number(self.inter_gbps) and 0 < self.inter_gbps < float("inf")):
-            raise ValueError(f"inter_gbps={self.inter_gbps!r} must be a rate in Gbit/s; None measures it.")
+        options.number(self, "density", above=0, high=1, hint="0.01 sends 1% of the entries, exchange='dense' all")
+        options.one_of(self, "exchange", get_args(Exchange))
+        options.one_of(self, "value_dtype", get_args(ValueDtype), hint="'bfloat16' takes the place of 'float16'")
+        options.number(self, "inter_gbps", above=0, optional=True, hint="a rate in Gbit/s; None measures it")
+        options.flag(self, "overlap")
         if self.inter_gbps is not None and self.exchange != "auto":
             raise ValueError(
                 f"inter_gbps={self.inter_gbps!r} decides between paths for exchange='auto', and exchange="
                 f"{self.exchange!r} names one: leave inter_gbps out."
             )
-        check_flag("overlap", self.overlap)
 
     @property
     def path(self) -> type[Path] | None:
@@ -91,19 +84,3 @@ class ExchangeConfig:
             for field in fields(self)
             if field.name in other and other[field.name] != getattr(self, field.name)
         }
-
-
-def is_number(value: object) -> bool:
-    """True for int and float, and not for bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raises ValueError unless the value is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False.")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")

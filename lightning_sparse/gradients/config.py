@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_sparse.exchange.config import ExchangeConfig, check_flag
+from lightning_sparse import options
+from lightning_sparse.exchange.config import ExchangeConfig
 
 Exclude = Literal["none", "vectors"] | tuple[str, ...]
 
@@ -36,9 +37,7 @@ class GradientsConfig(ExchangeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("warmup_epochs", "warmup_steps"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name}={value!r} must be a whole number, 0 or more; 0 turns it off.")
+            options.whole(self, name, low=0, optional=True, hint="0 turns it off")
 
     @property
     def wants_warmup(self) -> bool:
@@ -68,7 +67,7 @@ class HierConfig(GradientsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_exclude(self.exclude)
-        check_flag("momentum_correction", self.momentum_correction)
+        options.flag(self, "momentum_correction")
 
 
 def _check_exclude(value: object) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_sparse.exchange.config import ExchangeConfig, ValueDtype, check_flag, is_number
+from lightning_sparse import options
+from lightning_sparse.exchange.config import ExchangeConfig, ValueDtype
 from lightning_sparse.exchange.paths import Exchange
 
 StepAhead = float | Literal["auto"]
@@ -56,27 +57,13 @@ class UpdatesConfig(ExchangeConfig):
                 "exchange='auto' chooses by what hides behind backward, and updates have the whole step to hide "
                 "behind: choose 'sparse', 'regional', 'dense16' or 'dense'."
             )
-        if self.step_ahead != "auto" and not (is_number(self.step_ahead) and LEAST_AHEAD <= self.step_ahead <= 1):
-            raise ValueError(
-                f"step_ahead={self.step_ahead!r} must be a number from {LEAST_AHEAD} to 1, or 'auto', which measures: "
-                f"it is the share of its own pending updates that a node's model keeps."
-            )
-        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
-            raise ValueError(
-                f"sync_every={self.sync_every!r} must be a whole number of steps, at least 1, between exchanges."
-            )
-        whole = isinstance(self.delay, int) and not isinstance(self.delay, bool)
-        if not whole or not 0 <= self.delay <= self.sync_every:
-            raise ValueError(
-                f"delay={self.delay!r} must be 0 (the step waits for the exchange) or a number of steps up to "
-                f"sync_every={self.sync_every}: one exchange is over before the next begins."
-            )
-        if not (is_number(self.outer_lr) and 0 < self.outer_lr <= MOST_OUTER_LR):
-            raise ValueError(
-                f"outer_lr={self.outer_lr!r} must be a number above 0 and at most {MOST_OUTER_LR}: the factor of what "
-                f"arrives from all nodes. 1 counts every update once."
-            )
-        check_flag("shard_optimizer", self.shard_optimizer)
+        if self.step_ahead != "auto":
+            hint = "the share of its pending updates in a node's weights; 'auto' measures it"
+            options.number(self, "step_ahead", low=LEAST_AHEAD, high=1, hint=hint)
+        options.whole(self, "sync_every", low=1, hint="steps between two exchanges")
+        options.whole(self, "delay", low=0, high=self.sync_every, hint="steps, up to sync_every; 0 waits in each step")
+        options.number(self, "outer_lr", above=0, high=MOST_OUTER_LR, hint="1 counts every received update once")
+        options.flag(self, "shard_optimizer")
 
     def measures_ahead(self, num_nodes: int) -> bool:
         """Whether ``step_ahead`` follows what so many nodes agree on."""
