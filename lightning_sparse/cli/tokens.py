@@ -41,7 +41,10 @@ def _import_function(text: str) -> Callable[[str], Sequence[int]]:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    for text in arguments.texts:
+        if not text.is_file():
+            raise ValueError(f"{text} is not a file: give text files.")
     out = prepare(arguments.texts, arguments.out, arguments.tokenizer, arguments.vocab_size, arguments.end)
     (file,) = files_of(out)
-    print(f"{file.path}: {file.tokens:,} tokens of {file.vocab_size:,}, {file.dtype.name}")
+    print(f"{file.path}: {file.tokens:,} tokens, vocabulary of {file.vocab_size:,}, {file.dtype.name}")
     return 0

@@ -425,9 +425,10 @@ class Session:
             else:
                 workers = cores if options.workers is None else options.workers
                 made = WorkerPipeline(store, options, workers=workers, pin=pin)
-                about = f"; {workers} process(es) a rank make batches of them"
+                about = f"; {workers} process(es) per rank make batches"
             if not self._pipelines:
-                self.log_once(f"samples in memory as {'files' if store.format == 'bytes' else store.format}{about}")
+                kept = {"bytes": "files", "decoded": "decoded pixels"}.get(store.format, f"{store.format} files")
+                self.log_once(f"the memory of the nodes holds {kept}{about}")
             self._pipelines[split] = made
         return self._pipelines[split]
 

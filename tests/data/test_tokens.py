@@ -46,7 +46,7 @@ def test_a_tokenizer_makes_the_ids_and_large_vocabularies_take_four_bytes(tmp_pa
 def test_the_command_line_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("abc")
     assert main(["tokens", str(tmp_path / "a.bin"), str(tmp_path / "a.txt")]) == 0
-    assert "3 tokens of 256, uint16" in capsys.readouterr().out
+    assert "3 tokens, vocabulary of 256, uint16" in capsys.readouterr().out
     given = [str(tmp_path / "b"), str(tmp_path / "a.txt"), "--tokenizer", "builtins:len", "--vocab-size", "9"]
     with pytest.raises(TypeError):  # of the callable itself
         main(["tokens", *given])

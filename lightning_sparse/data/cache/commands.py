@@ -26,6 +26,7 @@ from lightning_sparse.data.config import SPLITS, CacheConfig, DataError
 from lightning_sparse.data.folders import VERSION, source_name
 from lightning_sparse.data.sources.listing import has_split, listed_splits, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.messages import human_bytes
 
 CHUNK = 16  # files per request of a thread
 
@@ -51,7 +52,7 @@ class WarmReport:
     def describe(self) -> str:
         left = self.files - self.present - self.fetched - len(self.corrupt)
         text = f"{self.split}: {self.files:,} files, {self.present:,} cached before, {self.fetched:,} fetched "
-        text += f"({self.fetched_bytes / 1e6:,.1f} MB)"
+        text += f"({human_bytes(self.fetched_bytes)})"
         text += f", {len(self.corrupt):,} corrupt" if self.corrupt else ""
         text += f", {left:,} did not fit" if self.full else ""
         text += f", {len(self.differing):,} replaced, which differed from the source" if self.differing else ""
@@ -165,9 +166,9 @@ class CachedSource:
 
     def describe(self) -> str:
         other = "" if self.version == VERSION else f" (version {self.version}, which this version does not use)"
-        lines = [f"{self.source}{other}: {self.bytes / 1e9:,.2f} GB in {self.folder}"]
+        lines = [f"{self.source}{other}: {human_bytes(self.bytes)} in {self.folder}"]
         for split, kept, listed, nbytes in self.splits:
-            lines.append(f"  {split}: {kept:,} of {listed:,} files, {nbytes / 1e9:,.2f} GB")
+            lines.append(f"  {split}: {kept:,} of {listed:,} files, {human_bytes(nbytes)}")
         return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from lightning_sparse.agree import on_all
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.folders import file_name
-from lightning_sparse.messages import log
+from lightning_sparse.messages import human_bytes, log
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,9 @@ class TierLog:
         disks = {node.folder: node for node in held}.values()
         sizes = (
             f"  in memory: {sum(node.memory for node in held):,} samples, "
-            f"{sum(node.memory_bytes for node in held) / 1e6:,.1f} MB; "
+            f"{human_bytes(sum(node.memory_bytes for node in held))}; "
             f"on local disks: {sum(tier.disk for tier in disks):,} samples, "
-            f"{sum(node.disk_bytes for node in disks) / 1e6:,.1f} MB"
+            f"{human_bytes(sum(node.disk_bytes for node in disks))}"
         )
         return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])
 
@@ -189,13 +189,13 @@ class TierLog:
         """Return one line per epoch, of long runs the first and the last ones."""
         epochs = list(self.epochs.items())
         shown = epochs if len(epochs) <= 8 else [*epochs[:3], *epochs[-3:]]
-        lines = ["  epoch  " + "".join(f"{tier:>12} MB" for tier in TIERS) + "   hits in memory"]
+        lines = ["  epoch  " + "".join(f"{tier:>15}" for tier in TIERS) + "   hits in memory"]
         for row, (epoch, counts) in enumerate(shown):
             if len(epochs) > len(shown) and row == 3:
                 lines.append(f"  ... {len(epochs) - len(shown)} more")
             numbers = asdict(counts)
-            sizes = "".join(f"{numbers[f'{tier}_bytes'] / 1e6:>15,.1f}" for tier in TIERS)
-            lines.append(f"  {epoch:>5}  {sizes}{100 * counts.memory_hits:>16.1f} %")
+            sizes = "".join(f"{human_bytes(numbers[f'{tier}_bytes']):>15}" for tier in TIERS)
+            lines.append(f"  {epoch:>5}  {sizes}{100 * counts.memory_hits:>16.1f}%")
         total = asdict(sum(self.epochs.values(), TierCounts()))
         return lines + [f"  {text}: {total[name]:,}" for name, text in _ERRORS.items() if total[name]]
 
