@@ -164,7 +164,7 @@ class Topology:
     def describe(self) -> str:
         """One line for the log: what was found and which path follows from it."""
         path = {
-            "hierarchical": "hierarchical reduction",
+            "hierarchical": "reduces inside each node, then between nodes",
             "one node": "plain all-reduce (no link between nodes to save)",
             "one rank": "nothing to reduce",
             "unequal nodes": "plain all-reduce (nodes of unequal size have no common shards)",

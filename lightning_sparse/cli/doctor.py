@@ -147,7 +147,7 @@ def check_extras() -> Iterator[CheckResult]:
     for package, use in EXTRAS.items():
         installed = _version(package)
         if installed is None:
-            yield CheckResult("note", package, f"not installed, needed for {use}: pip install {package}")
+            yield CheckResult("note", package, f"optional, for {use}: pip install {package}")
         else:
             yield CheckResult("ok", package, f"{installed}: {use}")
     for package, fix in IMPORT_FIXES.items():

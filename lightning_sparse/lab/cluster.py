@@ -100,8 +100,10 @@ class RunResult:
 
     def summary(self) -> str:
         ended = f"{len(self.node_exit_codes)} nodes exited with code {self.exit_code} after {self.seconds:.1f} s"
+        if self.exit_code:
+            ended += "; the first error above is the cause"
         if self.traffic is None:
-            return f"{ended}; on loopback, without rate limits and byte counts"
+            return f"{ended} (loopback: rates not limited, bytes not counted)"
         text = f"{ended}; bytes sent between nodes: {self.bytes_between_nodes:,}"
         if self.storage_traffic is not None:
             text += f"; from storage: {self.storage_traffic.sent:,}"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_sparse.agree import differing
 from lightning_sparse.exchange.communicator import Group, HierCommunicator
 from lightning_sparse.internals import runs_first
-from lightning_sparse.messages import log
+from lightning_sparse.messages import human_bytes, log
 from lightning_sparse.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
 from lightning_sparse.pto.gather import FlatGather, State, collect, cut_state, join_states, placed_like
 from lightning_sparse.sharding import Part, Parts, flat_view, flatten_like, loads_of, parameters_of, partition_new
@@ -145,9 +145,9 @@ class ShardedStep:
         unbalance = max(loads) * size / max(1, sum(loads))
         cut = sum(len(parts) > 1 for parts in self.parts)
         return (
-            f"{type(self.optimizer).__name__}: {len(self.parameters)} parameters, {cut} of them divided, are stepped "
-            f"by {size} ranks; the largest share is {unbalance:.2f}x the mean; each step gathers "
-            f"{self._gather.nbytes / 1e6:.1f} MB"
+            f"{size} ranks share the step of {type(self.optimizer).__name__}: {len(self.parameters)} parameters, {cut} "
+            f"of them split between ranks. The largest share is {unbalance:.2f} times the mean. A rank receives "
+            f"{human_bytes(self._gather.nbytes)} per step"
         )
 
     # -- around the step -----------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_on_two_nodes_it_measures_the_network_and_rank_0_alone_speaks() -> None:
     assert code == other_code == 0, said
     assert nothing == ""
     lines = {line[5:].split("  ")[0].strip(): line for line in said.splitlines()}
-    assert "2 node(s) x 1 device(s): hierarchical reduction, gloo" in lines["topology"]
+    assert "2 node(s) x 1 device(s): reduces inside each node, then between nodes, gloo" in lines["topology"]
     assert "Gbit/s per node" in lines["between nodes"]
     assert "inside a node" not in lines, "one device has nobody to talk to"
     assert "exchange='auto' chooses" in lines["25 MiB bucket at 1%"]

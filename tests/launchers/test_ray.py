@@ -90,6 +90,6 @@ def test_the_example_trains_on_pictures(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--emulate", "--epochs", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert "2 node(s) x 2 device(s): hierarchical reduction" in done.stdout + done.stderr
+    assert "2 node(s) x 2 device(s): reduces inside each node, then between nodes" in done.stdout + done.stderr
     assert "in memory: 1,438 samples" in done.stdout + done.stderr
     assert "validation accuracy: 0." in done.stdout

@@ -76,7 +76,7 @@ def test_fit_validate_test_predict_and_a_second_fit(results: Results) -> None:
     assert life["rounds_after"] == 12, "the second fit went on with the same state"
     assert life["residual"] > 0
     assert life["sent"] < 0.2, "after the second wrap the one big bucket was split into the settled groups, sparse"
-    assert sum("hierarchical reduction" in line for line in life["lines"]) == 1
+    assert sum("reduces inside each node, then between nodes" in line for line in life["lines"]) == 1
     assert not results[1]["life"]["lines"], "ranks other than 0 are quiet"
     assert life["views"] == [True, True], "gradients lie in the buckets"
 
