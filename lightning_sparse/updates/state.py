@@ -393,7 +393,7 @@ class SparseUpdateState(UpdateState):
             self._samples = AsyncHostTensor(saved["samples"])
         if "messages" in saved:
             messages, mine = saved["messages"].to(self.local_S.device), self._exchange.topology.node_index
-            counted = float(saved["outer_lr"]) if "outer_lr" in saved else 1.0  # in the global weights that were saved
+            counted = float(saved["outer_lr"])  # in the global weights that were saved
             if counted != self._config.outer_lr or not self._path.wrote(messages):
                 return False
             self._messages, self._sent = messages, messages[mine : mine + 1]

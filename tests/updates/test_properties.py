@@ -414,25 +414,6 @@ def both_ways(options: dict[str, Any], change: dict[str, Any]) -> list[tuple[Ten
     return [with_other_options(options, changed), with_other_options(changed, options)]
 
 
-def saved_before_there_was_an_outer_learning_rate() -> tuple[Tensor, Tensor, float, float]:
-    ddp, optimizer, updates = start(adamw, density=0.02)
-    steps(ddp, optimizer, updates, 0, 7)
-    metadata, state = updates.metadata(), updates.state()
-    del state.own["optimizers"][0]["outer_lr"]
-    _, _, resumed = start(adamw, density=0.02, outer_lr=1.5)
-    resumed.load(metadata, state)
-    ahead = [each.optimizers[0].state.local_fraction for each in (updates, resumed)]
-    return shared_of(updates), shared_of(resumed), *ahead
-
-
-def test_a_state_without_an_outer_learning_rate_had_one_of_1(ranks: RunRanks) -> None:
-    for shared, resumed, ahead, resumed_ahead in ranks(
-        saved_before_there_was_an_outer_learning_rate, nodes=3, devices=1
-    ):
-        assert torch.equal(shared, resumed)
-        assert ahead == resumed_ahead < 1
-
-
 def traffic(sync_every: int) -> tuple[float, float, str]:
     """Return the bytes per step that count for plain DDP, those of its all-reduce, and the line at the start."""
     ddp, optimizer, updates = start(sgd, mlp(), sync_every=sync_every)
