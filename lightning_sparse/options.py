@@ -74,7 +74,7 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _refuse(name: str, value: Any, rule: str, optional: bool, hint: str) -> None:
-    rule += " or None" if optional else ""
+    rule += ", or None" if optional else ""
     raise ValueError(f"{name}={value!r} must be {rule}{f': {hint}' if hint else ''}.")
 
 
@@ -84,9 +84,8 @@ def _range(low: float | None, high: float | None, above: float | None = None, be
     start, end = low if above is None else above, high if below is None else below
     if start is not None and end is not None:
         return f" in {'[' if above is None else '('}{start}, {end}{']' if below is None else ')'}"
-    words = {"at least": low, "above": above, "at most": high, "below": below}
-    limits = [f"{word} {limit}" for word, limit in words.items() if limit is not None]
-    return f", {' and '.join(limits)}" if limits else ""
+    words = {"of at least": low, "above": above, "of at most": high, "below": below}
+    return "".join(f" {word} {limit}" for word, limit in words.items() if limit is not None)
 
 
 def with_options_of(*configs: type, without: Sequence[str] = ()) -> Callable[[Init], Init]:

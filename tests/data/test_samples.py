@@ -243,7 +243,7 @@ def test_corrupt_samples_are_counted_once_and_replaced_by_different_samples(fold
     ("options", "says"),
     [
         ({"decode": None}, "decode=None must be a function"),
-        ({"transform": 3}, "transform=3 must be a function or None"),
+        ({"transform": 3}, "transform=3 must be a function, or None"),
         ({"workers": -1}, "workers=-1 must be"),
         ({"batch_size": 0}, "batch_size=0 must be"),
         ({"lists": {"val": "val.csv"}}, "must give a file for train"),
