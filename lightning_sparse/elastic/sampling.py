@@ -194,10 +194,10 @@ class Dealt(Protocol):
     """What draws the samples that it is dealt.
 
     Attributes:
-        ahead: batches that it may have drawn and not given out.
+        prefetch_depth: batches that it may have drawn and not given out.
     """
 
-    ahead: int
+    prefetch_depth: int
 
     def deal(self, share: Share) -> None:
         """Draw in each epoch what ``share`` yields."""
@@ -244,7 +244,7 @@ class ElasticSampler(DistributedSampler[int]):
         super().__init__(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         self._size = len(dataset)
         self._share: Share | None = None
-        self.ahead = 0
+        self.prefetch_depth = 0
 
     def deal(self, share: Share) -> None:
         """Draw what is dealt to this device of its node."""

@@ -256,11 +256,11 @@ class ElasticUpdates(LocalUpdates):
         if dealt is None:
             return
         if isinstance(loader, DataLoader):
-            dealt.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+            dealt.prefetch_depth = loader.num_workers * (loader.prefetch_factor or 0)
         batch_size = loader.batch_size or 1
         deals, devices = self.peers.deals, self._devices
         self._least = max(self._least, min_samples_per_round(loader) * devices.size)
-        ahead = (1 + 2 * batches * self.config.sync_every + dealt.ahead) * batch_size * devices.size
+        ahead = (1 + 2 * batches * self.config.sync_every + dealt.prefetch_depth) * batch_size * devices.size
         if ahead > deals.ahead:
             deals.ahead = ahead
             self.watch()

@@ -13,6 +13,7 @@ import torch
 from lightning_sparse.data.pipeline.images import Batch
 from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Sampler, SamplerConfig
+from lightning_sparse.elastic.sampling import sampler_of
 
 CONFIG = SamplerConfig(batch_size=4)
 
@@ -166,6 +167,7 @@ def test_dealt_loaders_share_an_epoch_in_its_order_and_begin_it_anew_when_they_r
 
     whole = [each for batch in samples(loader()) for each in batch][:22]
     one, other = loader(), loader()
+    assert sampler_of(one) is one, "elastic nodes recognize a loader by its attributes"
     for place, each in enumerate((one, other)):
         each.load_state_dict({"epoch": 0, "segments": [EpochSegment(CONFIG, 3).state_dict()], "fingerprint": "same"})
         each.deal(every_second(place))
