@@ -3,9 +3,9 @@
 Importing this package registers the strategies ``"mstopk_hier..."`` with Lightning; the entry point in `_autoload` does
 so even without the import. It imports neither torch nor Lightning.
 
-The public names exist once per flavour of Lightning, whose classes do not mix. They are resolved on access (PEP 562):
+The public names exist once for each of Lightning's packages, whose classes do not mix. They are resolved on access (PEP 562):
 
-| imported flavour | module |
+| imported package | module |
 |---|---|
 | ``pytorch_lightning`` | ``lightning_sparse.flavours.pytorch_lightning`` |
 | ``lightning.pytorch`` | ``lightning_sparse.flavours.lightning`` |
@@ -41,7 +41,7 @@ __all__ = [
     "MSTopKHierStrategy", "MSTopKLocalStrategy", "PTOCallback", "TokenDataModule", "__version__",
 ]  # fmt: skip
 
-# The root module of a flavour, as in sys.modules -> our module for it, in order of preference.
+# The root module of a package of Lightning, as in sys.modules -> our module for it, in order of preference.
 _FLAVOURS = {
     "pytorch_lightning": "lightning_sparse.flavours.pytorch_lightning",
     "lightning.pytorch": "lightning_sparse.flavours.lightning",
@@ -55,21 +55,21 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_flavour(name)), name)
+    return getattr(import_module(_module_of(name)), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _flavour(name: str) -> str:
+def _module_of(name: str) -> str:
     """The module that provides `name`. ImportError, since ``from ... import`` drops an AttributeError's message."""
     imported = [root for root in _FLAVOURS if root in sys.modules]
     if len(imported) > 1:
         imports = " or ".join(f"`from {module} import {name}`" for module in _FLAVOURS.values())
         raise ImportError(
             f"lightning_sparse.{name}: both pytorch_lightning and lightning.pytorch are imported, and their classes do "
-            f"not mix. Import from your Trainer's flavour: {imports}."
+            f"not mix. Import from the module of your Trainer's package: {imports}."
         )
     if imported:
         return _FLAVOURS[imported[0]]

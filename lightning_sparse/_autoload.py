@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# Lightning's module with the registry of strategies -> our module with the strategy of that flavour.
+# Lightning's module with the registry of strategies -> our module with its strategies.
 FLAVOURS = {
     "pytorch_lightning.strategies": "lightning_sparse.flavours.pytorch_lightning",
     "lightning.pytorch.strategies": "lightning_sparse.flavours.lightning",
@@ -43,7 +43,7 @@ _SUFFIXES: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
 }
 _NO_SUFFIXES: dict[str, dict[str, Any]] = {"": {}}
-# Name -> the class of every flavour's module, what it does, and the suffixes that it takes.
+# Name -> the class in each of our modules, what it does, and the suffixes that it takes.
 CLASSES = {
     "mstopk_hier": ("MSTopKHierStrategy", "Hierarchical top-k gradient communication between nodes", _SUFFIXES),
     "mstopk_local": (
@@ -71,7 +71,7 @@ def autoload() -> None:
 
 
 def _register(strategies: ModuleType | None) -> None:
-    """Add our names to the registry of one flavour, except names that it already has."""
+    """Add our names to the registry of one package of Lightning, except names that it already has."""
     # The registry does not exist yet if the module is still being imported.
     registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
     if strategies is None or registry is None:
@@ -85,8 +85,8 @@ def _register(strategies: ModuleType | None) -> None:
                 registry.register(f"{base}{suffix}", factory, description=description, **arguments)
 
 
-def _create(flavour: str, cls: str, **arguments: Any) -> Any:
-    return getattr(import_module(flavour), cls)(**arguments)
+def _create(module: str, cls: str, **arguments: Any) -> Any:
+    return getattr(import_module(module), cls)(**arguments)
 
 
 class _StrategiesFinder:

@@ -96,8 +96,11 @@ _OTHER = {"pytorch_lightning": ("lightning", "lightning.pytorch"), "lightning": 
 
 
 def class_repr(cls: type, options: Mapping[str, Any]) -> str:
-    """Return what an object of a flavour's class is printed as. Lightning prints it when it is given one of the other
-    flavour, so it names the way out where that is imported."""
+    """Return the text for an object of one of our classes.
+
+    Lightning prints it in its error about an object of the other package. So it names the right class, if the other
+    package is imported.
+    """
     other, root = _OTHER.get(cls.__module__.rpartition(".")[2], ("", ""))
     way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{cls.__name__}"
     said = ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -165,10 +165,10 @@ def test_public_names_with_both_flavours_raise_and_name_the_two(stand_in: Path, 
 def test_public_names_without_an_import_take_what_is_installed(stand_in: Path, tmp_path: Path) -> None:
     code = """
         import importlib.util, sys, lightning_sparse
-        assert lightning_sparse._flavour("x") == "lightning_sparse.flavours.pytorch_lightning"
+        assert lightning_sparse._module_of("x") == "lightning_sparse.flavours.pytorch_lightning"
         find, absent = importlib.util.find_spec, {"pytorch_lightning"}
         importlib.util.find_spec = lambda name: None if name in absent else find(name)
-        assert lightning_sparse._flavour("x") == "lightning_sparse.flavours.lightning"
+        assert lightning_sparse._module_of("x") == "lightning_sparse.flavours.lightning"
         assert not {"lightning", "pytorch_lightning"} & set(sys.modules)
         absent.add("lightning")
         try:
