@@ -3,7 +3,8 @@
 Importing this package registers the strategies ``"mstopk_hier..."`` with Lightning; the entry point in `_autoload` does
 so even without the import. It imports neither torch nor Lightning.
 
-The public names exist once for each of Lightning's packages, whose classes do not mix. They are resolved on access (PEP 562):
+The public names exist once for each of Lightning's packages, whose classes do not mix. They are resolved on access
+(PEP 562):
 
 | imported package | module |
 |---|---|

@@ -29,8 +29,8 @@ from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import Send
 
 NO_WARMUP = (
-    "no density warm-up: sparse gradients learn slowly at first, or not at all. Give warmup_steps, such as 5% of the run, "
-    "which a Trainer takes by itself; 0 to do without"
+    "no density warm-up: sparse gradients learn slowly at first, or not at all. Give warmup_steps, such as 5% of the "
+    "run, which a Trainer takes by itself; 0 to do without"
 )
 
 
