@@ -79,7 +79,7 @@ class ElasticConfig(UpdatesConfig):
             )
         options.whole(self, "min_nodes", low=1)
         options.number(self, "timeout", above=0, hint="in seconds")
-        options.whole(self, "flush_every", low=1, optional=True, hint="exchanges")
+        options.whole(self, "flush_every", low=1, optional=True, hint="in exchanges")
 
 
 class Version(NamedTuple):

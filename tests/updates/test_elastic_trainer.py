@@ -191,8 +191,8 @@ def test_bad_options_are_refused() -> None:
     for wrong, said in (
         ({"exchange": "regional"}, "exchange='regional' cannot be combined with MSTopKElasticStrategy"),
         ({"min_nodes": 0}, "min_nodes=0 must be a whole number"),
-        ({"flush_every": 0}, "flush_every=0 must be a whole number of rounds"),
-        ({"timeout": -1}, "timeout=-1 must be a number of seconds"),
+        ({"flush_every": 0}, "flush_every=0 must be a whole number of at least 1"),
+        ({"timeout": -1}, "timeout=-1 must be a number above 0"),
     ):
         with pytest.raises(ValueError, match=said):
             MSTopKElasticStrategy(**wrong)  # type: ignore[arg-type]
