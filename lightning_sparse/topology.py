@@ -10,8 +10,8 @@ intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fas
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
-``outward`` has intra's ranks once more, for the all-gather that ends one bucket while the reduce-scatter of the next
-begins: two threads must not share a group of Gloo, and NCCL executes the collectives of one communicator in turn. With
+``intra_gather`` has the ranks of ``intra`` again, for the all-gather that ends one bucket while the reduce-scatter of the
+next begins: two threads must not share a group of Gloo, and NCCL executes the collectives of one communicator in turn. With
 Gloo ``world`` has all ranks once more, for DDP uses the default group meanwhile. NCCL makes all groups of an axis by
 one split of its communicator.
 
@@ -88,7 +88,7 @@ class Topology:
         nodes: global ranks, one tuple a node in node order, each in device order.
         rank: the global rank of this process.
         intra: the ranks of this node; None where the hierarchy is not used.
-        outward: the same ranks again.
+        intra_gather: the ranks of this node again, for the last all-gather of a bucket.
         inter: the ranks of equal device index on all nodes; None where the hierarchy is not used.
         world: all ranks; None stands for the default group.
         timeout: of the groups; None: the timeout of the default group.

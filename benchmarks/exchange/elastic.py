@@ -210,7 +210,7 @@ def validated(folder: Path, seed: int, steps: int) -> Rows:
 
 
 def compared(said: dict[int, Rows]) -> dict[str, Any]:
-    """RoundProtocol whose weights more than one node told, and those of which they told different bits; rounds lost."""
+    """Return the rounds that several nodes report, the rounds in which their weights differ, and the lost rounds."""
     digests: dict[str, dict[int, str]] = {}
     for place, lines in said.items():
         for line in lines:

@@ -22,7 +22,7 @@ import json
 import os
 import uuid
 import zipfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_sparse.checkpoint.state import VERSION, State, serialize_checked
-from lightning_sparse.checkpoint.verdict import Reports, decide
+from lightning_sparse.checkpoint.verdict import Reports, decide, forget
 from lightning_sparse.engine import Engine
 from lightning_sparse.messages import log
 from lightning_sparse.topology import Topology
@@ -101,6 +101,7 @@ class SideFileWriter:
         self._kind = kind
         self._counts: Counter[tuple[int, int]] = Counter()
         self._looked = False
+        self._decided: deque[str] = deque(maxlen=2)  # keys of the last saves
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -108,13 +109,13 @@ class SideFileWriter:
     def saving(
         self, path: Any, engines: Sequence[Engine], timeout: timedelta | None, entries: Mapping[str, Any]
     ) -> Iterator[list[dict[str, Any]] | None]:
-        """Write this rank's side files, then the caller writes the main file with the metadata_list that are yielded;
-        afterwards those of earlier saves are removed.
+        """Write this rank's side files, and yield the metadata for the main file, which the caller writes. Then
+        remove the side files of earlier saves.
 
         Args:
             path: of the main file.
-            engines: to save; none for weights alone, and None is yielded then.
-            timeout: of rank 0's wait for the files of all ranks.
+            engines: the engines to save. Without any, only weights are saved, and None is yielded.
+            timeout: how long to wait for the files of all ranks.
             entries: what a strategy adds to the first of this rank's files.
 
         Raises:
@@ -141,10 +142,12 @@ class SideFileWriter:
         entries: Mapping[str, Any],
     ) -> None:
         """Write this rank's side files, and wait until all ranks have written theirs."""
-        rank, fs_path = dist.get_rank(), fsspec.core.url_to_fs(path)
-        report: dict[str, Any] = {"path": path, "error": "", "replaces": fs_path[0].exists(fs_path[1])}
-        failure: Exception | None = None
+        rank, failure = dist.get_rank(), None
+        report: dict[str, Any] = {"path": path, "error": "", "replaces": False}
         try:
+            if rank == 0:
+                fs, main_file = fsspec.core.url_to_fs(path)
+                report["replaces"] = fs.exists(main_file)
             for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
                 more = {"entries": dict(entries)} if index == 0 else {}
                 write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
@@ -152,6 +155,9 @@ class SideFileWriter:
             failure, report["error"] = error, f"{type(error).__name__}: {error}"
         key, task = f"lightning_sparse/{'/'.join(ids)}", "write what they know beside a checkpoint"
         verdict, reports = decide(key, json.dumps(report), partial(_verdict, path), timeout, task)
+        if len(self._decided) == 2:
+            forget(self._decided[0])  # all ranks have left it, because all have reported in the save after it
+        self._decided.append(key)
         if failure is not None:
             raise failure
         if verdict:

@@ -30,8 +30,8 @@ def decide(
     Args:
         key: Equal on all ranks, and unique to this decision.
         judge: Returns the verdict.
-        timeout: Of the wait. Default: the timeout of the process group.
-        task: What other ranks do meanwhile, for the log. Empty: log nothing.
+        timeout: How long to wait for reports. Default: the timeout of the process group.
+        task: The task of the ranks that have not reported, for the log. Empty: log nothing.
 
     Returns:
         The verdict, equal on all ranks, and the reports that this rank saw.
@@ -51,6 +51,13 @@ def decide(
     reports = [store.get(key).decode().removeprefix(_NONE) if store.check([key]) else None for key in keys]
     verdict = store.compare_set(f"{key}/verdict", "", judge(reports) or _NONE).decode()
     return verdict.removeprefix(_NONE), reports
+
+
+def forget(key: str) -> None:
+    """Remove this rank's report and the verdict from the store. Call it when no rank waits for them any more."""
+    store = default_store()
+    store.delete_key(f"{key}/{dist.get_rank()}")
+    store.delete_key(f"{key}/verdict")
 
 
 def _has_all(store: Store, keys: list[str], timeout: timedelta) -> bool:

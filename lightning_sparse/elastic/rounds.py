@@ -72,8 +72,8 @@ class Outcome:
     Args:
         rounds: that count from now on, in order.
         returned: what this node had sent and no node took: a message, or all of its pending updates.
-        wanted: names of snapshots that other nodes ask of this one.
-        asked: names of all snapshots that nodes ask for; None without a quorum.
+        requests_for_me: names of snapshots that other nodes request from this node.
+        open_requests: names of all snapshots that nodes request; None without a quorum.
         alone: no other node took part.
         behind: this node's weights are not those that the round changed.
         left_out: whether this node's updates were not finite on one of its devices. They were returned and not sent.

@@ -44,7 +44,7 @@ class SampleProgress:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Places of the line from ``begin`` on are dealt to these nodes, one by one. SampleAssigner are numbered."""
+    """From place ``begin`` on, the samples go to these nodes in turn. Assignments are numbered."""
 
     begin: int = 0
     names: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Assignment:
 
 
 class SampleAssigner:
-    """The deals that one node knows, of which the last ones count.
+    """The assignments that one node knows. The last ones count.
 
     Args:
         node: its name.
@@ -94,7 +94,7 @@ class SampleAssigner:
         return SampleProgress(self._told, last.name, last.number, reached, self.ahead)
 
     def update(self, names: Sequence[str], said: Sequence[SampleProgress]) -> None:
-        """Assignment anew if nodes have come or gone. All nodes of a quorum conclude the same from what they said."""
+        """Make a new assignment if nodes have joined or left. All nodes of a quorum make the same from their reports."""
         last = self._deals[-1] if self._deals else Assignment()
         newest = max(said, key=lambda each: (each.number, each.deal))
         self._heard, self.reached = max(each.end for each in said), max(each.reached for each in said)

@@ -119,7 +119,7 @@ class ElasticUpdates(LocalUpdates):
             are new.
 
     Attributes:
-        taken: "weights", "optimizer" and "extra" of the peer; None for a node that did not join others.
+        snapshot: "weights", "optimizer" and "extra" of the peer; None for a node that did not join others.
 
     Raises:
         ValueError: without a lighthouse, for what cannot be exchanged so, or for a node that differs from the others.
@@ -535,8 +535,9 @@ class ElasticUpdateState(SparseUpdateState):
         alone: no other node took part in the last round.
         behind: the global weights have moved on without this node.
         left_out: whether updates of this node were not finite, and so not sent.
-        asked: names of the snapshots that nodes ask for.
-        wanted, served: names of snapshots that other nodes ask this one for, and of those that were served.
+        open_requests: names of the snapshots that nodes request.
+        requests_for_me: names of snapshots that other nodes request from this node.
+        answered: names of requested snapshots that this node has served.
     """
 
     _messages: Outcome | None  # type: ignore[assignment]

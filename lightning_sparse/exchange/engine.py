@@ -118,7 +118,7 @@ class Transfer:
     """A shard on its way between nodes.
 
     Attributes:
-        carried: what this device sends; once that was transferred, what has arrived.
+        payload: the message of this device; after the transfer, the received messages.
     """
 
     def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:

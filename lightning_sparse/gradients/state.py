@@ -269,8 +269,9 @@ class HierState(Engine):
     # -- residuals -----------------------------------------------------------------------------------------------------
 
     def settled_stores(self) -> list[ResidualStore]:
-        """Residuals, and velocities if there are, as settle() would leave them now, without settling: what a checkpoint
-        holds. Gradients that wait to be stepped do not survive a restart, so their round is as if it had not been."""
+        """Return copies of the stores for a checkpoint, as commit_round() would leave them.
+
+        Gradients that wait for a step do not survive a restart, so their round does not count."""
         pending = self.store.undecided_names() - self._steps.stepped()
         discarded = frozenset(pending) if self._steps.watching else frozenset()
         return [store.committed_copy(discarded) for store in self.stores]
@@ -339,7 +340,7 @@ class HierState(Engine):
         }
 
     def state(self) -> State:
-        """Return this device's residuals as settle() would leave them now, without settling."""
+        """Return this device's residuals as commit_round() would leave them now, without committing."""
         return checkpoint.state_of(self.settled_stores(), self.parameters)
 
     def fits(self, metadata: Mapping[str, Any], state: State) -> bool:

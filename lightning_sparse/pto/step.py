@@ -368,7 +368,7 @@ class LocalShard:
         self._whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its data, its gradient
 
     def show(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
-        """Show only the parts in `mine`, until put_back().
+        """Show only the parts in `local_parts`, until put_back().
 
         Raises:
             ValueError: if the gradient of a divided parameter is sparse.

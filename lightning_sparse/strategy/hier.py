@@ -30,12 +30,12 @@ from lightning_sparse.topology import Topology
 
 
 class GradientEngines:
-    """The engines of modules that DDP wraps, and the optimizers that step these.
+    """The engines of modules that DDP wraps, and the optimizers that step the modules.
 
     Attributes:
-        states: of the modules, in the order of set-up.
-        watched: the optimizers of each.
-        seen: optimizers that were set up, whether or not their modules are.
+        states: engines, in the order of set-up.
+        optimizers_by_state: optimizers that step the engine's module.
+        known_optimizers: optimizers that were set up, also before their modules.
     """
 
     def __init__(self, config: HierConfig) -> None:
@@ -81,9 +81,8 @@ class GradientEngines:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Watch an optimizer, whose module may be set up later."""
-        self.known_optimizers = [each for each in self.known_optimizers if each() is not None] + [
-            weakref.ref(optimizer)
-        ]
+        alive = [known for known in self.known_optimizers if known() is not None]
+        self.known_optimizers = [*alive, weakref.ref(optimizer)]
         self.watch([optimizer])
 
     def attach_known_optimizers(self) -> None:
@@ -352,9 +351,8 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
 
     def _discard_unmatched_checkpoints(self) -> None:
         """Modules that are to be restored are set up before the first backward pass."""
-        left = [
-            each for each in self._side_files.loaded if any(each.metadata["stores"])
-        ]  # in the others nothing waited
+        # checkpoints without stores have no residual
+        left = [saved for saved in self._side_files.loaded if any(saved.metadata["stores"])]
         if left and self.is_global_zero:
             log.warning(
                 "%d residual(s) of %s were saved for modules with other parameters than those set up: they are lost",

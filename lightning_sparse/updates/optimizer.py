@@ -370,7 +370,7 @@ class StepPartition:
 
     Attributes:
         parameters: that are trained, in the order of the optimizer's groups.
-        mine: of each parameter the part that this device exchanges, or None.
+        local_parts: the part of each parameter that this device exchanges, or None.
         steps_all: each device does the whole step, so that they hold the same after it.
     """
 

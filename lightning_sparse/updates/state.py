@@ -103,7 +103,7 @@ class UpdateState:
 
     def settle(self, since: int) -> None:
         """After a step without an exchange: take the messages where they count from now on, and leave the share
-        ``ahead`` of what the parameters have changed by.
+        ``local_fraction`` of what the parameters have changed by.
 
         Args:
             since: steps since the last exchange, or since the start.
@@ -408,7 +408,7 @@ class SparseUpdateState(UpdateState):
         return self._correlation.sample(self._exchanges, self.local_S, self.global_S)
 
     def _update_local_fraction(self) -> None:
-        """Change ``ahead`` to what the samples of the last exchange say, if it had any."""
+        """Set ``local_fraction`` from the samples of the last exchange, if it had any."""
         if self._correlation is None or not self._correlation.should_sample(self._exchanges):
             return
         self.receive()

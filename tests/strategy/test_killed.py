@@ -197,6 +197,22 @@ def seen_by_one(folder: str) -> str:
     return raised(t.fit, plain_module(FLAVOUR), ckpt_path=path)
 
 
+def test_saves_leave_nothing_in_the_store(tmp_path: Path) -> None:
+    for keys in run_ranks(keys_after_saves, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+        assert keys[0] == keys[-1], "two saves stay until two others are over"
+
+
+def keys_after_saves(folder: str) -> list[int]:
+    t = two_steps(seconds=10)
+    found = []
+    for _ in range(6):
+        t.save_checkpoint(f"{folder}/last.ckpt")
+        torch.distributed.barrier()
+        found.append(torch.distributed.distributed_c10d._get_default_store().num_keys())
+        torch.distributed.barrier()
+    return found[2:]
+
+
 def test_ranks_that_stop_waiting_at_different_times_reach_one_verdict() -> None:
     """Rank 1 reports after rank 0 has judged without it, and sees all reports, but the verdict is rank 0's."""
     found = run_ranks(late_report, nodes=3, devices=1, timeout=60)
