@@ -10,10 +10,10 @@ intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fas
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
-``intra_gather`` has the ranks of ``intra`` again, for the all-gather that ends one bucket while the reduce-scatter of the
-next begins: two threads must not share a group of Gloo, and NCCL executes the collectives of one communicator in turn. With
-Gloo ``world`` has all ranks once more, for DDP uses the default group meanwhile. NCCL makes all groups of an axis by
-one split of its communicator.
+``intra_gather`` has the ranks of ``intra`` again, for the all-gather that ends one bucket while the reduce-scatter of
+the next begins. Two threads must not share a Gloo group, and NCCL executes the collectives of one communicator in turn.
+With Gloo, ``world`` has all ranks again, because DDP uses the default group meanwhile. NCCL makes all groups of an axis
+by one split of its communicator.
 
 Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` assign them
 round-robin, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every

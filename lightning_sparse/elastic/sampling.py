@@ -94,7 +94,7 @@ class SampleAssigner:
         return SampleProgress(self._told, last.name, last.number, reached, self.ahead)
 
     def update(self, names: Sequence[str], said: Sequence[SampleProgress]) -> None:
-        """Make a new assignment if nodes have joined or left. All nodes of a quorum make the same from their reports."""
+        """Make a new assignment if nodes have joined or left. All nodes of a quorum make the same one."""
         last = self._deals[-1] if self._deals else Assignment()
         newest = max(said, key=lambda each: (each.number, each.deal))
         self._heard, self.reached = max(each.end for each in said), max(each.reached for each in said)
