@@ -56,7 +56,7 @@ def human_bytes(number: float) -> str:
 
 @contextmanager
 def log_if_slow(what: str) -> Iterator[None]:
-    """Log what this rank is doing once it has taken `SLOW_AFTER`: it may wait for another one."""
+    """Log the current task if it takes longer than `SLOW_AFTER`. This rank may wait for another rank."""
     seconds = SLOW_AFTER.total_seconds()
     line = "%s has taken %.0f s so far: this rank works on it, or waits for others"
     with _later(seconds, log.warning, line, what, seconds):

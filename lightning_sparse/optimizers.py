@@ -1,6 +1,6 @@
 """Which optimizers tolerate sparse gradients, whose entries arrive rarely and as sums.
 
-Error feedback sends an entry of the gradient once in many rounds, as the sum of what these rounds would have sent. SGD
+Error feedback sends an entry of the gradient once in many rounds, as the sum of its values in these rounds. SGD
 is linear, so the sum moves the parameter as far as its terms would have. Adam and similar optimizers divide by the
 size of recent gradients: a sum of 100 steps moves the parameter by about 10 steps' worth instead of 100, and a run ends
 worse than one node alone, without any communication (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).

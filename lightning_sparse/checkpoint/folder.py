@@ -1,6 +1,6 @@
-"""Checkpoints are verified before they are read, and those that are folders are written whole or not at all.
+"""Verifies checkpoints before they are read, and writes checkpoint folders completely or not at all.
 
-    last.ckpt/                      what `torch.distributed.checkpoint` writes, and Lightning's ``meta.pt``
+    last.ckpt/                      files of `torch.distributed.checkpoint`, and Lightning's ``meta.pt``
     last.ckpt/lightning_sparse/     the side files (`lightning_sparse.checkpoint.side_files`)
     .last.ckpt.part/                while a save is under way; the next one removes what a killed one left
 

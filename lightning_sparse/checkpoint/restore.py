@@ -1,4 +1,4 @@
-"""Decides what an engine takes from a checkpoint, and lets all ranks take the same."""
+"""Decides how an engine loads a checkpoint. All ranks reach the same decision."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_sparse.messages import log_if_slow
 
 
 def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> dict[str, Any] | None:
-    """Let an engine go on from what a checkpoint has of it. A collective of the world.
+    """Load an engine from a checkpoint. A collective of the world.
 
     Args:
         device: of the collective.
 
     Returns:
-        What a strategy had added to this rank's file, if this device goes on exactly where it was saved.
+        The side file of this rank, if this device continues exactly where it was saved; else None.
 
     Raises:
         ValueError: when it was saved in another format.
@@ -40,15 +40,15 @@ def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> di
         alike = agree(not differ)
     if not alike:
         raise RuntimeError(
-            f"nodes hold different global weights after {saved.path} was loaded: what they would train is not one "
-            f"model. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
+            f"nodes hold different global weights after {saved.path} was loaded, so they would train different "
+            f"models. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
             f"{CHECKPOINT_KEY!r} from this one to go on from its weights alone."
         )
     return side
 
 
 class Plan(Enum):
-    """What an engine does with a checkpoint."""
+    """How an engine loads a checkpoint."""
 
     EXACT = "each device loads its own state"
     PARTIAL = "as EXACT, but devices without a readable state begin with nothing pending"

@@ -1,14 +1,16 @@
-"""What ranks know alone, beside a checkpoint: written without a collective, taken up by any number of ranks.
+"""Side files: the state of each rank next to a checkpoint, for any number of ranks that resume.
 
     epoch=3.ckpt                                  checkpoint["lightning_sparse"] = metadata_list, each with a save id
     epoch=3.ckpt.residual/<save id>/rank00002.pt  the `State` of one device
 
 A checkpoint that is a folder has them inside (`lightning_sparse.checkpoint.folder`).
 
-No collective, because a save may come from a signal handler or from an exception that one rank alone met. The save id
-ties the two: an old main file never meets newer side files. Side files are written before the main file, under a
-temporary name that is renamed when whole, and rank 0 waits for those of all ranks; the ids of earlier saves are removed
-after it. So a job that is killed at any point of saving leaves a checkpoint that is whole: the old one or the new one.
+They are written without a collective, because a save may come from a signal handler or from an exception on one rank.
+The main file and its side files have the same save id, so an old main file never meets newer side files.
+
+Each rank first writes its side files, under a temporary name that it renames. Rank 0 writes the main file after the side
+files of all ranks, and then removes the side files of earlier saves. So a job that is killed at any point of a save
+leaves a complete checkpoint, either the old one or the new one.
 
 A side file is a zip archive, as torch.save writes it, whose entries carry CRC-32 checksums. torch.load does not verify
 them; here they are, so a damaged file counts as missing. Local files are mapped, not read.
@@ -47,12 +49,12 @@ CHECKPOINT_KEY = "lightning_sparse"
 
 @dataclass
 class EngineCheckpoint:
-    """What a checkpoint has of one engine, until that exists.
+    """The part of a checkpoint that belongs to one engine, until the engine exists.
 
     Attributes:
-        metadata: what all ranks know alike.
+        metadata: entries that are equal on all ranks.
         path: of the main file.
-        side: what this rank alone knew; None if its file is missing, damaged, or of another save.
+        side: the side file of this rank; None if it is missing, damaged, or of another save.
     """
 
     metadata: dict[str, Any]
@@ -116,7 +118,7 @@ class SideFileWriter:
             path: of the main file.
             engines: the engines to save. Without any, only weights are saved, and None is yielded.
             timeout: how long to wait for the files of all ranks.
-            entries: what a strategy adds to the first of this rank's files.
+            entries: entries that a strategy adds to the first file of this rank.
 
         Raises:
             RuntimeError: on all ranks, when one could not write, or when side files of some are missing and the main

@@ -38,12 +38,12 @@ class Piece(NamedTuple):
 
 @dataclass
 class State:
-    """What one device alone knows between two steps, on the CPU, in types that ``torch.load(weights_only=True)`` reads.
+    """The state of one device between two steps, on the CPU, in types that ``torch.load(weights_only=True)`` reads.
 
     Attributes:
         pieces: by quantity, such as "residual".
         layouts: of the parameters, by name.
-        own: what only this very device can go on with.
+        own: state that no other device can use.
     """
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class State:
         return state
 
     def cut(self, quantity: str, name: str, begin: int, end: int) -> Iterator[Piece]:
-        """Yield what there is of elements [begin, end) of a parameter: views."""
+        """Yield views of the pieces that overlap elements [begin, end) of a parameter."""
         for piece in self.pieces.get(quantity, ()):
             first, last = max(begin, piece.begin), min(end, piece.end)
             if piece.name == name and first < last:
@@ -81,7 +81,7 @@ class State:
 
 
 def serialize_checked(content: Any) -> io.BytesIO:
-    """Return what torch.save() makes of it.
+    """Serialize with torch.save(), and check that a safe load reads the result.
 
     Raises:
         ValueError: for content that a safe load would refuse when it is needed.
@@ -100,7 +100,7 @@ def serialize_checked(content: Any) -> io.BytesIO:
 
 
 def for_folder(state: State) -> dict[str, Any]:
-    """Return the state for `torch.distributed.checkpoint`, which does not check what a safe load would refuse."""
+    """Return the state for `torch.distributed.checkpoint`, and check that a safe load reads it."""
     saved = state.to_dict()
     serialize_checked(saved["rest"])
     return saved

@@ -67,15 +67,15 @@ class Round:
 
 @dataclass
 class Outcome:
-    """What a node knows after a round.
+    """The result of a round on one node.
 
     Args:
         rounds: that count from now on, in order.
-        returned: what this node had sent and no node took: a message, or all of its pending updates.
+        returned: tensors that this node had sent and no node counted: a message, or all of its pending updates.
         requests_for_me: names of snapshots that other nodes request from this node.
         open_requests: names of all snapshots that nodes request; None without a quorum.
         alone: no other node took part.
-        behind: this node's weights are not those that the round changed.
+        behind: the round changed other weights than this node's.
         left_out: whether this node's updates were not finite on one of its devices. They were returned and not sent.
         exchanges: the largest that a node said.
     """
@@ -114,7 +114,7 @@ class Sizes(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What a device sends in a round.
+    """The tensor that a device sends in a round.
 
     Args:
         tensor: a message, uint8, which a sample may follow; or all pending updates, fp32 of S elements.
@@ -238,12 +238,12 @@ class RoundProtocol:
         """Take part in the next round. All devices of a node call it.
 
         Args:
-            payload: what this device sends; None: the node only observes.
+            payload: the tensor of this device; None: the node only observes.
             finite: whether all sent values are finite. Otherwise the node only observes, and other nodes keep their
                 weights.
 
         Raises:
-            ValueError: when this node differs from those that train in what must be the same.
+            ValueError: when this node differs from the training nodes in a value that must be equal.
         """
         if payload is None or self._all_devices(finite):
             return self._round(payload)

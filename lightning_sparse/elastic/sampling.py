@@ -57,7 +57,7 @@ class Assignment:
 
 
 class SampleAssigner:
-    """The assignments that one node knows. The last ones count.
+    """The assignments that one node knows. The last assignments count.
 
     Args:
         node: its name.
@@ -191,7 +191,7 @@ Share = Callable[[list[int], int], Iterator[int]]
 
 
 class Dealt(Protocol):
-    """What draws the samples that it is dealt.
+    """A source of samples that draws the share of one device.
 
     Attributes:
         prefetch_depth: batches that it may have drawn and not given out.
@@ -214,7 +214,8 @@ class DealtLoader(Dealt, Protocol):
 
 
 def sampler_of(loader: Any) -> Dealt | None:
-    """Return what a loader deals with: the sampler of torch's, one of a bundled DataModule itself; None for others."""
+    """Return the object that draws a loader's samples: its sampler, or the loader itself; None if it cannot draw a
+    share."""
     if isinstance(loader, DataLoader):
         return loader.sampler if isinstance(loader.sampler, ElasticSampler) else None
     return loader if isinstance(loader, DealtLoader) else None
@@ -247,13 +248,13 @@ class ElasticSampler(DistributedSampler[int]):
         self.prefetch_depth = 0
 
     def deal(self, share: Share) -> None:
-        """Draw what is dealt to this device of its node."""
+        """Draw the share of this device."""
         self._share = share
 
     def __iter__(self) -> Iterator[int]:
         if self._share is None:
             raise RuntimeError(
-                "ElasticSampler draws what nodes agree on, and is attached to none: train with "
+                "ElasticSampler is not attached to any nodes: train with "
                 "strategy='mstopk_elastic', and in a loop call fabric.strategy.shard_loader(loader), or "
                 "shard_loader(loader) of ElasticUpdates, with the sampler as the DataLoader's sampler=."
             )

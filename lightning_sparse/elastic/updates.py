@@ -51,7 +51,7 @@ WATCHED_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig(UpdatesConfig):
-    """Options of ``ElasticUpdates``: those of `UpdatesConfig` for ``exchange="sparse"``, and
+    """Options of ``ElasticUpdates``, in addition to the options of `UpdatesConfig` for ``exchange="sparse"``.
 
     Args:
         lighthouse: Address of torchft's lighthouse, such as ``"http://host:29510"``. Default: the environment variable
@@ -98,7 +98,7 @@ class Version(NamedTuple):
 
 
 class ElasticUpdates(LocalUpdates):
-    """Exchanges what the optimizer of this node did with the nodes that are there.
+    """Exchanges the updates of this node with the present nodes.
 
     A node that joins has the parameters, buffers and optimizer state of another one when this returns. In a loop::
 

@@ -1,6 +1,7 @@
 """Chooses a path for each shard, and keeps the rates of networks and kernels that the choice rests on.
 
-A choice is a function of what all ranks share; so all ranks choose alike, and call the same collectives. Rates are
+A choice depends only on values that are equal on all ranks. So all ranks choose the same path and call the same
+collectives. Rates are
 given, or probed before the first round and agreed, or restored from a checkpoint.
 """
 
@@ -34,7 +35,7 @@ class PathChoice:
 
     Attributes:
         rates: what ``"auto"`` decides by; None until the first round has measured them.
-        forbid_sparse: ``"auto"`` leaves no entries out: set for optimizers that cannot bear it.
+        forbid_sparse: ``"auto"`` leaves no entries out: set for optimizers that need all entries.
         reduces_shards: ``"auto"`` forms the sums of a node, which an all-reduce over all ranks never does: set where
             something is kept with them.
     """

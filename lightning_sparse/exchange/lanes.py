@@ -323,7 +323,7 @@ def _work(
 
 
 class AsyncHostTensor:
-    """Copies a tensor to the host, which goes on meanwhile, and waits when it reads it."""
+    """A copy of a tensor on the host. The copy runs in the background, and ``read`` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._here, self._copied = tensor, None
@@ -349,7 +349,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
-        """Time what happens inside; what raises does not count."""
+        """Time the block, unless it raises."""
         begin = _mark(device)
         yield
         end = _mark(device)
@@ -358,7 +358,7 @@ class Stopwatch:
             self._read()
 
     def seconds(self) -> float:
-        """So far; on CUDA without what is under way."""
+        """Return the seconds so far; on CUDA without running work."""
         with self._lock:
             self._read()
             return self._seconds

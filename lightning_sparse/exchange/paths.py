@@ -67,12 +67,12 @@ class TensorSpec(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What a device contributes to one exchange.
+    """The contribution of a device to one exchange.
 
     Args:
         sum_S: this node's sum; may be overwritten. If the path does not reduce shards: the whole tensor, N elements.
-        residual_S: what earlier exchanges left, fp32; None for zero.
-        next_S: room for what this one leaves, fp32, uninitialised; None to drop it.
+        residual_S: entries that earlier exchanges did not send, fp32; None for zero.
+        next_S: memory for the next residual, fp32, uninitialized; None to drop it.
         factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
     """
 
@@ -97,7 +97,7 @@ class Path(ABC):
 
     Attributes:
         name: as in ``exchange="..."`` and in logs.
-        residual_kind: what an exchange leaves for the residual.
+        residual_kind: kind of the residual of an exchange.
         in_place: it sums in the dtype and the units of ``sum_S``, and returns ``sum_S`` itself.
         reduces_shards: False for a path over all ranks at once, which takes whole tensors.
         in_auto: ``exchange="auto"`` considers it.

@@ -1,7 +1,7 @@
 """Residuals in a checkpoint: as pieces of parameters, by quantity. No collective.
 
 On the same nodes a resumed run is exact. On other nodes the sum over nodes is kept: each new node starts with an equal
-share of the sum. Velocities of momentum correction are kept likewise. If the resumed run has no velocities (one node,
+share of the sum. The same holds for velocities of momentum correction. If the resumed run has no velocities (one node,
 or the option is off), residuals and velocities become gradients that have the same effect through SGD's own momentum.
 """
 
@@ -110,7 +110,8 @@ def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Paramet
 def _without_velocity(
     residual: dict[str, Tensor], velocity: dict[str, Tensor], momentum_equivalents: Mapping[str, Sequence[float]]
 ) -> dict[str, Tensor]:
-    """Return what is to be sent where SGD keeps its momentum itself (MomentumCorrection.momentum_equivalents)."""
+    """Return the gradients that have the same effect if SGD keeps its own momentum
+    (MomentumCorrection.momentum_equivalents)."""
     sent = {name: value * momentum_equivalents.get(name, (1.0, 0.0))[0] for name, value in residual.items()}
     for name, value in velocity.items():
         tail = value * momentum_equivalents.get(name, (1.0, 0.0))[1]

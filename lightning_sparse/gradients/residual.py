@@ -6,7 +6,7 @@ Each device keeps one shard of S elements per group, fp32, in units of the mean 
 
 A round proposes the next residual of each group. The proposal is committed only after the optimizer has stepped the
 group's parameters, so a gradient that is thrown away leaves the residual as it was. When groups change, their residuals
-pass through ``by_name`` from the old groups to the new ones.
+pass through ``by_name`` from the old groups to the new groups.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ResidualStore:
         device_index: l, the index of this device in its node.
 
     Attributes:
-        entries: Of each group of which some device of the node may hold a residual. All devices of a node have the same
-            keys, because collectives follow from them.
+        entries: Records of the groups of which some device of the node may hold a residual. All devices of a node have
+            the same keys, because collectives follow from them.
         by_name: Residuals of parameters in no group, flat and whole.
         proposed_by_name: The same for proposals.
         applied: Names whose residual in ``by_name`` was added to a gradient that has not been stepped yet.

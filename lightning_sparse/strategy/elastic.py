@@ -31,7 +31,7 @@ ELASTIC_KEY = "lightning_sparse_elastic"
 
 
 class ElasticAdapter(Adapter):
-    """What the strategies of nodes that come and go do alike."""
+    """Common part of ``mstopk_elastic`` for Trainer and Fabric."""
 
     _loaded: Version | None = None  # of the weights that were loaded
 
@@ -46,7 +46,7 @@ class ElasticAdapter(Adapter):
 
     @property
     def elastic(self) -> ElasticUpdates | None:
-        """The engine of what is trained; None before that is set up."""
+        """The engine of the trained module; None before its set-up."""
         return self.engines[-1] if self.engines else None
 
     @property
@@ -69,7 +69,7 @@ class ElasticAdapter(Adapter):
 
     @property
     def _is_checkpoint_writer(self) -> bool:
-        """Whether this node is the one that writes checkpoints."""
+        """Whether this node writes checkpoints."""
         return self.elastic is None or self.elastic.peers.first
 
 
@@ -101,7 +101,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         """Find the other nodes."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            trainer.fit_loop._combined_loader = None  # one that configure_optimizers() asked for is dealt to nobody
+            trainer.fit_loop._combined_loader = None  # a loader that configure_optimizers() asked for draws no share
             self.engines[-1].swap_in_global_weights()  # to hooks before the first batch
             self.engines[-1].watch()
 
@@ -132,7 +132,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
             _pass_over_epoch(loop)
 
     def _tell_epoch(self, dataloader: Any) -> bool:
-        """Tell a loader whose samples are dealt which epoch is trained; False for others."""
+        """Set the epoch of a loader that draws a share; False for other loaders."""
         dealt = sampler_of(dataloader)
         if dealt is not None:
             dealt.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
@@ -149,7 +149,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         return updates
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Train this node's own model; before that, give nodes that join what they ask for."""
+        """Serve the requests of joining nodes, then train the local model."""
         super().on_train_batch_start(batch, batch_idx)
         if self.elastic is not None:
             self.elastic.serve(self._progress)
@@ -168,7 +168,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         return {name: each for name, each in checkpoint.items() if name not in left_out}
 
     def on_exception(self, exception: BaseException) -> None:
-        """Send what is pending when the process is told to end."""
+        """Send pending updates if the process is terminated."""
         super().on_exception(exception)
         if type(exception).__name__ == "SIGTERMException" and self.elastic is not None:
             self.elastic.finish()
@@ -216,7 +216,7 @@ def _pass_over_epoch(loop: Any) -> None:
 
 
 class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
-    """``mstopk_elastic`` for Fabric. Its options are those of ``MSTopKElasticStrategy`` for a Trainer.
+    """``mstopk_elastic`` for Fabric. It takes the options of ``MSTopKElasticStrategy`` for a Trainer.
 
     A node joins when its optimizer is set up. Then it has the weights, buffers and optimizer state of the other nodes,
     and through ``sync_state`` their progress. Load a checkpoint between ``fabric.setup_module`` and
@@ -261,7 +261,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         """
         elastic = self._require_engine()
         if not isinstance(state, MutableMapping):
-            raise ValueError(f"sync_state({state!r}): give a dict of what nodes that join are to have, by name.")
+            raise ValueError(f"sync_state({state!r}): give a dict of the values that joining nodes load.")
         self._progress = state
         for name, value in to_python(self._progress_state_dict()).items():
             if not is_safe(value):
@@ -313,12 +313,12 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         self.shard_loader(loader, batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Refuse one whose samples are dealt: Fabric numbers its epochs from 0 in each process."""
+        """Refuse a loader that draws a share: Fabric numbers its epochs from 0 in each process."""
         if sampler_of(dataloader) is not None:
             raise ValueError(
-                "setup_dataloaders() of a loader whose samples are dealt to the nodes that are there would number its "
-                "epochs from 0 on each node: call fabric.strategy.shard_loader(loader) instead, set_epoch() before "
-                "each epoch, and fabric.to_device(batch)."
+                "setup_dataloaders() would number the epochs of this loader from 0 on each node: call "
+                "fabric.strategy.shard_loader(loader) instead, set_epoch() before each epoch, and "
+                "fabric.to_device(batch)."
             )
         return super().process_dataloader(dataloader)
 
@@ -328,10 +328,10 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         return self.elastic
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Give nodes that join what they ask for, and step.
+        """Serve the requests of joining nodes, and step.
 
         Raises:
-            ValueError: when this node has joined others, and has not taken what they share.
+            ValueError: when this node has joined others, and has not loaded their progress.
         """
         if self.elastic is not None:
             self._check_progress(self.elastic)

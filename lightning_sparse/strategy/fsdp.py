@@ -34,21 +34,21 @@ from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 
 class ShardsAdapter(Adapter):
-    """What the strategies of FSDP2 do alike; their engines are of updates or of gradients."""
+    """Common part of ``mstopk_fsdp`` for Trainer and Fabric. The engines exchange updates or gradients."""
 
     send: Send
     _device_mesh: DeviceMesh | None
     _checkpoints_are_collective = True
 
     def _init_fsdp(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
-        """Before the host's own constructor; takes its own options out of those that are given."""
+        """Set the fields before the host's own constructor, and remove the strategy's options from ``given``."""
         exchanged = LocalUpdates.kind if send == "updates" else ShardedGradients.kind
         self._init_common(FSDP, node_name, given, exchanged, send=send)
         self.send = send
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks have samples of their own; Lightning's are those of a mesh whose devices share samples."""
+        """Give each rank its own samples. Lightning would give the devices of a mesh the same samples."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
@@ -206,7 +206,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
-        """All ranks write a folder, and its optimizer states are those of the first node."""
+        """Let all ranks write a folder, with the optimizer states of the first node."""
         with super()._saving(checkpoint, filepath):
             if self._save_distributed_checkpoint and self.topology.node_index > 0:
                 checkpoint.pop("optimizer_states", None)
@@ -222,7 +222,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         distributed.check_sharded(Path(self._main_path(path)), *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model and its optimizers; in a fit this device goes on where it was saved."""
+        """Load the model and its optimizers. In a fit, this device continues where it was saved."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()
@@ -252,7 +252,7 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
 class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
-    """``mstopk_fsdp`` for Fabric. Its options are those of ``MSTopKFSDPStrategy`` for a Trainer.
+    """``mstopk_fsdp`` for Fabric. It takes the options of ``MSTopKFSDPStrategy`` for a Trainer.
 
     Args:
         parallelize_fn: Shards a module, given the module and the mesh with the axes "replicate" and "shard". Default:
@@ -321,7 +321,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
 
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:
-        """All ranks write a folder of the global weights, and its optimizer states are those of the first node."""
+        """Let all ranks write a folder of the global weights, with the optimizer states of the first node."""
         with super()._saving(path, state) as whole, self.global_weights():
             if self._save_distributed_checkpoint and self.topology.node_index > 0:
                 whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}

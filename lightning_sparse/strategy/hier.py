@@ -70,8 +70,9 @@ class GradientEngines:
         return state
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note the steps of these besides those watched already, each for the modules whose parameters it steps. One
-        that steps the same parameters as another takes its place."""
+        """Watch more optimizers, each for the modules whose parameters it steps.
+
+        An optimizer replaces another optimizer of the same parameters."""
         optimizers = list(optimizers)
         for state in self.states:
             own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
@@ -159,7 +160,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         self._resumes = False
 
     def setup(self, trainer: Any) -> None:
-        """Refuse what cannot work, then let DDPStrategy set up."""
+        """Refuse options that DDP cannot combine, then let DDPStrategy set up."""
         self._prepare_ddp()
         if trainer.state.fn == "fit":
             refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
@@ -278,7 +279,7 @@ def _unoptimized_parameters_warning(module: Any, optimizers: Iterable[torch.opti
 
 
 class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
-    """``mstopk_hier`` for Fabric. Its options are those of ``MSTopKHierStrategy`` for a Trainer."""
+    """``mstopk_hier`` for Fabric. It takes the options of ``MSTopKHierStrategy`` for a Trainer."""
 
     @with_options_of(HIER)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:

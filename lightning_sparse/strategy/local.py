@@ -98,7 +98,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         return super().optimizer_state(optimizer) if state is None else state
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Each node has optimizer states of its own; the main file has those of the first."""
+        """Return the optimizer states of this node. The main file has only the states of the first node."""
         own = ("optimizer_states", type(self.precision_plugin).__qualname__)
         writes = self.topology.device_index == 0 and self.topology.node_index > 0
         return to_python({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
@@ -110,7 +110,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Weights loaded in the middle of a fit (the search for a learning rate) are the global ones from then on."""
+        """Load weights. In the middle of a fit (the search for a learning rate), they become the global weights."""
         super().load_model_state_dict(checkpoint, strict)
         if self.engine is not None and self._fitting:
             self.engine.restart()
@@ -119,7 +119,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
 
 
 class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
-    """``mstopk_local`` for Fabric. Its options are those of ``MSTopKLocalStrategy`` for a Trainer."""
+    """``mstopk_local`` for Fabric. It takes the options of ``MSTopKLocalStrategy`` for a Trainer."""
 
     _kind: ClassVar[Kind] = LOCAL
     _inside_the_node = True
@@ -153,7 +153,7 @@ class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
         return super().get_optimizer_state(optimizer) if state is None else state
 
     def _rank_state(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-        """Each node has optimizer states of its own; the main file has those of the first."""
+        """Return the optimizer states of this node. The main file has only the states of the first node."""
         states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
         return to_python(states) if self.topology.device_index == 0 and self.topology.node_index > 0 else {}
 

@@ -1,4 +1,4 @@
-"""What all strategies for the Trainer share: Lightning's hooks, as calls of an engine.
+"""Common part of the strategies for the Trainer: Lightning's hooks, as calls of an engine.
 
 Mixins that import no Lightning. ``lightning_sparse.flavours`` binds them to the strategies of ``pytorch_lightning`` and
 of ``lightning.pytorch``.

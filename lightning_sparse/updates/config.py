@@ -16,7 +16,7 @@ MOST_OUTER_LR = 2  # beyond, a correction of the weights is followed by a larger
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesConfig(ExchangeConfig):
-    """Options of ``LocalUpdates``; those of the exchange are in `ExchangeConfig`.
+    """Options of ``LocalUpdates``, in addition to `ExchangeConfig`.
 
     Args:
         exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"auto"`` is

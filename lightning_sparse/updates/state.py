@@ -43,14 +43,14 @@ from lightning_sparse.updates.slices import Slices
 
 
 class UpdateState:
-    """What is kept for any path.
+    """The state of one slice, for any path.
 
     Args:
         slices: the slice; its parameters hold the global weights.
 
     Attributes:
         global_S: the global weights, bit-identical on all nodes but for messages that have not been added yet.
-        local_fraction: share of what is pending that this node's model keeps.
+        local_fraction: share of its pending updates in this node's model.
     """
 
     _MODELS: ClassVar[Sequence[str]] = ("global_S", "_pending_S", "_start_S")
@@ -68,7 +68,7 @@ class UpdateState:
 
     def _make_models(self) -> None:
         self._pending_S = torch.zeros_like(self.global_S)
-        self._start_S = self.global_S.clone()  # what the parameters held after the last exchange
+        self._start_S = self.global_S.clone()  # the parameters after the last exchange
         self._spare_S = torch.empty_like(self.global_S)
 
     @property
@@ -78,7 +78,7 @@ class UpdateState:
         return self._pending_S
 
     def exchange_step(self, step_id: int = 0) -> None:
-        """Exchange what the parameters have changed by since the last time, and set them to this node's model.
+        """Exchange the change of the parameters since the last exchange, and write this node's model into them.
 
         Args:
             step_id: what all nodes exchange on. Paths that send messages compare it, two exchanges later.
@@ -273,7 +273,7 @@ class SparseUpdateState(UpdateState):
         if self._config.measures_ahead(nodes):
             self._correlation, self.local_fraction = UpdateCorrelation(self.slices.numel), 1.0
         self._exchanges = 0
-        self._samples: AsyncHostTensor | None = None  # of what nodes had pending at the last exchange
+        self._samples: AsyncHostTensor | None = None  # of the nodes' pending updates at the last exchange
         self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
         self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
         self._marks: AsyncHostTensor | None = None  # the occasions of those that were received last, int64 [M]
@@ -518,7 +518,7 @@ def apply_diff(new_S: Tensor, patch: Tensor) -> Tensor:
 
 
 class Delivery:
-    """The job of carrying what was selected of an update to the global weights.
+    """The job of adding selected updates to the global weights.
 
     Args:
         target_S: the sum over nodes is added to it, times ``alpha``; None keeps the messages.
