@@ -8,9 +8,9 @@ A checkpoint that is a folder has them inside (`lightning_sparse.checkpoint.fold
 They are written without a collective, because a save may come from a signal handler or from an exception on one rank.
 The main file and its side files have the same save id, so an old main file never meets newer side files.
 
-Each rank first writes its side files, under a temporary name that it renames. Rank 0 writes the main file after the side
-files of all ranks, and then removes the side files of earlier saves. So a job that is killed at any point of a save
-leaves a complete checkpoint, either the old one or the new one.
+Each rank first writes its side files, under a temporary name that it renames. Rank 0 writes the main file after all
+side files, and then removes the side files of earlier saves. So a job that is killed at any point of a save leaves a
+complete checkpoint, either the old one or the new one.
 
 A side file is a zip archive, as torch.save writes it, whose entries carry CRC-32 checksums. torch.load does not verify
 them; here they are, so a damaged file counts as missing. Local files are mapped, not read.

@@ -356,7 +356,7 @@ def test_devices_of_a_node_draw_as_many_samples_each(size: int, ends: int | None
 
 def test_a_sampler_draws_an_epoch_in_its_order() -> None:
     sampler = ElasticSampler(range(10), seed=3)
-    with pytest.raises(RuntimeError, match="attached to none"):
+    with pytest.raises(RuntimeError, match="not attached to any nodes"):
         next(iter(sampler))
     with pytest.raises(TypeError, match="no length"):
         len(sampler)
