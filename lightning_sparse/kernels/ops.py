@@ -174,7 +174,7 @@ def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], a
     torch.ops.lightning_sparse.accumulate_delta(own_S, shared_S, model, ahead)
 
 
-# their names until version 0.2
+# deprecated names, until version 0.3
 write_between, add_change = lerp_into, accumulate_delta
 
 
