@@ -10,7 +10,7 @@ from lightning_sparse.lab.cluster import Cluster, LabConfig, RunResult
 from lightning_sparse.lab.network import LabUnavailableError, NodeTraffic, unavailable_reason
 from lightning_sparse.lab.processes import exit_on_signals
 
-signals_as_exit = exit_on_signals  # its name until version 0.2
+signals_as_exit = exit_on_signals  # deprecated name, until version 0.3
 
 __all__ = [
     "Cluster",
