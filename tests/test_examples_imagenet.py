@@ -98,7 +98,7 @@ def test_the_whole_recipe_on_two_nodes(image_folder: Path, environment: dict[str
     for said in (
         "`Trainer.fit` stopped: `max_epochs=2` reached",
         "val_top1",
-        "PTOCallback(scope='auto'): Lars",
+        "2 ranks share the step of Lars",
         "what one device exchanged with other nodes, in 6 steps",
         "samples by tier and epoch",
     ):
