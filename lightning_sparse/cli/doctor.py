@@ -44,13 +44,14 @@ SAFE_LIGHTNING = (2, 6, 6)
 STRATEGY_NAMES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp", "mstopk_elastic")
 LIGHTNING_PACKAGES = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
-    "torchvision": "models and data sets of the examples",
-    "nvidia-dali-cuda130": "image decoding with DALI",
-    "lmdb": "the disk cache",
-    "pyzmq": "samples from other nodes' memory",
-    "xxhash": "cache checksums",
-    "simplejpeg": "faster JPEG decoding",
+    "torchvision": ("vision", "models and data sets of the examples"),
+    "nvidia-dali-cuda130": ("dali", "image decoding with DALI"),
+    "lmdb": ("data", "the disk cache"),
+    "pyzmq": ("data", "samples from other nodes' memory"),
+    "xxhash": ("data", "cache checksums"),
+    "simplejpeg": ("data", "faster JPEG decoding"),
 }
+"""Optional packages: the extra that installs each one, and its use."""
 IMPORT_FIXES = {
     # "operator nms does not exist": a CPU-only torch with a CUDA torchvision
     "torchvision": "install torch and torchvision from the same index",
@@ -144,12 +145,12 @@ def advisory_of(installed: str) -> tuple[Status, str] | None:
 
 
 def check_extras() -> Iterator[CheckResult]:
-    for package, use in EXTRAS.items():
+    for package, (extra, use) in EXTRAS.items():
         installed = _version(package)
-        if installed is None:
-            yield CheckResult("note", package, f"optional, for {use}: pip install {package}")
-        else:
+        if installed is not None:
             yield CheckResult("ok", package, f"{installed}: {use}")
+        elif extra != "dali" or torch.cuda.is_available():  # without a GPU, DALI is not used
+            yield CheckResult("note", package, f"optional (extra {extra!r}), for {use}: pip install {package}")
     for package, fix in IMPORT_FIXES.items():
         if _version(package) is not None:
             try:

@@ -154,7 +154,7 @@ class Scenario:
             compute = f"forward and backward {1e3 * self.compute_s:g} ms (given)"
         return [
             f"{self.numel:,} gradients of {self.itemsize} bytes in {self.buckets} buckets; "
-            f"{self.devices} devices per node",
+            f"{self.devices} device(s) per node",
             f"between nodes {self.inter_gbps:g} Gbit/s per node{inside}; "
             f"latency {1e6 * self.inter_latency:g} and {1e6 * self.intra_latency:g} us (assumed)",
             f"selection {rate(GPU_COSTS.select, 'elements')}, scatter {rate(GPU_COSTS.scatter, 'pairs')}: {GPU_SOURCE}",
@@ -446,6 +446,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     scenario = _scenario(arguments)
+    if 1 in arguments.density:
+        print("--density 1 sends 100% of the entries. For 1%, use --density 0.01.", file=sys.stderr)
     rows = predict_all(scenario, node_counts(arguments.nodes), arguments.density)
     # one density in the recommendation, the plot and the table by nodes; all densities in the table of methods
     first_density = [row for row in rows if not row.selects or row.density == arguments.density[0]]

@@ -250,6 +250,8 @@ class Session:
         self.formats[manifest.split] = common_format(wanted, manifest, placement)
         config = replace(wanted, format=self.formats[manifest.split])
 
+        if serves:
+            self.log_once(f"starting a server process on each node, for the {manifest.split} samples in its memory")
         serves = serves and here.device_index == 0
         addresses = on_all(lambda: node_address(config.peer_address) if serves else "")
 

@@ -379,7 +379,8 @@ class HierState(Engine):
     def _describe_layout(self) -> None:
         paths = [self.path(group).name for group in self.layout.settled]
         counted = ", ".join(f"{paths.count(path)} {path}" for path in dict.fromkeys(paths))
+        later = "" if self._density == self.config.density else f"at density {self.config.density:g}, "
         self.log_once(
             f"round {self.round + 1}: {len(paths)} group(s) of parameters, {counted}, at density "
-            f"{self._density:g} (exchange={self.config.exchange!r})"
+            f"{self._density:g} (exchange={self.config.exchange!r}); {later}{self.exchange.volume(self.config.density)}"
         )
