@@ -276,7 +276,7 @@ def run_updates(
     loss_of: Callable[[int], Tensor],
     added: list[nn.Parameter],
 ) -> None:
-    """The loop, with what was trained after each step, global weights in the middle and at the end, and finish()."""
+    """Run the loop. Record the trained weights after each step, and the global weights in the middle and at the end."""
     for step in range(STEPS):
         if added and step == JOINS:
             optimizers[0].add_param_group({"params": added, "lr": 0.01})

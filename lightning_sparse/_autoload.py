@@ -43,7 +43,7 @@ _SUFFIXES: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
 }
 _NO_SUFFIXES: dict[str, dict[str, Any]] = {"": {}}
-# Name -> the class in each of our modules, what it does, and the suffixes that it takes.
+# Strategy name -> class name in each of our modules, description, and suffixes of the name.
 CLASSES = {
     "mstopk_hier": ("MSTopKHierStrategy", "Hierarchical top-k gradient communication between nodes", _SUFFIXES),
     "mstopk_local": (

@@ -30,20 +30,20 @@ from lightning_sparse.topology import Topology
 
 
 class Engine(ABC):
-    """Exchanges what one module learns between nodes.
+    """Exchanges gradients or updates of one module between nodes.
 
     Attributes:
         exchange: between nodes; it exists where ``active``.
         active: whether there is anything to exchange; False on one node.
         requires_all_ranks: a restore needs the state of every rank. Otherwise a rank without its own begins anew.
-        has_local_weights: nodes train weights of their own, and the global ones are shown.
+        has_local_weights: each node trains local weights; validation sees the global weights.
         in_step: all nodes take the same steps.
-        batches: how many have begun, where somebody counts them: nodes then notice that one of them skipped a step.
+        batches: number of batches begun, if counted. Nodes then notice that a node skipped a step.
     """
 
     kind: ClassVar[str]
-    reshard_message: ClassVar[str]  # what another number of nodes keeps, for the log
-    loss_message: ClassVar[str]  # what follows where files are missing, for the log
+    reshard_message: ClassVar[str]  # for the log: state that another number of nodes keeps
+    loss_message: ClassVar[str]  # for the log: consequence of missing files
     requires_all_ranks: ClassVar[bool] = False
     has_local_weights: ClassVar[bool] = False
     in_step: ClassVar[bool] = True

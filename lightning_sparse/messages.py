@@ -4,14 +4,10 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from heapq import nsmallest
 from typing import Any
-
-import torch.distributed as dist
-
-from lightning_sparse.internals import default_store
 
 log = logging.getLogger("lightning_sparse")
 SHOWN = 3  # names in a log line
@@ -44,14 +40,14 @@ def log_ignored(where: str, names: Collection[str], kind: str) -> None:
 def human_bytes(number: float) -> str:
     """Format bytes with three digits.
 
-    >>> human_bytes(784.0), human_bytes(154_000), human_bytes(1234.5678e6)
-    ('784 B', '154 kB', '1.23 GB')
+    >>> human_bytes(784.0), human_bytes(154_000), human_bytes(1234.5678e6), human_bytes(1.2e12)
+    ('784 B', '154 kB', '1.23 GB', '1.2 TB')
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5 or unit == "GB":
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000
-    raise AssertionError
+    return f"{number:.3g} PB"
 
 
 @contextmanager
@@ -123,74 +119,3 @@ class LogOnce:
         if (every_rank or self._rank == 0) and line not in self._logged:
             self._logged.add(line)
             log.log(level, line)
-
-
-# -- ranks that wait for other ranks -----------------------------------------------------------------------------------
-#
-# Logs where a rank waits for other ranks, and where those ranks wait.
-#
-# Ranks that make different numbers of steps wait for each other in different collectives, until the timeout of their
-# process group. So each rank that waits for a long time publishes its place in the store of the default group.
-
-MOST_NAMED = 4
-"""Ranks that one log line names at most."""
-
-
-@contextmanager
-def waiting(place: str) -> Iterator[None]:
-    """Log where this rank and others wait: once the wait has taken `SLOW_AFTER`, and again after changes.
-
-    Args:
-        place: where this rank is, such as "in step 7".
-    """
-    over, published = threading.Event(), threading.Event()
-    watch = threading.Thread(target=_watch, args=(over, published, place), name="lightning_sparse", daemon=True)
-    watch.start()
-    try:
-        yield
-    finally:
-        over.set()
-        if published.is_set():
-            watch.join()
-            with suppress(RuntimeError):  # the store has gone with its rank
-                default_store().set(_key(dist.get_rank()), "")  # reading a deleted key would block
-
-
-def _watch(over: threading.Event, published: threading.Event, place: str) -> None:
-    said, passed = "", 0.0
-    while not over.wait(SLOW_AFTER.total_seconds()) and dist.is_initialized():
-        passed += SLOW_AFTER.total_seconds()
-        published.set()
-        others = _others(place)
-        if others != said:
-            rank = dist.get_rank()
-            log.warning("rank %d has waited %.0f s for other ranks, %s. %s", rank, passed, place, others)
-        said = others
-
-
-def _others(place: str) -> str:
-    """Publish where this rank waits, and return where other ranks wait."""
-    try:
-        found = _exchange_places(place)
-    except RuntimeError as error:
-        return f"The store that says where other ranks wait does not answer: {error}"
-    if not found:
-        return "No other rank has waited that long: a rank still computes, is stopped, or has left the training"
-    named = ", ".join(f"rank {rank} {there}" for rank, there in list(found.items())[:MOST_NAMED])
-    more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return (
-        f"Also waiting: {named}{more}. If their step differs, a rank has skipped a step that others made: let "
-        f"every rank make the same number of steps, even a rank without a gradient"
-    )
-
-
-def _exchange_places(place: str) -> dict[int, str]:
-    rank, store = dist.get_rank(), default_store()
-    store.set(_key(rank), place)
-    others = [other for other in range(dist.get_world_size()) if other != rank and store.check([_key(other)])]
-    found = {other: store.get(_key(other)).decode() for other in others}
-    return {other: there for other, there in found.items() if there}
-
-
-def _key(rank: int) -> str:
-    return f"lightning_sparse/waits/{rank}"

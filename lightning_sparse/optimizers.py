@@ -2,8 +2,8 @@
 
 Error feedback sends an entry of the gradient once in many rounds, as the sum of its values in these rounds. SGD
 is linear, so the sum moves the parameter as far as its terms would have. Adam and similar optimizers divide by the
-size of recent gradients: a sum of 100 steps moves the parameter by about 10 steps' worth instead of 100, and a run ends
-worse than one node alone, without any communication (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).
+size of recent gradients, so a sum of 100 steps moves the parameter by about 10 steps instead of 100. The loss is then
+worse than the single-node baseline (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).
 
 LARS scales a layer as a whole, so the entries of a layer keep their proportions; the paper trains with it.
 """
@@ -55,7 +55,7 @@ def sparse_gradient_warning(exchange: str, objected: str, way_out: str) -> str:
 
 # -- whose step can be sharded -----------------------------------------------------------------------------------------
 #
-# What is known of optimizers: which cannot be shared, which are tested, which are elementwise, and a step's cost.
+# Tables of optimizers: refused, tested, elementwise; and the cost of a step.
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, NAdam)
 """They step each element independently. Exact classes: a subclass may not."""

@@ -88,15 +88,19 @@ def _range(low: float | None, high: float | None, above: float | None = None, be
     return "".join(f" {word} {limit}" for word, limit in words.items() if limit is not None)
 
 
-def with_options_of(*configs: type, without: Sequence[str] = ()) -> Callable[[Init], Init]:
+def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: bool = False) -> Callable[[Init], Init]:
     """Decorate a constructor that takes the fields of `configs` among its ``**options``.
 
     The signature and the docstring then contain the options, for LightningCLI and help(). Fields without a default
     are for the constructor to give.
+
+    Args:
+        without: Fields that are no options.
+        takes_others: Whether ``**options`` also has options of other classes.
     """
 
     def decorate(init: Init) -> Init:
-        *named, _ = inspect.signature(init, eval_str=True).parameters.values()
+        *named, others = inspect.signature(init, eval_str=True).parameters.values()
         parameters = {parameter.name: parameter for parameter in named}
         for config in configs:
             types = get_type_hints(config)
@@ -104,8 +108,10 @@ def with_options_of(*configs: type, without: Sequence[str] = ()) -> Callable[[In
                 if field.default is not MISSING and field.name not in without:
                     option = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
                     parameters.setdefault(field.name, option.replace(annotation=types[field.name]))
-        init.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-        init.__doc__ = "\n\n".join(inspect.getdoc(config) or "" for config in configs)
+        rest = [others] if takes_others else []
+        init.__signature__ = inspect.Signature([*parameters.values(), *rest])  # type: ignore[attr-defined]
+        described = [each for config in configs for each in config.__mro__[-2::-1]]  # base classes first
+        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in described)
         return init
 
     return decorate

@@ -1,9 +1,9 @@
 """Who holds which elements of a parameter: their order in memory, the division of a step over ranks, FSDP2's shards.
 
-All flat tensors of this package are in *memory order*: the elements of a parameter in the order of its memory, whatever
-the order of its dims (channels_last). A `Part` is a range of these elements. Parts come from two functions. `partition`
-assigns the parameters of an optimizer to ranks that all hold them whole; all ranks compute the same result. `part_of`
-returns the shard of a parameter that FSDP2 has sharded.
+All flat tensors of this package are in *memory order*: the elements of a parameter as they lie in memory, which can
+differ from the order of its dims (channels_last). A `Part` is a range of these elements. Parts come from two functions.
+`partition` assigns the parameters of an optimizer to ranks that all hold them whole; all ranks compute the same result.
+`part_of` returns the shard of a parameter that FSDP2 has sharded.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def trainable_params(optimizer: Optimizer, known: Collection[int] = ()) -> list[Tensor]:
-    """Return those of its parameters that a step can change: not what is frozen, unless it was trained before.
+    """Return the parameters that a step can change: frozen parameters only if they were trained before.
 
     Args:
-        known: ``id()`` of what was trained before.
+        known: ``id()`` of each parameter that was trained before.
     """
     return [p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None or id(p) in known]
 
@@ -89,7 +89,7 @@ def trainable_params(optimizer: Optimizer, known: Collection[int] = ()) -> list[
 def partition(
     numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cuttable: Sequence[bool]
 ) -> list[Parts]:
-    """Assign whole parameters if that balances the ranks; else divide the costliest ones among all ranks.
+    """Assign whole parameters if that balances the ranks; otherwise divide the costliest parameters among all ranks.
 
     Args:
         costs: cost of each parameter's step, in any unit.

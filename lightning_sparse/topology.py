@@ -1,10 +1,10 @@
 """Which ranks share a node, and the process groups that follow from it. Resolved once, passed explicitly.
 
-With M nodes of L devices each, the ranks form a mesh of axes *node* and *device*; rank (m, l) belongs to two groups
-besides the world:
+With M nodes of L devices each, the ranks form a mesh of axes *node* and *device*. In addition to the world, rank (m, l)
+belongs to two groups:
 
 ====== ============================== ==================================================
-group  its ranks                      what it is for
+group  its ranks                      use
 ====== ============================== ==================================================
 intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fast links
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
@@ -12,13 +12,14 @@ inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of t
 
 ``intra_gather`` has the ranks of ``intra`` again, for the all-gather that ends one bucket while the reduce-scatter of
 the next begins. Two threads must not share a Gloo group, and NCCL executes the collectives of one communicator in turn.
-With Gloo, ``world`` has all ranks again, because DDP uses the default group meanwhile. NCCL makes all groups of an axis
-by one split of its communicator.
+With Gloo, ``world`` is a second group of all ranks, because DDP uses the default group at the same time. NCCL makes all
+groups of an axis by one split of its communicator.
 
 Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` assign them
 round-robin, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every
-rank states its node rank, host name and local rank, and a node is what agrees in the first two; or each names its node
-(``LIGHTNING_SPARSE_NODE``), for racks with fast links between hosts, for sites, or for several nodes on one machine.
+rank publishes its node rank, host name and local rank. Ranks with equal node rank and host name form a node. Instead,
+each rank can name its node (``LIGHTNING_SPARSE_NODE``), for racks with fast links between hosts, for sites, or for
+several nodes on one machine.
 Devices of a node are ordered by global rank, as torch orders the members of a group.
 """
 
@@ -38,7 +39,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.agree import compare
 from lightning_sparse.internals import nccl_options
-from lightning_sparse.messages import log, waiting
+from lightning_sparse.messages import log
+from lightning_sparse.waits import waiting
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 

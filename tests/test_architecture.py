@@ -31,8 +31,8 @@ LAYERS = [
     {"checkpoint.state"},
     {"exchange", "optimizers"},
     {"kernels", "topology", "sharding"},
-    {"agree", "messages", "options"},
-    {"internals"},
+    {"agree", "options", "waits"},
+    {"internals", "messages"},
 ]
 WITHOUT_LAYER = {"_autoload", "_version", "checkpoint"}
 DATA_LAYERS = [
@@ -47,7 +47,7 @@ DATA_LAYERS = [
     {"folders", "decode"},
     {"config", "rng", "child"},
 ]
-# Importer -> what it never imports, not even through others.
+# Importer -> modules that it never imports, not even indirectly.
 FORBIDDEN = {
     ("data", "lab"): (
         "checkpoint", "elastic", "engine", "exchange", "fsdp", "gradients", "kernels", "pto", "sharding", "strategy",
@@ -192,6 +192,12 @@ def test_importing_the_package_is_light() -> None:
         f"{PACKAGE}._version",
     }
     assert {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names == {PACKAGE}
+
+
+@pytest.mark.parametrize("module", ["data.shards", "data.sources.storage_reader", "lab.cluster", "cli"])
+def test_child_processes_and_commands_start_without_torch(module: str) -> None:
+    code = f"import sys, lightning_sparse.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
 def test_parts_import_no_lightning_and_no_cuda() -> None:

@@ -1,4 +1,4 @@
-"""The checks of options: what each accepts, and that its error names the option, its value and the limits."""
+"""Option checks accept values within their limits, and their errors name the option, its value and the limits."""
 
 from __future__ import annotations
 

@@ -1,23 +1,22 @@
-"""Ways to train on several nodes, for the convergence benchmarks: what a row of their tables is made of.
+"""Training methods for several nodes. Each row of a convergence table is one method.
 
 ================ =====================================================================================================
 none             plain DDP over all ranks
-"hooked"         the same with one of torch's hooks: "bf16", or "PowerSGD" of rank 1
-"alone"          plain DDP on one node, on its ranks' share of each batch: whoever loses to that had better not talk to
-                 other nodes at all
-"gradients"      DDP with `hier_hook`; the default, options are those of HierConfig
-"updates"        DDP inside the node and `LocalUpdates`; options are those of UpdatesConfig
-"average"        DDP inside the node, and the mean of the nodes' models every ``every`` steps; with ``outer_lr`` it is
-                 DiLoCo (Douillard et al. 2023): an outer SGD with Nesterov momentum takes the mean's change as gradient
-"post-local"     the same, after ``start`` steps of plain DDP (torch's post_localSGD_hook)
-"each alone"     every node by itself, at the same time; the first one's model counts
-"grace"          grace_dl.dist of a checkout of sands-lab/grace, parameter by parameter, after backward: "top-k" of 1 %
+"hooked"         plain DDP with a communication hook of torch: "bf16", or "PowerSGD" of rank 1
+"alone"          the single-node baseline: plain DDP on one node, on its ranks' share of each batch
+"gradients"      DDP with `hier_hook` and the options of HierConfig; the default
+"updates"        DDP inside the node, and `LocalUpdates` with the options of UpdatesConfig
+"average"        DDP inside the node, and the mean of the nodes' models every ``every`` steps. With ``outer_lr``, DiLoCo
+                 (Douillard et al. 2023): an outer SGD with Nesterov momentum uses the change of the mean as gradient
+"post-local"     "average" after ``start`` steps of plain DDP (torch's post_localSGD_hook)
+"each alone"     all nodes train separately, at the same time; the model of the first node counts
+"grace"          grace_dl.dist of a checkout of sands-lab/grace, parameter by parameter, after backward: "top-k" of 1%
                  with residuals, or "qsgd" with 64 levels
-"demo"           DeMo of a checkout of bloc97/DeMo, an optimizer of its own; parameters of convolutions, whose layout it
-                 lacks, are matrices of [out, in * height * width]
+"demo"           the optimizer DeMo of a checkout of bloc97/DeMo. It does not support the layout of convolutions, so
+                 their parameters are matrices of [out, in * height * width]
 ================ =====================================================================================================
 
-Validation sees what a user would get: the global weights, or the mean of the nodes' models.
+Validation uses the global weights, or the mean of the nodes' models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast selection is, next to what it is measured against and to the floor that memory sets.
+"""Measure the speed of selection, compared with other methods and with the memory bandwidth.
 
     python -m benchmarks.exchange.kernels OUT               # an hour; CPU, or the GPU with --device cuda
     python -m benchmarks.exchange.kernels OUT --slow-up-to 30_000_000 --densities 0.01 --seconds 0.5  # short
@@ -6,7 +6,7 @@
 
 The methods of a case take turns in one loop, so that other load affects them alike. Rows report medians. A slow method
 is repeated less often (see `--seconds`), or left out where x is large (see `--slow-up-to`). `x sum` and `x copy` are
-ratios to the baselines of the same case: reading x once, and reading and writing it.
+ratios to the baselines of the same case: reading x once, and reading and writing x.
 
 | row | operation |
 |---|---|
@@ -16,13 +16,13 @@ ratios to the baselines of the same case: reading x once, and reading and writin
 | compress, compress 2bit | error feedback, selection and packing into a message with bfloat16 or two-bit values |
 | sum 4, sum 4 2bit | the sum of four such messages |
 | round | of dense16: error feedback, rounding to bf16 rows for 8 nodes, and the sum of 8 such rows |
-| round, torch | the same without compiled kernels |
-| change | of updates: what the optimizer changed is added to the node's model (accumulate_delta, step_ahead 0.5) |
-| write | of updates: the model is written between the shared one and the node's (lerp_into) |
+| round, torch | round without compiled kernels |
+| change | of updates: add the change by the optimizer to the node's model (accumulate_delta, step_ahead 0.5) |
+| write | of updates: write a model between the global and the local weights (lerp_into) |
 | topk | torch.topk(|x|, k, sorted=False) |
-| mstopk 30 | the paper's loop as it circulates, 30 counting passes; `compiled` under torch.compile |
+| mstopk 30 | the published loop of the paper, 30 counting passes; `compiled` under torch.compile |
 | argpartition | numpy, CPU only |
-| DGC | a threshold from the top-k of a 1 % sample, then a second selection among what reached it |
+| DGC | a threshold from the top-k of a 1% sample, then a second selection among the entries above it |
 
 Writes OUT/kernels.json, .md and .svg.
 """

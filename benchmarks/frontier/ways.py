@@ -205,7 +205,7 @@ class Updates(Way):
         self.bits = 8 * self._exchanges[0].stats.bytes_between_nodes / self.received_times
 
     def results(self) -> Tensor:
-        return self.states[0].read_shared()[None]
+        return self.states[0].read_global()[None]
 
     def end(self) -> None:
         self._threads.shutdown()

@@ -2,7 +2,7 @@
 
     last.ckpt/                      files of `torch.distributed.checkpoint`, and Lightning's ``meta.pt``
     last.ckpt/lightning_sparse/     the side files (`lightning_sparse.checkpoint.side_files`)
-    .last.ckpt.part/                while a save is under way; the next one removes what a killed one left
+    .last.ckpt.part/                an unfinished save; the next save removes it
 
 torch.save writes archives with CRC-32 checksums, also inside the files of `torch.distributed.checkpoint`. Neither
 looks at them when it reads.
@@ -41,8 +41,7 @@ def atomic_directory(path: Path, device: torch.device) -> Iterator[Path]:
         device: of the collective.
 
     Raises:
-        RuntimeError: when another rank could not write, or nodes do not share the folder; what stands at ``path`` stays
-            as it was.
+        RuntimeError: when another rank could not write, or nodes do not share the folder. ``path`` is then unchanged.
     """
     partial, rank = path.with_name(f".{path.name}.part"), dist.get_rank()
     with raise_on_all_ranks(path, device):
@@ -133,7 +132,7 @@ def _wrong_entry(content: io.BytesIO) -> str | None:
     """Return the entry of an archive whose checksum is wrong.
 
     Raises:
-        Exception: what Python's parser or torch's stumbles over; the two do not look at the same fields.
+        Exception: of any type, from the parser of Python or of torch. They check different fields.
     """
     with zipfile.ZipFile(content) as archive:
         wrong = archive.testzip()
@@ -155,14 +154,14 @@ def verify_file(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive, log_if_slow(f"verifying {path}"):
             wrong = archive.testzip()
-    except Exception as error:  # whatever the parser stumbled over
+    except Exception as error:  # the parser can raise any type
         wrong = f"{type(error).__name__}: {error}"
     if wrong is not None:
         raise RuntimeError(f"the checkpoint {path} is damaged ({wrong}). Resume from another one.")
 
 
 def _items(path: Path) -> list[tuple[str, int, int]]:
-    """Return file, offset and length of what a folder holds: archives of torch.save()."""
+    """Return file, offset and length of each torch.save() archive in a folder."""
     stored = FileSystemReader(path).read_metadata().storage_data
     items = sorted({(each.relative_path, each.offset, each.length) for each in stored.values()})
     meta = path / META
@@ -170,10 +169,10 @@ def _items(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _replace(path: Path, whole: Path) -> None:
-    """Put a folder in the place of what stands there, in one step where the file system can."""
+    """Replace the file or folder at ``path``, atomically if the file system supports it."""
     for file in filter(Path.is_file, whole.rglob("*")):
         with open(file, "rb") as opened:
-            os.fsync(opened.fileno())  # else a machine that fails may keep the name and lose what it names
+            os.fsync(opened.fileno())  # otherwise, a crash of the machine may keep the name and lose the contents
     if path.is_file() or path.is_symlink():
         path.unlink()
     if not path.exists():
@@ -181,7 +180,7 @@ def _replace(path: Path, whole: Path) -> None:
         return
     if not _swap_atomically(path, whole):
         old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)  # of a kill between the two: what stands at the path is newer
+        shutil.rmtree(old, ignore_errors=True)  # from a kill between the two renames; the folder at path is newer
         path.rename(old)
         whole.rename(path)
         old.rename(whole)

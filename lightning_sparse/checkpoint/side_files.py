@@ -1,6 +1,6 @@
 """Side files: the state of each rank next to a checkpoint, for any number of ranks that resume.
 
-    epoch=3.ckpt                                  checkpoint["lightning_sparse"] = metadata_list, each with a save id
+    epoch=3.ckpt                                  ["lightning_sparse"]: metadata of each engine, with a save id
     epoch=3.ckpt.residual/<save id>/rank00002.pt  the `State` of one device
 
 A checkpoint that is a folder has them inside (`lightning_sparse.checkpoint.folder`).
@@ -71,12 +71,12 @@ class EngineCheckpoint:
         return tuple(map(tuple, self.metadata["nodes"])) == topology.nodes
 
     def read(self, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
-        """Return what that rank alone knew."""
+        """Return the side file of a rank; None if it is missing, damaged, or of another save."""
         return read_side_file(self.path, self.metadata["save_id"], rank, verify=verify)
 
     def read_all(self, device: torch.device) -> list[list[State]]:
-        """Return the states of all ranks by node, without those that some rank cannot read. Local files are mapped, and
-        each is verified by one rank, so that none reads them all. A collective of the world."""
+        """Return the states of all ranks by node, except states that some rank cannot read. Local files are mapped.
+        One rank verifies each file, so no rank reads all files. A collective of the world."""
         here, size, nodes = dist.get_rank(), dist.get_world_size(), self.metadata["nodes"]
         files = {rank: self.read(rank, verify=rank % size == here) for node in nodes for rank in node}
         unread = torch.tensor([files[rank] is None for rank in sorted(files)], dtype=torch.uint8, device=device)
@@ -86,15 +86,15 @@ class EngineCheckpoint:
         return [[State.from_dict(each) for each in node if each is not None] for node in readable]
 
 
-class SideFileWriter:
+class SideFiles:
     """Side files of the checkpoints of one strategy on one rank.
 
     Args:
         kind: of the strategy's engines.
 
     Attributes:
-        run_id: in the ids of saves; the same on all ranks.
-        loaded: what the last checkpoint that was loaded has, until it is restored.
+        run_id: part of each save id; equal on all ranks.
+        loaded: engines of the last loaded checkpoint, until they are restored.
     """
 
     def __init__(self, kind: str) -> None:
@@ -180,16 +180,16 @@ class SideFileWriter:
         unseen = [rank for rank in range(dist.get_world_size()) if not fs.exists(_side_path(path, save_id, rank)[1])]
         if unseen:
             log.warning(
-                "the side files of rank(s) %s are not in %s as rank 0 sees it: nodes do not share that folder. A "
-                "resume is exact on these very nodes alone, and another number of nodes loses what those ranks had "
-                "not sent. Save to a folder that all nodes share.",
+                "the side files of rank(s) %s are not in %s on the node of rank 0: nodes do not share this folder. So a "
+                "resume is exact only on the same nodes, and another number of nodes loses the residuals of these "
+                "ranks. Save to a folder that all nodes share.",
                 _listed(unseen),
                 folder,
             )
 
     def metadata_of(self, engine: Engine, index: int = 0) -> dict[str, Any]:
-        """Return what the main file says of an engine; each call names another save."""
-        self._counts[index, engine.rounds] += 1  # a later fit may come to the same round
+        """Return an engine's entry of the main file. Each call makes a new save id."""
+        self._counts[index, engine.rounds] += 1  # a later fit may reach the same round again
         return {
             "save_id": f"{self.run_id}-{index}-{engine.rounds}-{self._counts[index, engine.rounds]}",
             **engine.checkpoint_metadata(),
@@ -202,19 +202,19 @@ class SideFileWriter:
         self.take(load(checkpoint, os.fspath(path), rank), path, rank)
 
     def take(self, found: Sequence[EngineCheckpoint], path: Any, rank: int) -> None:
-        """Keep what a checkpoint has of this strategy's engines."""
+        """Keep the parts of a checkpoint that belong to this strategy's engines."""
         self.loaded = [each for each in found if each.kind == self._kind]
         other = next((each.kind for each in found if each.kind != self._kind), None)
         if other is not None and rank == 0:
             log.warning(
-                "%s was saved by a strategy that exchanges %s: its weights are taken, and what nodes had not sent then "
-                "is lost",
+                "%s was saved by a strategy that exchanges %s: its weights are loaded, but its pending updates or "
+                "residuals are lost",
                 path,
                 other,
             )
 
     def entries(self, topology: Topology) -> dict[str, Any]:
-        """Return what the first rank of this node added to its file; empty on another cluster, and of another format,
+        """Return the extra entries of this node's first side file. Empty on another cluster, and for another format,
         which `restore` refuses."""
         if not self.loaded or not self.loaded[0].is_of(topology) or self.loaded[0].metadata["version"] != VERSION:
             return {}
@@ -231,7 +231,7 @@ def new_run_id() -> str:
 
 
 def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str, rank: int) -> None:
-    """Write what this rank alone knows beside the checkpoint.
+    """Write this rank's side file.
 
     Raises:
         ValueError: for content that a safe load would refuse when it is needed.
@@ -243,7 +243,7 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
         with open(f"{path}.part", "wb") as local:
             local.write(buffer.getbuffer())
             local.flush()
-            os.fsync(local.fileno())  # else a machine that fails may keep the name and lose what it names
+            os.fsync(local.fileno())  # otherwise, a crash of the machine may keep the name and lose the contents
         os.replace(f"{path}.part", path)
         return
     with fs.open(f"{path}.part", "wb") as file:
@@ -252,7 +252,7 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
 
 
 def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> None:
-    """Remove the side files of a checkpoint, but not those of the save ids to keep."""
+    """Remove the side files of a checkpoint, except the saves with the ids in ``but``."""
     fs, folder = _folder(os.fspath(checkpoint_path))
     with contextlib.suppress(FileNotFoundError):
         for each in fs.ls(folder, detail=False):
@@ -263,8 +263,11 @@ def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> Non
 
 
 def _remove_stale_local_saves(checkpoint_path: str, *, but: Collection[str]) -> None:
-    """Remove what rank 0 does not see: earlier saves in a folder that nodes do not share, which has no files of rank 0.
-    This node's last save stays, for rank 0 may not have replaced the main file yet."""
+    """Remove earlier saves that rank 0 cannot remove, because the nodes do not share the folder.
+
+    Such a save has no file of rank 0. This node's last save stays, because rank 0 may not have replaced the main file
+    yet.
+    """
     fs, folder = _folder(checkpoint_path)
     with contextlib.suppress(FileNotFoundError):
         earlier = [each for each in fs.ls(folder, detail=False) if os.path.basename(each) not in but]
@@ -274,7 +277,7 @@ def _remove_stale_local_saves(checkpoint_path: str, *, but: Collection[str]) -> 
 
 
 def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[EngineCheckpoint]:
-    """Return what the checkpoint has of each engine, with this rank's side files; empty without such a strategy."""
+    """Return the part of each engine, with this rank's side file. Empty if another strategy saved the checkpoint."""
     metadata_list = checkpoint.get(CHECKPOINT_KEY) or []
     return [
         EngineCheckpoint(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank))
@@ -286,7 +289,7 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: boo
     """Return one rank's side file; None when the file is missing, damaged, or of another save.
 
     Args:
-        verify: read it whole, compare its checksums, and log what is damaged; False where another rank does.
+        verify: Read the whole file, compare its checksums, and log damage. False if another rank verifies it.
     """
     for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
         fs, path = _side_path(place, save_id, rank)
@@ -298,7 +301,7 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: boo
                     content = _content(io.BytesIO(file.read()), verify)
         except FileNotFoundError:
             continue
-        except Exception as error:  # torch.load of a damaged file raises whatever its parser stumbled over
+        except Exception as error:  # torch.load of a damaged file can raise any type
             if verify:
                 log.warning("%s cannot be read and counts as missing (%s: %s)", path, type(error).__name__, error)
             continue
@@ -328,8 +331,10 @@ def _folder(checkpoint_path: str) -> tuple[Any, str]:
 
 
 def _target(checkpoint_path: str) -> str:
-    """save_last may link to another checkpoint, whose side files are then the ones that count. For reading only: a
-    save puts a file of its own in the place of the link."""
+    """Return the path, or the target of a link: save_last may link to another checkpoint, which has the side files.
+
+    For reading only, because a save replaces the link by a file.
+    """
     return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
 
@@ -343,14 +348,16 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _verdict(path: str, reports: Reports) -> str:
-    """Return why no main file may be written; empty if it may. A main file that replaces a whole checkpoint must be
-    whole itself."""
+    """Return why no main file may be written; empty if it may.
+
+    A main file that replaces a complete checkpoint must be complete itself. Only rank 0 knows whether it replaces one.
+    """
     told = [None if report is None else json.loads(report) for report in reports]
     error = next((report["error"] for report in told if report is not None and report["error"]), "")
     if error:
         return f"a rank could not write its residuals of {path} ({error}): a checkpoint of that name stays as it was."
     missing = [rank for rank, report in enumerate(told) if report is None]
-    if missing and told[0] is not None and told[0]["replaces"]:
+    if missing and (told[0] is None or told[0]["replaces"]):
         return (
             f"rank(s) {_listed(missing)} did not write their residuals of {path} in time: the checkpoint of that name "
             f"stays as it was. Look for what stopped them."
@@ -362,8 +369,8 @@ def _warn_of_reports(path: str, paths: Sequence[str], world_size: int) -> None:
     names = sorted({os.path.basename(each) for each in paths})
     if len(names) > 1:
         log.warning(
-            "ranks save a checkpoint by different names (%s): a resume will not find all residuals. Log what is in the "
-            "name with sync_dist=True",
+            "ranks save a checkpoint under different names (%s), so a resume will not find all residuals. Log the "
+            "metrics in the file name with sync_dist=True",
             ", ".join(names),
         )
     if len(paths) < world_size:

@@ -111,7 +111,7 @@ def _name_of(quantity: str, name: str, begin: int, end: int) -> str:
 
 
 def layout_of(parameter: Tensor) -> Layout:
-    """Return the layout of a parameter, or of its gradient in a bucket: complex numbers are pairs of real ones."""
+    """Return the layout of a parameter, or of its gradient in a bucket: a complex number counts as two real numbers."""
     shape, dims = list(parameter.shape), list(range(parameter.dim()))
     if isinstance(parameter, DTensor) or torch.ops.aten.is_non_overlapping_and_dense(parameter):
         dims = dim_order(parameter)
@@ -136,8 +136,8 @@ def read_slice(
     this machine's memory.
 
     Args:
-        layout: in whose memory order the elements are counted. Of a parameter that was saved in another one, all is
-            read.
+        layout: Memory order that begin and end refer to. If the parameter was saved in another order, all of its
+            elements are read.
 
     Returns:
         A flat tensor, zero where no device has a piece; None where none has any, or its shape was another.
@@ -162,7 +162,7 @@ def read_slice(
 def sum_slice_over_nodes(
     nodes: Iterable[Sequence[State]], cut: SliceReader, name: str, begin: int, end: int, layout: Layout
 ) -> Tensor | None:
-    """Return the sum over nodes of what ``read`` reads of each; a node that has none counts as zero."""
+    """Return the sum of `read_slice` over nodes. A node without these elements counts as zero."""
     found = (read_slice(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
     parts = (part for part in found if part is not None)
     first = next(parts, None)

@@ -1,4 +1,4 @@
-"""The `lightning-sparse` command, and what commands and benchmarks share.
+"""The `lightning-sparse` command, and functions that commands and benchmarks share.
 
 Each subcommand is a module. Its ``declare`` adds the options to a parser and sets ``run``, the function that executes
 the subcommand. Only the module of the requested subcommand is imported, so that the command starts fast. Words after

@@ -291,7 +291,7 @@ def leave_ranks() -> None:
 def check_ranks(topology: Topology, device: torch.device, local: Sequence[CheckResult]) -> Iterator[CheckResult]:
     """Check the topology, differences between ranks, and the networks. A collective; the same results on all ranks.
 
-    `local` are the results of this rank's own checks: the bad ones of other ranks than 0 are reported, too.
+    `local` has the results of this rank's own checks. Bad results of ranks other than 0 are also reported.
     """
     message = f"{topology.describe()}, {dist.get_backend()}"
     yield CheckResult("ok" if topology.kind == "hierarchical" else "note", "topology", message)

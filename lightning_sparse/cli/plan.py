@@ -187,7 +187,7 @@ class Row:
         return METHODS[self.path] + (f" {100 * self.density:.3g}%" if self.selects else "")
 
     def seconds(self, overlap: bool) -> float:
-        """Time of a step; of its communication if compute time is unknown."""
+        """Return the time of a step, or of its communication if the compute time is unknown."""
         step = self.overlapped_step_s if overlap else self.step_s
         return self.sync_s if step is None else step
 

@@ -223,7 +223,7 @@ def is_installed(name: str) -> bool:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for pixels in [0, 1]
 Backend = Literal["auto", "dali", "torch"]
 BACKENDS = get_args(Backend)
-FULL_IMAGE_BELOW = 64  # sizes of batches of small pictures, whose edges belong to what they show
+FULL_IMAGE_BELOW = 64  # evaluation does not crop smaller images, because their objects reach the edges
 
 
 def size_at(sizes: dict[int, int] | None, epoch: int) -> int:

@@ -1,4 +1,4 @@
-"""Samples, the interface of what reads them, and the image decoder: bytes -> RGB uint8.
+"""Samples, the interface of their readers, and the image decoder: bytes -> RGB uint8.
 
 The cache decodes every file before it keeps it, which also validates it. Pillow decides which files are images, and
 decodes JPEG to the same bits as DALI and libjpeg-turbo. simplejpeg, if it is installed, makes these bits in less time.
@@ -46,7 +46,7 @@ class FileKey(NamedTuple):
 class View(NamedTuple):
     """The contents of a sample, read-only: uint8 [H, W, 3] if decoded, else the bytes of the file.
 
-    Of files that are not images, the height is 1 and the width is their size.
+    A file that is not an image has height 1, and its size as width.
     """
 
     data: npt.NDArray[np.uint8]

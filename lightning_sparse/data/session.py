@@ -137,7 +137,7 @@ class DataOptions:
 
     @property
     def sizes(self) -> dict[int, int] | None:
-        """Of images, by first epoch."""
+        """Image sizes by first epoch; None if the samples are not images."""
         return self.samples.sizes if isinstance(self.samples, ImageOptions) else None
 
 

@@ -586,7 +586,7 @@ class Workers:
 
 
 def make_shards(connection: Connection) -> None:
-    """What a process does: write shards to the cache."""
+    """Run in a tokenizer process: write shards to the cache."""
     source, shards = connection.recv()
     end_with_parent(connection)
     try:

@@ -1,4 +1,4 @@
-"""Rounds between nodes that join and leave: who takes part, whether a round counts, and what a joining node needs.
+"""Rounds between elastic nodes: which nodes take part, whether a round counts, and how a node joins.
 
 The global weights have a name, a *token*, which each round that counts changes. The first token names the *run*: nodes
 with weights of another run, from its checkpoint, are refused. One round goes so:
@@ -11,11 +11,11 @@ with weights of another run, from its checkpoint, are refused. One round goes so
 
 A node that fails before it is prepared knows that the round counts nowhere. One that fails between 2 and 3 does not
 know, and keeps the messages until the next quorum: if anybody there has the round's token, it counts, else for nobody.
-So either all nodes that train on apply a round or none does, and messages of two quorums never meet in one. What a node
-has sent in a round that does not count is returned to it.
+So either all nodes that train on apply a round or none does, and messages of two quorums never meet in one. If a round
+does not count, each node gets back its sent updates.
 
-A node that joins or has missed rounds observes from its first quorum on, and downloads the weights of a peer beside it:
-with the rounds since, it has those of the others, who have not waited.
+A node that joins or has missed rounds observes from its first quorum on, and downloads the weights of a peer meanwhile.
+It applies the rounds since that download, and then has the weights of the other nodes, which have not waited.
 """
 
 from __future__ import annotations

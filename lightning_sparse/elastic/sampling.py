@@ -57,7 +57,7 @@ class Assignment:
 
 
 class SampleAssigner:
-    """The assignments that one node knows. The last assignments count.
+    """Keeps the assignments that a node knows. The last assignments count.
 
     Args:
         node: its name.
@@ -111,7 +111,7 @@ class SampleAssigner:
         None without one."""
         mine = self._find(place, end)
         if mine is not None:
-            self._record_outcome(mine)
+            self._mark_drawn(mine)
         return mine
 
     def leaves(self, epoch: int, samples: int) -> bool:
@@ -140,7 +140,7 @@ class SampleAssigner:
             place = until
         return None
 
-    def _record_outcome(self, mine: int) -> None:
+    def _mark_drawn(self, mine: int) -> None:
         self._end = max(self._end, mine + 1)
         if mine >= self._told and not self._warned:
             self._warned = True

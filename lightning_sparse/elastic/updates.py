@@ -1,8 +1,7 @@
-"""Updates between nodes that come and go: `LocalUpdates` whose rounds are those of `lightning_sparse.elastic.rounds`.
+"""Updates between elastic nodes: `LocalUpdates` with the rounds of `lightning_sparse.elastic.rounds`.
 
-The algorithm is that of fixed nodes; what differs is what a round brings. M is that of the round. What a node has sent
-in a round that does not count is pending again. A node that exchanges alone sends everything. Each node is a world of
-its own, of its devices.
+The algorithm is the same as for fixed nodes, with the M of each round. If a round does not count, its sent updates are
+pending again. A node that is alone in a round sends everything. Each node has its own process group of its devices.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from lightning_sparse.sharding import trainable_params
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.agreement import UpdateCorrelation
 from lightning_sparse.updates.config import UpdatesConfig
-from lightning_sparse.updates.local import LocalUpdates, fingerprint
+from lightning_sparse.updates.local import LocalUpdates, options_to_compare
 from lightning_sparse.updates.optimizer_state import to_python
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import Delivery, SparseUpdateState
@@ -122,7 +121,7 @@ class ElasticUpdates(LocalUpdates):
         snapshot: "weights", "optimizer" and "extra" of the peer; None for a node that did not join others.
 
     Raises:
-        ValueError: without a lighthouse, for what cannot be exchanged so, or for a node that differs from the others.
+        ValueError: if no lighthouse is given, the model or optimizer is unsupported, or this node differs from others.
     """
 
     kind = "elastic"
@@ -267,9 +266,13 @@ class ElasticUpdates(LocalUpdates):
             self._from_first(self._watch.wait_for_a_round)
         dealt.deal(partial(deals.share, device=devices.place, devices=devices.size))
 
+    def deal(self, loader: Any, batches: int = 1) -> None:
+        """Deprecated name of `shard_loader`, until version 0.3."""
+        self.shard_loader(loader, batches)
+
     def has_batch(self, epoch: int) -> bool:
-        """Return whether the loaders passed to ``deal`` have a batch of this epoch left for this node. Every device of
-        the node calls it."""
+        """Return whether the loaders passed to `shard_loader` have a batch of this epoch left for this node. Every
+        device of the node calls it."""
         return bool(self._from_first(lambda: self.peers.deals.leaves(epoch, self._least)))
 
     def watch(self) -> None:
@@ -344,12 +347,12 @@ class ElasticUpdates(LocalUpdates):
             log.info("this node goes on from %s", "its checkpoint" if began else "its own weights: it is the first one")
 
     def _catch_up(self) -> None:
-        """Take up the global weights after rounds that this node has missed; what it has not sent stays pending."""
+        """Load the global weights after rounds that this node has missed. Its unsent updates stay pending."""
         log.info("this node has missed rounds after %d, and takes up the weights of a peer", self.peers.number)
         pending_S = self._state.collect()
         self.peers.ask()
         self._watch.start()
-        if not self._load_snapshot(pending_S):  # the others are gone, and these weights are the ones to go on with
+        if not self._load_snapshot(pending_S):  # the other nodes are gone: continue with these weights
             self._state.go_on(pending_S, *self.peers.reconcile())
             self.optimizers[0].gather()
         self._stop_watching()
@@ -769,7 +772,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What must be the same on all nodes."""
     names = {id(p): each for each, p in module.named_parameters()}
-    facts = fingerprint(module, names, optimizers, config)
+    facts = options_to_compare(module, names, optimizers, config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
     facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
     return {**facts, "devices": topology.world_size}

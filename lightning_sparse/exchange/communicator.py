@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.exchange.lanes import Stopwatch
-from lightning_sparse.messages import waiting
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
+from lightning_sparse.waits import waiting
 
 # torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -135,9 +135,9 @@ class GlooCollectives(Collectives):
                 arriving.append((step < last, chunk, dist.irecv(chunk, group=group.handle, group_src=source)))
         chunks = torch.split(rows_MB[own], CHUNK) if last else ()
         sending = [dist.isend(chunk, group=group.handle, group_dst=to) for chunk in chunks]
-        for first_device_wants, chunk, work in arriving:
+        for is_forwarded, chunk, work in arriving:
             _wait(work)
-            if first_device_wants:
+            if is_forwarded:
                 sending.append(dist.isend(chunk, group=group.handle, group_dst=to))
         for sent in sending:
             _wait(sent)

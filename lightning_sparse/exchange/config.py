@@ -48,7 +48,8 @@ class ExchangeConfig:
     def __post_init__(self) -> None:
         options.number(self, "density", above=0, high=1, hint="0.01 sends 1% of the entries, exchange='dense' all")
         options.one_of(self, "exchange", get_args(Exchange))
-        options.one_of(self, "value_dtype", get_args(ValueDtype), hint="'bfloat16' takes the place of 'float16'")
+        hint = "use 'bfloat16', which has as many bytes" if str(self.value_dtype) == "float16" else ""
+        options.one_of(self, "value_dtype", get_args(ValueDtype), hint=hint)
         options.number(self, "inter_gbps", above=0, optional=True, hint="a rate in Gbit/s; None measures it")
         options.flag(self, "overlap")
         if self.inter_gbps is not None and self.exchange != "auto":

@@ -1,8 +1,7 @@
 """Chooses a path for each shard, and keeps the rates of networks and kernels that the choice rests on.
 
 A choice depends only on values that are equal on all ranks. So all ranks choose the same path and call the same
-collectives. Rates are
-given, or probed before the first round and agreed, or restored from a checkpoint.
+collectives. Rates are given, or probed before the first round and agreed, or restored from a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.topology import Topology
 
 MARGIN = 0.9
-"""What leaves something for later must be faster by more than noise."""
+"""A path that leaves entries out must be faster by more than noise."""
 
 
 class PathChoice:
@@ -34,10 +33,10 @@ class PathChoice:
         numel: elements of all tensors together.
 
     Attributes:
-        rates: what ``"auto"`` decides by; None until the first round has measured them.
+        rates: the rates that ``"auto"`` compares paths by; None until the first round has measured them.
         forbid_sparse: ``"auto"`` leaves no entries out: set for optimizers that need all entries.
-        reduces_shards: ``"auto"`` forms the sums of a node, which an all-reduce over all ranks never does: set where
-            something is kept with them.
+        reduces_shards: ``"auto"`` uses only paths that reduce inside the node first, because something is kept with
+            these sums.
     """
 
     def __init__(self, config: ExchangeConfig, topology: Topology, numel: int, log_once: Callable[[str], None]) -> None:
@@ -56,7 +55,7 @@ class PathChoice:
 
         Args:
             density: share of its entries that a path which selects sends.
-            exact: nothing may be left, not even rounding errors, whatever the configuration says.
+            exact: leave nothing out, not even rounding errors, for any configuration.
         """
         if exact:
             return self._fastest(work, density, rounded=False, forbid_sparse=True)
@@ -83,7 +82,7 @@ class PathChoice:
         assert best is not None
         return best
 
-    # -- what it rests on ----------------------------------------------------------------------------------------------
+    # -- rates ---------------------------------------------------------------------------------------------------------
 
     @property
     def needs_probe(self) -> bool:
@@ -107,8 +106,8 @@ class PathChoice:
 #   the slowest rank's, so all ranks end with the same numbers and make the same choices.
 # - Messages grow until one takes `ENOUGH_S`, so the measurement takes as long on a slow link as on a fast one.
 # - Kernels are timed on as many elements as a shard of the run has. Fewer would fit in a CPU's cache and seem faster.
-# - Gradients come from a generator of their own, because a measurement must not change what the run draws from the
-#   default generator, such as dropout. Dtypes are explicit, because a run may have set another default.
+# - Gradients come from a separate generator, because a measurement must not change the random numbers of the run, such
+#   as dropout. Dtypes are explicit, because a run may have set another default.
 # - Each number is the fastest of a few tries, because a disturbance only adds time. The rate has the most tries: a
 #   disturbed message would end the growth too early and pass for a slow link.
 

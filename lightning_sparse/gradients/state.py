@@ -186,11 +186,12 @@ class HierState(Engine):
     # -- around it -----------------------------------------------------------------------------------------------------
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note from now on which parameters are stepped, by these optimizers or others, so that residuals are committed
-        only after a step. Without any every round counts as used. With ``exchange="auto"`` no entries are left out for
-        optimizers that do not tolerate it (lightning_sparse.optimizers).
+        """Watch the steps of all optimizers from now on, so that residuals are committed only after a step.
 
-        Whoever watches also calls before_backward(): inside a backward pass gradients say nothing yet.
+        If there is no optimizer, every round counts as used. With ``exchange="auto"``, no entries are left out for
+        optimizers that do not tolerate it (`lightning_sparse.optimizers`).
+
+        If you call this, also call before_backward(), because gradients are incomplete inside a backward pass.
 
         Raises:
             ValueError: for an optimizer that cannot report its steps, or whose momentum cannot be corrected.
@@ -364,7 +365,7 @@ class HierState(Engine):
     def _load_metadata(self, metadata: Mapping[str, Any]) -> None:
         self.restart()
         self.round = self.exchange.stats.rounds = metadata["round"]
-        # Cut again: what is excluded now may not have been then. regroup() then brings the residuals along.
+        # Split again, because the run may now exclude other parameters. regroup() then moves the residuals.
         self.layout.fix(self.layout.split_excluded(checkpoint.groups_of(metadata["settled"])))
         self.layout.previous = self.layout.split_excluded(checkpoint.groups_of(metadata["previous"]))
         if self.config.warmup_epochs is None and self.config.warmup_steps is None:

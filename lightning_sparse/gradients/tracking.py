@@ -88,12 +88,12 @@ class StepTracker:
         self.watching = False
         self._parameters, self._open_names = parameters, open_names
         self._hooks: list[Callable[[], Any]] = []  # each takes one off
-        self._begun: dict[int, set[str]] = {}  # by the optimizer's id(): what had a gradient
-        self._steps: list[tuple[set[str], AsyncHostTensor | None]] = []  # with what a scaler found
+        self._begun: dict[int, set[str]] = {}  # by id() of the optimizer: names of parameters that had a gradient
+        self._steps: list[tuple[set[str], AsyncHostTensor | None]] = []  # each with the scaler's found_inf
         self._stepped: set[str] = set()  # by steps that were looked at since the last clear()
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note steps from now on. Where there is no optimizer nothing can be noted, and every round counts.
+        """Watch steps from now on. If there is no optimizer, every round counts as used.
 
         Raises:
             ValueError: for an optimizer that cannot tell when it steps.

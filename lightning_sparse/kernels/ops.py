@@ -69,7 +69,7 @@ def compress_regions(
 ) -> Tensor:
     """Pack the k largest |acc| of each region of the shard into one message per region, as `compress` does.
 
-    Regions are those of `wire.Regions`; a region of fewer than k elements sends all of them. Returns the messages as
+    `wire.Regions` defines the regions. A region of fewer than k elements sends all of them. Returns the messages as
     rows of one length, uint8[num_regions, B].
 
     >>> rows = compress_regions(torch.tensor([1.0, -5.0, 2.0, 5.0, 0.5]), None, None, 1, 2, torch.float32)

@@ -43,6 +43,7 @@ def compress(
     value_code: int,
     scale: Tensor | None,
 ) -> Tensor:
+    _refuse_shared_memory([next_residual_S], [grad_S, residual_S])
     value_dtype = wire.VALUE_DTYPES[value_code]
     regions = wire.Regions(grad_S.numel(), num_regions, k, value_dtype)
     acc_S = grad_S.float()
@@ -69,6 +70,7 @@ def compress(
 
 
 def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, num_regions: int, value_code: int) -> None:
+    _refuse_shared_memory([shard_S], [messages_MB])
     regions = wire.Regions(shard_S.numel(), num_regions, k, wire.VALUE_DTYPES[value_code])
     shard_S.zero_()
     # one region: the messages of all nodes. Several: one message each.
@@ -78,6 +80,7 @@ def accumulate(messages_MB: Tensor, shard_S: Tensor, k: int, num_regions: int, v
 
 
 def add_messages(messages_MB: Tensor, shard_S: Tensor, k: int, value_code: int, alpha: float) -> None:
+    _refuse_shared_memory([shard_S], [messages_MB])
     all_valid = torch.ones((), dtype=torch.bool, device=shard_S.device)
     for message in messages_MB:
         values_K, indices_K, valid = wire.decode(message, shard_S.numel(), k, wire.VALUE_DTYPES[value_code])
@@ -93,6 +96,7 @@ def round_rows(
     num_rows: int,
     scale: Tensor | None,
 ) -> Tensor:
+    _refuse_shared_memory([next_residual_S], [grad_S, residual_S])
     acc_S = torch.empty_like(grad_S, dtype=torch.float32) if next_residual_S is None else next_residual_S
     if scale is None:
         acc_S.copy_(grad_S)
@@ -108,6 +112,7 @@ def round_rows(
 
 
 def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
+    _refuse_shared_memory([residual_R], [rows_MR])
     first, *others = rows_MR.unbind()
     sum_R = first.float()
     for row_R in others:
@@ -120,6 +125,7 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
 
 
 def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    _refuse_shared_memory([own_S], [shared_S, *model])
     ahead = ctypes.c_float(ahead).value  # kernels take a float, so a number that rounds to 1 counts as 1
     for own, shared, piece in _blocks(own_S, shared_S, model):
         if ahead == 1.0 and piece.dtype == torch.float32:
@@ -132,6 +138,7 @@ def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], a
 
 
 def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    _refuse_shared_memory(model, [own_S, shared_S])
     ahead = ctypes.c_float(ahead).value
     for own, shared, piece in _blocks(own_S, shared_S, model):
         piece.copy_(_cast(own if ahead == 1.0 else _lerp(own, shared, ahead), piece.dtype))
@@ -164,3 +171,15 @@ def _round_into(rounded: Tensor, exact: Tensor, keep_error: bool) -> None:
     if keep_error:
         exact -= rounded
         exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _refuse_shared_memory(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> None:
+    """Raise as the compiled operators do if an output overlaps an input."""
+    spans = [_span(tensor) for tensor in inputs if tensor is not None]
+    for begin, end in (_span(tensor) for tensor in outputs if tensor is not None):
+        if any(begin < other_end and other_begin < end for other_begin, other_end in spans):
+            raise RuntimeError("an output shares memory with an input: pass a separate tensor")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes

@@ -2,8 +2,8 @@
 
 On loopback, sending fewer bytes saves no time. In the lab each node has a link of known rate to a common switch, the
 kernel counts the bytes on it, and torchrun starts the training script in each node. Use it for tests with a real
-topology, for demos, and to measure network costs. Compute times are not those of a cluster, because all nodes share the
-CPU and the memory of this machine. The lab imports only the standard library, so that the command starts fast.
+topology, for demos, and to measure network costs. Compute times differ from a cluster, because all nodes share one CPU
+and one memory. The lab imports only the standard library, so that the command starts fast.
 """
 
 from lightning_sparse.lab.cluster import Cluster, LabConfig, RunResult

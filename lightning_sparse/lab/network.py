@@ -55,7 +55,7 @@ LOOPBACK_HINT = "Or use loopback without rate limits and byte counts: --no-net (
 
 
 class LabUnavailableError(RuntimeError):
-    """Raised if this machine or user cannot create network namespaces; the message names what is missing."""
+    """Raised if this machine or user cannot create network namespaces. The message names the cause."""
 
 
 def node_address(node: int) -> str:
@@ -211,8 +211,8 @@ def relay(seconds: float, pairs: list[tuple[str, str]]) -> None:
 
     def open_interface(name: str) -> socket.socket:
         opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # type: ignore[attr-defined, unused-ignore]
-        # Frames keep the header of virtual networks, which tells what is left to do of checksums and segmentation. So
-        # large frames pass as one, and a CPU that also runs the ranks keeps up with them.
+        # Frames keep the header of virtual networks, which has the pending checksums and segmentation. So large frames
+        # pass unsplit, and a CPU that also runs the ranks keeps up.
         opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
         opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
         for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):  # more than a link queues: a full link holds up no other

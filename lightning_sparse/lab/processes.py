@@ -1,4 +1,4 @@
-"""The processes of a run: start one torchrun per node, signal them, and kill whatever they leave behind.
+"""The processes of a run: start one torchrun per node, signal them, and kill leftover processes.
 
 Launchers, file system mounts and scripts start processes in new sessions, so process groups do not cover them. Each run
 therefore has a name, which all its processes inherit in the environment variable `RUN_VARIABLE`;
@@ -225,7 +225,7 @@ class Launchers:
         return None
 
     def terminate(self, number: signal.Signals) -> None:
-        """Send a signal to the running launchers, and kill those that do not end in time."""
+        """Send a signal to the running launchers, and kill each launcher that does not end in time."""
         with signals_ignored():
             for node in self._running():
                 self._processes[node].send_signal(number)

@@ -205,7 +205,7 @@ def _refused(described: State) -> str:
     """Return why a state cannot be sent; empty where it can."""
     try:
         pickle.dumps(described)
-    except Exception as error:  # whatever an object's own methods raise
+    except Exception as error:  # an object's own methods can raise any type
         return (
             f"the state of an optimizer cannot be collected ({type(error).__name__}: {error}): keep plain values in it"
         )

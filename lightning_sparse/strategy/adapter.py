@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_sparse.agree import all_agree
 from lightning_sparse.checkpoint.folder import atomic_directory, verify, verify_file
 from lightning_sparse.checkpoint.restore import restore
-from lightning_sparse.checkpoint.side_files import EngineCheckpoint, SideFileWriter, new_run_id
+from lightning_sparse.checkpoint.side_files import EngineCheckpoint, SideFiles, new_run_id
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.messages import LogOnce, class_repr, ensure_log_handler, log_if_nodes_missing, log_if_slow
@@ -82,7 +82,7 @@ class Adapter:
         self.engines = []
         self._node_name = node_name
         self._topology: Topology | None = None
-        self._side_files = SideFileWriter(exchanged)
+        self._side_files = SideFiles(exchanged)
 
     def __repr__(self) -> str:
         default = type(self.config)().to_dict()

@@ -1,25 +1,25 @@
-"""Folders of `torch.distributed.checkpoint`: of loops without Lightning, and of strategies that DDP is inside of.
+"""Folders of `torch.distributed.checkpoint`, for loops without Lightning and for strategies that are based on DDP.
 
-What ``save`` and ``async_save`` write of an engine that is given to them under the key "updates":
+``save`` and ``async_save`` write these entries of an engine with the key "updates":
 
-    updates.metadata                                         what all ranks know alike
+    updates.metadata                                         entries that are equal on all ranks
     updates.rank2.engine.pending/layers.0.weight/0-8192      a piece of a parameter
-    updates.rank2.engine.rest                                what only this very device can go on with
-    updates.rank2.optimizers...                              in the same way, of a node's own optimizers
+    updates.rank2.engine.rest                                state that only this device can use
+    updates.rank2.optimizers...                              the state of a node's own optimizers, by piece
 
-``load`` asks for what it knows by name and shape, and an engine does not know what another cluster saved. So `resume`
-reads the folder itself: of each device's pieces those that this one needs, one at a time, with their checksums, at
-which ``load`` does not look.
+``load`` needs the name and shape of each entry, but an engine does not know the entries of another cluster. So `resume`
+reads the folder itself. It reads the pieces that this device needs, one at a time, and verifies their checksums, which
+``load`` does not.
 
-A Trainer's checkpoint has the engine as "engine0", without its metadata, and besides:
+A Trainer's checkpoint has the engine as "engine0", without its metadata, and these entries:
 
-    state_dict.layers.0.weight                               the global weights; torch spreads them over all ranks
-    optimizer_states.0.0                                     in the same way, tensors of states that all ranks share,
-                                                             by optimizer, of some of which one rank has the state
-    meta.pt                                                  the rest, and apart, with tensors on the device "meta",
-                                                             what those are put into
+    state_dict.layers.0.weight                               the global weights; torch divides them among all ranks
+    optimizer_states.0.0                                     tensors of optimizer states that all ranks share, divided
+                                                             in the same way
+    meta.pt                                                  all other entries, and the structure of the entries above
+                                                             with tensors on the device "meta"
 
-So Lightning's consolidate_checkpoint, which reads the folder and then meta.pt, makes a file of weights and the rest.
+Lightning's consolidate_checkpoint reads the folder and then meta.pt, so it makes a file with all of them.
 """
 
 from __future__ import annotations
@@ -214,12 +214,12 @@ class _Files:
 class _Entries(dict[str, Any]):
     """The entries of one device, read when they are looked up."""
 
-    def __init__(self, files: _Files, place: str, whole: bool) -> None:
-        self._files, self.topology, self._checkpoint_target = files, place, whole
+    def __init__(self, files: _Files, prefix: str, whole: bool) -> None:
+        self._files, self._prefix, self._whole = files, prefix, whole
 
     def __missing__(self, name: str) -> Any:
-        read = self._files.read if self._checkpoint_target or name == "rest" else self._files.lazy_tensor
-        return read(f"{self.topology}.{name}")
+        read = self._files.read if self._whole or name == "rest" else self._files.lazy_tensor
+        return read(f"{self._prefix}.{name}")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from lightning_sparse.strategy.local import MSTopKLocalFabricMixin, MSTopKLocalM
 from lightning_sparse.strategy.options import (
     ELASTIC,
     check_supported,
-    with_options_of,
+    with_strategy_options,
 )
 from lightning_sparse.strategy.trainer import most_accumulated
 from lightning_sparse.updates.optimizer_state import to_python
@@ -90,9 +90,10 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     """
 
     _kind = ELASTIC
+    _engine_class = ElasticUpdates
     _another_writes = False  # checkpoints
 
-    @with_options_of(ELASTIC)
+    @with_strategy_options(ELASTIC)
     def __init__(self, *, node_name: str | None = None, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
         check_supported(ELASTIC, type(self), {name: value or None for name, value in kwargs.items()})
         super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
@@ -106,15 +107,18 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
             self.engines[-1].watch()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Deal samples to the nodes that are there, if the loader can."""
+        """Assign samples to the present nodes, if the loader supports it."""
         if self.elastic is not None:
             self.elastic.shard_loader(dataloader, most_accumulated(self.lightning_module.trainer))
             self._tell_epoch(dataloader)  # before Lightning does, which fetches a batch before that
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
-        """Draw from the epoch that is trained. Where a run resumes, Lightning trains on what it has begun to fetch, and
-        takes up the next epoch only then if a checkpoint was saved after the last batch of one."""
+        """Draw samples of the current epoch.
+
+        A resumed run first trains on batches that Lightning has already begun to fetch. So if the checkpoint was saved
+        after the last batch of an epoch, the loader learns of the next epoch only here.
+        """
         super().on_train_start()
         loop = self.lightning_module.trainer.fit_loop
         self._pass_over_empty_epochs(loop)
@@ -224,8 +228,9 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
     """
 
     _kind = ELASTIC
+    _engine_class = ElasticUpdates
 
-    @with_options_of(ELASTIC)
+    @with_strategy_options(ELASTIC)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(node_name=node_name, **kwargs)
         self._progress: MutableMapping[str, Any] | None = None
@@ -243,13 +248,13 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         """
         if self.engines:
             raise ValueError(
-                f"{type(optimizer).__name__} is set up after another optimizer: one is exchanged between nodes that "
-                f"come and go. Give it all parameters, or use strategy='mstopk_local'."
+                f"{type(optimizer).__name__} is set up after another optimizer, but elastic nodes exchange one "
+                f"optimizer. Give it all parameters, or use strategy='mstopk_local'."
             )
         return super().setup_optimizer(optimizer)
 
     def sync_state(self, state: MutableMapping[str, Any]) -> None:
-        """Give nodes that join the progress of this one, and take that of the others if this one has joined them.
+        """Give the progress of this node to joining nodes; if this node has joined, load the progress of the others.
 
         Args:
             state: plain values and tensors, which are replaced in it, and objects with ``state_dict``, such as
@@ -363,8 +368,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             yield
 
     def finish(self) -> None:
-        """Send everything that is pending, and leave the other nodes: at the end, or when told to end. Every device of
-        the node calls it."""
+        """Send all pending updates, and leave the other nodes. Call it on every device of the node, at the end of the
+        run or on a request to stop."""
         super().finish()
         for engine in self.engines:
             engine.end()

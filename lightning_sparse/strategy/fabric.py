@@ -6,7 +6,7 @@
     ...
     with fabric.strategy.global_weights():      # all ranks, for validation
         validate(model)
-    fabric.strategy.finish()                    # at the end: what is pending is sent
+    fabric.strategy.finish()                    # at the end: sends all pending updates
 
 Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no density warm-up by default here. Set
 ``warmup_steps``, or ``warmup_epochs`` and call ``set_epoch``.
@@ -102,14 +102,14 @@ class ReplicasFabricAdapter(FabricAdapter):
 
 
 def has_optimizer(entry: Any) -> bool:
-    """Whether there is an optimizer, or the state of one, in what is saved or loaded."""
+    """Return whether an entry of a checkpoint contains an optimizer or the state of an optimizer."""
     if isinstance(entry, Mapping):
         return "param_groups" in entry or any(map(has_optimizer, entry.values()))
     return isinstance(entry, Optimizer) or (isinstance(entry, (list, tuple)) and any(map(has_optimizer, entry)))
 
 
 class UpdatesFabricAdapter(FabricAdapter):
-    """An engine of updates for each optimizer, whatever averages gradients inside the node."""
+    """Creates an engine of updates for each optimizer, for any way to average gradients inside the node."""
 
     send: Send = "updates"
     _modules: list[nn.Module]  # that were set up
@@ -149,12 +149,12 @@ class UpdatesFabricAdapter(FabricAdapter):
                 self.engines.remove(engine)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Modules and optimizers that are set up go on where this rank was saved; all of them are to be set up."""
+        """Restore this rank's state of all modules and optimizers. Set all of them up before."""
         given = state.values() if isinstance(state, Mapping) else [state]
         filled = [p for each in given if isinstance(each, nn.Module) for p in each.parameters()]
         loaded = [engine for engine in self.engines if engine.owns_any(set(map(id, filled)))]
         for engine in loaded:
-            engine.swap_in_global_weights()  # for what the load leaves as it was
+            engine.swap_in_global_weights()  # for parameters that the load does not change
         rest = self._load_main(path, state, *args, **kwargs)
         self._load_own_optimizers(state)
         for engine in self.engines:

@@ -27,7 +27,7 @@ from lightning_sparse.strategy.hier import _default_warmup
 from lightning_sparse.strategy.options import (
     FSDP,
     Send,
-    with_options_of,
+    with_strategy_options,
 )
 from lightning_sparse.strategy.trainer import TrainerAdapter
 from lightning_sparse.updates import LocalUpdates, optimizer_state
@@ -106,7 +106,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         ValueError: for a bad value, or an option that this strategy sets itself.
     """
 
-    @with_options_of(FSDP)
+    @with_strategy_options(FSDP)
     def __init__(
         self,
         *,
@@ -233,7 +233,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
 
 def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Not the module itself: ``training_step`` calls children, and gathers what it is to use by their forward."""
+    """Shard the children, not the module: ``training_step`` calls the children, and their forward gathers weights."""
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     held = [{id(p) for p in child.parameters()} for child in children]
     lists = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in children)
@@ -259,7 +259,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
             shard the repeated blocks, then the rest, in bf16 with the precision "bf16-mixed".
     """
 
-    @with_options_of(FSDP)
+    @with_strategy_options(FSDP)
     def __init__(
         self,
         *,

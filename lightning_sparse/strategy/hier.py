@@ -23,7 +23,7 @@ from lightning_sparse.strategy.fabric import NO_WARMUP, ReplicasFabricAdapter, h
 from lightning_sparse.strategy.options import (
     HIER,
     loss_scale_of,
-    with_options_of,
+    with_strategy_options,
 )
 from lightning_sparse.strategy.trainer import ReplicasAdapter, refuse_static_graph_with_accumulation
 from lightning_sparse.topology import Topology
@@ -142,7 +142,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
-    @with_options_of(HIER)
+    @with_strategy_options(HIER)
     def __init__(
         self,
         *,
@@ -281,7 +281,7 @@ def _unoptimized_parameters_warning(module: Any, optimizers: Iterable[torch.opti
 class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
     """``mstopk_hier`` for Fabric. It takes the options of ``MSTopKHierStrategy`` for a Trainer."""
 
-    @with_options_of(HIER)
+    @with_strategy_options(HIER)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
         self._init_common(HIER, node_name, kwargs, HierState.kind)
         self._gradients = GradientEngines(self.config)
@@ -296,8 +296,8 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
             state.epoch = epoch
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap the module, and reduce its gradients our way. A module that is set up again goes on with its residuals;
-        those of modules that are gone are dropped. A collective of the world."""
+        """Wrap the module in DDP with our communication hook. A module that is set up again keeps its residuals.
+        Residuals of deleted modules are dropped. A collective of the world."""
         self._prepare_ddp()
         with self._sized_buckets(module):
             ddp: DistributedDataParallel = super().setup_module(module)
@@ -330,12 +330,14 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         return [each for state in self.engines for each in self._gradients.optimizers_by_state[state]]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Modules that are set up get their residuals back now, others when they are, before the next backward pass:
-        each the first that fits it, in the order of set-up. Weights loaded without an optimizer leave residuals
-        alone."""
+        """Load a checkpoint, and restore the residuals of all modules that are set up.
+
+        Other modules get their residuals at set-up. Each module gets the first residuals that fit it, in the order of
+        set-up. If only weights are loaded, without an optimizer, the residuals do not change.
+        """
         waiting = self._side_files.loaded
         rest = self._load_main(path, state, *args, **kwargs)
-        if state and not has_optimizer(state):  # what was loaded is in it by now
+        if state and not has_optimizer(state):  # the load has put its entries into state
             self._side_files.loaded = waiting
             return rest
         for each in self.engines:

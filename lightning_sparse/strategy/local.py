@@ -14,7 +14,7 @@ from lightning_sparse.strategy.fabric import ReplicasFabricAdapter, UpdatesFabri
 from lightning_sparse.strategy.options import (
     LOCAL,
     Kind,
-    with_options_of,
+    with_strategy_options,
 )
 from lightning_sparse.strategy.trainer import ReplicasAdapter, refuse_static_graph_with_accumulation
 from lightning_sparse.updates import LocalUpdates
@@ -38,9 +38,10 @@ class MSTopKLocalMixin(ReplicasAdapter):
     """
 
     _kind: ClassVar[Kind] = LOCAL
+    _engine_class: ClassVar[type[LocalUpdates]] = LocalUpdates
     _inside_the_node = True
 
-    @with_options_of(LOCAL)
+    @with_strategy_options(LOCAL)
     def __init__(
         self,
         *,
@@ -49,7 +50,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._init_common(self._kind, node_name, kwargs, LocalUpdates.kind)
+        self._init_common(self._kind, node_name, kwargs, self._engine_class.kind)
         self._checkpoints_are_collective = self._save_distributed_checkpoint = save_distributed_checkpoint
         # LightningCLI reads this call to know which options a YAML file may give.
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
@@ -122,11 +123,12 @@ class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
     """``mstopk_local`` for Fabric. It takes the options of ``MSTopKLocalStrategy`` for a Trainer."""
 
     _kind: ClassVar[Kind] = LOCAL
+    _engine_class: ClassVar[type[LocalUpdates]] = LocalUpdates
     _inside_the_node = True
 
-    @with_options_of(LOCAL)
+    @with_strategy_options(LOCAL)
     def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
-        self._init_common(self._kind, node_name, kwargs, LocalUpdates.kind)
+        self._init_common(self._kind, node_name, kwargs, self._engine_class.kind)
         super().__init__(**kwargs)
         self._modules = []
 

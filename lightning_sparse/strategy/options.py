@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.exchange.config import ValueDtype
 from lightning_sparse.gradients.config import GradientsConfig, HierConfig
 from lightning_sparse.internals import scale_of
+from lightning_sparse.options import Init, with_options_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
@@ -174,26 +175,9 @@ def _parameter_names(cls: type) -> tuple[set[str], bool]:
     return {p.name for p in parameters if p.kind not in variable}, any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-Init = TypeVar("Init", bound=Callable[..., None])
-
-
-def with_options_of(kind: Kind) -> Callable[[Init], Init]:
-    """Decorate a constructor that finds options of a config among its ``**kwargs``. LightningCLI and help() then see
-    them in its signature and its docstring."""
-
-    def decorate(init: Init) -> Init:
-        *named, rest = inspect.signature(init, eval_str=True).parameters.values()
-        types, keyword = get_type_hints(kind.config), inspect.Parameter.KEYWORD_ONLY
-        options = [
-            inspect.Parameter(each.name, keyword, default=each.default, annotation=types[each.name])
-            for each in fields(kind.config)
-            if each.name in kind.options
-        ]
-        init.__signature__ = inspect.Signature([*named, *options, rest])  # type: ignore[attr-defined]
-        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in kind.config.__mro__[-2::-1])
-        return init
-
-    return decorate
+def with_strategy_options(kind: Kind) -> Callable[[Init], Init]:
+    """Decorate a constructor of a strategy, as `options.with_options_of` does."""
+    return with_options_of(kind.config, without=kind.hidden, takes_others=True)
 
 
 def bucket_cap_mb(nbytes: int, topology: Topology, device: torch.device) -> int | None:

@@ -1,12 +1,12 @@
-"""How far nodes agree on what is pending: the share of it that a node's model keeps with ``step_ahead="auto"``.
+"""How far the pending updates of nodes agree: the share of them that a node's model keeps with ``step_ahead="auto"``.
 
-Ideally, a node subtracts from the global weights the mean over nodes of what is pending, and of that it knows its own
-alone. The least-squares estimate of the mean from one's own is a * pending, with
+Ideally, a node subtracts the mean of all nodes' pending updates from the global weights, but it knows only its own
+pending updates. The least-squares estimate of the mean from them is a * pending, with
 
     a = M * sum of mean^2 / sum over nodes of the sum of pending^2           over entries; mean is of the M nodes
 
-which is 1 where all have the same pending, as at the start of a training, and 1 / M where theirs are independent noise,
-as later. It is measured of a sample of the entries, which rides along with a message now and then.
+This is 1 if the pending updates of all nodes are equal, as at the start of a training, and 1 / M if they are
+independent noise, as later. It is measured on a sample of the entries, which nodes exchange with some messages.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class LocalUpdates(Engine):
         if not self._trusted:
             return
         self._trusted = False
-        if not self._same_on_all_nodes([one.state.read_shared() for one in self.optimizers]):
+        if not self._same_on_all_nodes([one.state.read_global() for one in self.optimizers]):
             raise RuntimeError(
                 "the global weights differ between nodes: on_train_batch_start or on_train_batch_end changed weights, "
                 "but not in the same way on all nodes. Make the same change on all ranks, as DDP also requires, or "
@@ -357,7 +357,7 @@ class LocalUpdates(Engine):
 
     def global_parts(self) -> list[Tensor]:
         """Return the global weights of this device's slices."""
-        return [one.state.read_shared() for one in self.optimizers]
+        return [one.state.read_global() for one in self.optimizers]
 
     def norms(self) -> dict[str, Tensor]:
         return {"pending_norm": self.pending_norm()}
@@ -433,10 +433,10 @@ def _check_ranks(
     module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
 ) -> None:
     """Raise ValueError unless all ranks have the same options and tensors. A collective of the world."""
-    same_options(fingerprint(module, names, optimizers, config))
+    same_options(options_to_compare(module, names, optimizers, config))
 
 
-def fingerprint(
+def options_to_compare(
     module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
 ) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name."""

@@ -206,12 +206,12 @@ class LocalOptimizer:
             # No later message may be added to the values that the hook left, so they become global exactly.
             self._put(self._own or ())
             state.settle_now()
-            state.set_shared(changed_S)
+            state.set_global(changed_S)
             state.begin()
         else:
             self._put(self._now())
             if changed_S is not None:
-                state.set_shared(changed_S)
+                state.set_global(changed_S)
         self._end_swap()
 
     def _end_swap(self) -> None:
@@ -251,7 +251,7 @@ class LocalOptimizer:
         return changed
 
     def _shown(self) -> Tensor:
-        return self.state.read_shared() if self._waits else self.state.read_received()
+        return self.state.read_global() if self._waits else self.state.read_received()
 
     def _put(self, pieces: Iterable[Tensor]) -> None:
         for piece, now in zip(self.state.slices.in_parameters(), pieces, strict=True):

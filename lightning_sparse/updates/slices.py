@@ -77,11 +77,11 @@ class Slices:
             torch._foreach_add_(start, pending)
             torch._foreach_sub_(start, piece)
 
-    def add_change(self, local_S: Tensor, global_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
-        """local_S += the parameters - what ``write_between`` wrote, given the same.
+    def accumulate_delta(self, local_S: Tensor, global_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
+        """local_S += the parameters - the values that ``lerp_into`` wrote for the same arguments.
 
         Args:
-            now_S: taken for the parameters; what they can hold.
+            now_S: values to use instead of the parameters, in the precision of the parameters.
         """
         model = self.in_parameters()
         if now_S is not None:
@@ -89,7 +89,7 @@ class Slices:
         if model:
             _kernels_for(model).accumulate_delta(local_S, global_S, model, ahead)
 
-    def write_between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> None:
+    def lerp_into(self, local_S: Tensor, global_S: Tensor, ahead: float) -> None:
         """Write global_S - ahead * (global_S - local_S) into the parameters, rounded to their dtypes."""
         model = self.in_parameters()
         if model:
@@ -97,7 +97,7 @@ class Slices:
             torch.autograd.graph.increment_version(model)  # kernels do not: a graph may have saved what was there
 
     def between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> Tensor:
-        """Return what ``write_between`` writes, in fp32, on the device of the two."""
+        """Return what ``lerp_into`` writes, in fp32, on the device of the two."""
         flat_S = torch.empty_like(local_S)
         model = [torch.empty_like(piece, device=local_S.device) for piece in self.in_parameters()]
         if model:

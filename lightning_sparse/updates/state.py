@@ -1,23 +1,23 @@
-"""What a device knows of one optimizer's parameters: the global weights, and its node's updates that they lack.
+"""The update state of one optimizer on one device: the global weights, and the updates of its node that they lack.
 
-Of a slice S, all fp32. What the parameters hold is this node's model x, with *pending* what the node has not sent, *in
-flight* what it has sent and other nodes have not received, and a = ``step_ahead``:
+All tensors are slices S in fp32. The parameters are this node's model x. *Pending* updates are not sent yet. Updates
+*in flight* are sent, but other nodes have not received them yet. With a = ``step_ahead``:
 
     x = global_S - a * pending - in flight
 
-`UpdateState` keeps what is pending in a tensor of its own, beside what the parameters held after the last exchange:
-paths that send everything, or leave it to others what is sent, add to it to the end.
+`UpdateState` stores the pending updates, and the parameters after the last exchange. It serves paths that send
+everything, or that select the sent entries only during the exchange.
 
-`SparseUpdateState`, for messages of the largest entries, keeps a second model instead, with all updates of the node:
+`SparseUpdateState`, for messages of the largest entries, stores a second model with all updates of the node instead:
 
     pending_S = global_S - local_S                                 once this node's last message is added to local_S
 
-So neither what is pending nor what the parameters held before the step is stored: two tensors, whatever a is, and a may
-change (see `agreement`). Entries change by messages alone: in global_S by ``outer_lr`` times the mean of all nodes', in
-local_S by that less the node's own, which it had already. A model that took the share a of each update would round it
-away where it is small beside the weight. Between two exchanges, too, the parameters keep the share a of each update, or
-else the models of nodes part (``settle``). What is pending does not depend on what other nodes have sent, so the next
-message is selected while theirs arrive:
+So it needs two tensors for any a, and a may change (see `agreement`). It stores neither the pending updates nor the
+parameters before the step. Only messages change entries: global_S by ``outer_lr`` times the mean message of all nodes,
+local_S by this less the node's own message, which it already contains. A model with the share a of each update would
+lose updates that are small compared with the weight to rounding. Also between two exchanges, the parameters keep the
+share a of each update; otherwise, the models of nodes drift apart (``settle``). Pending updates do not depend on the
+messages of other nodes, so a device selects the next message while these arrive:
 
     link       messages t                 messages t+1
     device     step t+1, select t+1       add t, step t+2, select t+2
@@ -81,10 +81,10 @@ class UpdateState:
         """Exchange the change of the parameters since the last exchange, and write this node's model into them.
 
         Args:
-            step_id: what all nodes exchange on. Paths that send messages compare it, two exchanges later.
+            step_id: number of the step, equal on all nodes. Paths that send messages compare it, two exchanges later.
 
         Raises:
-            RuntimeError: where nodes exchanged on different occasions.
+            RuntimeError: if nodes exchanged in different steps.
         """
         if not self.slices.numel:
             return
@@ -102,8 +102,8 @@ class UpdateState:
             self.begin()
 
     def settle(self, since: int) -> None:
-        """After a step without an exchange: take the messages where they count from now on, and leave the share
-        ``local_fraction`` of what the parameters have changed by.
+        """Finish a step without an exchange: apply received messages when they are due, and keep the share
+        ``local_fraction`` of the change of the parameters.
 
         Args:
             since: steps since the last exchange, or since the start.
@@ -157,7 +157,7 @@ class UpdateState:
         """Take what a delivery that is done has not added to the global weights."""
         return  # nothing, unless messages are kept
 
-    def read_shared(self) -> Tensor:
+    def read_global(self) -> Tensor:
         """Return the global weights with every message; not to be written to."""
         self.receive()
         return self.global_S
@@ -165,14 +165,14 @@ class UpdateState:
     def read_received(self) -> Tensor:
         """Return the global weights without waiting. They may lack messages in flight, the same messages on all nodes.
         Do not write to them."""
-        return self.read_shared()
+        return self.read_global()
 
     def settle_now(self) -> None:
         """Apply all messages, and write this node's model into the parameters, so that nothing is in flight."""
         self._pending_S.copy_(self._collect())
         self.begin()
 
-    def set_shared(self, global_S: Tensor) -> None:
+    def set_global(self, global_S: Tensor) -> None:
         """Set the global weights, and move this node's model by the same difference: pending updates stay pending."""
         self.receive()
         _move(self._start_S, self.global_S, global_S)
@@ -274,9 +274,9 @@ class SparseUpdateState(UpdateState):
             self._correlation, self.local_fraction = UpdateCorrelation(self.slices.numel), 1.0
         self._exchanges = 0
         self._samples: AsyncHostTensor | None = None  # of the nodes' pending updates at the last exchange
-        self._messages: Tensor | None = None  # those, uint8 [M, B], once they are received
-        self._sent: Tensor | None = None  # this node's among them, uint8 [1, B]
-        self._marks: AsyncHostTensor | None = None  # the occasions of those that were received last, int64 [M]
+        self._messages: Tensor | None = None  # received messages of all nodes, uint8 [M, B]
+        self._sent: Tensor | None = None  # this node's own message, uint8 [1, B]
+        self._marks: AsyncHostTensor | None = None  # step ids of the last received messages, int64 [M]
         self._minus_one = torch.tensor(-1.0, device=self.local_S.device)
 
     @property
@@ -285,7 +285,7 @@ class SparseUpdateState(UpdateState):
         self._add_sent(local_S)
         return self.global_S - local_S
 
-    def read_shared(self) -> Tensor:
+    def read_global(self) -> Tensor:
         self.receive()
         if self._messages is None:
             return self.global_S
@@ -300,7 +300,7 @@ class SparseUpdateState(UpdateState):
         self._collect()
         self.begin()
 
-    def set_shared(self, global_S: Tensor) -> None:
+    def set_global(self, global_S: Tensor) -> None:
         _move(self.local_S, self.global_S, global_S)
         self.global_S.copy_(global_S)
 
@@ -324,7 +324,7 @@ class SparseUpdateState(UpdateState):
             self._sent = None
             self._apply_received()
         elif self.local_fraction != 1.0:
-            self._path.add(sent, self.local_S, 1.0 - 1.0 / self.local_fraction)  # what is under way is seen in full
+            self._path.add(sent, self.local_S, 1.0 - 1.0 / self.local_fraction)  # updates in flight count in full
         self.begin()
 
     def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
@@ -335,11 +335,11 @@ class SparseUpdateState(UpdateState):
             self._add_own()
             self._apply_received()
         else:
-            self.slices.add_change(self.local_S, self.global_S, self.local_fraction)
+            self.slices.accumulate_delta(self.local_S, self.global_S, self.local_fraction)
         self.begin()
 
     def begin(self) -> None:
-        self.slices.write_between(self.local_S, self.global_S, self.local_fraction)
+        self.slices.lerp_into(self.local_S, self.global_S, self.local_fraction)
 
     def set_pending(self, pending_S: Tensor) -> None:
         self._messages = self._sent = None
@@ -365,7 +365,7 @@ class SparseUpdateState(UpdateState):
         if self._messages is not None:
             global_S = before_S.clone()
             self._path.add(self._messages.cpu(), global_S, self._mean)
-        self.slices.add_change(local_S, before_S, self.local_fraction, now_S)
+        self.slices.accumulate_delta(local_S, before_S, self.local_fraction, now_S)
         if self._sent is not None:
             self._path.add(self._sent.cpu(), local_S, 1.0 / self.local_fraction)
         written_S = self.slices.between(kept_S, before_S, self.local_fraction)
@@ -444,7 +444,7 @@ class SparseUpdateState(UpdateState):
 
     def _add_own(self) -> None:
         """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
-        self.slices.add_change(self.local_S, self.global_S, self.local_fraction)
+        self.slices.accumulate_delta(self.local_S, self.global_S, self.local_fraction)
         self._add_sent(self.local_S)
         self._sent = None
 

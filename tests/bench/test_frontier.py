@@ -116,7 +116,7 @@ def test_all_workers_hold_the_same_shared_weights_bit_for_bit(corpus: Corpus) ->
     for step in range(7):
         models.flat_MN += 0.01 * torch.randn(models.flat_MN.shape, generator=generator)
         way.after_step(step + 1, 0.0)
-    first, *others = [state.read_shared() for state in way.states]
+    first, *others = [state.read_global() for state in way.states]
     way.end()
     assert all(torch.equal(first, each) for each in others)
     assert not torch.equal(models.flat_MN[0], models.flat_MN[1])

@@ -1,4 +1,4 @@
-"""Small data: pictures of smooth random colors, written as an image folder, and the corpus of some files."""
+"""Small data: images of smooth random colors, written as an image folder, and the corpus of some files."""
 
 from __future__ import annotations
 

@@ -113,6 +113,21 @@ next(iter(loader))
 """
 
 
+def started(tmp_path: Path, prepare: str, memory_gb: str = "0.0") -> subprocess.CompletedProcess[str]:
+    """Run START, which counts the samples of a loader with workers, after some preparation."""
+    (tmp_path / "source" / "train").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / "source" / "train" / f"{number}.bin").write_bytes(b"x")
+    program = START.replace("LIMIT", prepare).replace("MEMORY_GB", memory_gb) + "print(sum(map(len, loader)))"
+    own_mounts = ["unshare", "--mount"] if prepare == READ_ONLY_SHM else []
+    command = [*own_mounts, sys.executable, "-W", "ignore", "-c", program]
+    command += [str(tmp_path / "source"), str(tmp_path / "cache")]
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+
+
 @pytest.mark.parametrize(
     ("limit", "memory_gb", "reason"),
     [
@@ -123,17 +138,7 @@ next(iter(loader))
     ids=["open files", "read-only shared memory", "read-only shared memory, no memory tier"],
 )
 def test_workers_that_cannot_start_name_the_reason(tmp_path: Path, limit: str, memory_gb: str, reason: str) -> None:
-    (tmp_path / "source" / "train").mkdir(parents=True)
-    for number in range(20):
-        (tmp_path / "source" / "train" / f"{number}.bin").write_bytes(b"x")
-    program = START.replace("LIMIT", limit).replace("MEMORY_GB", memory_gb)
-    own_mounts = ["unshare", "--mount"] if limit == READ_ONLY_SHM else []
-    command = [*own_mounts, sys.executable, "-W", "ignore", "-c", program]
-    command += [str(tmp_path / "source"), str(tmp_path / "cache")]
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, check=False
-    )
+    ended = started(tmp_path, limit, memory_gb)
     assert ended.returncode == 1
     assert "DataError: 3 process(es) that make batches cannot start" in ended.stderr
     assert reason in ended.stderr
@@ -157,17 +162,22 @@ os.register_at_fork(after_in_child=hang)
 """
 
 
+EXIT = """
+import os
+main = os.getpid()
+os.register_at_fork(after_in_child=lambda: os.getppid() != main or os._exit(3))
+"""
+
+
+def test_workers_that_end_while_they_start_are_reported(tmp_path: Path) -> None:
+    ended = started(tmp_path, EXIT)
+    assert "which made batches, ended with status 3" in ended.stderr, ended.stderr
+    assert "DataError: a process that makes batches has ended" in ended.stderr
+    assert ended.returncode == 1
+
+
 @pytest.mark.parametrize(("hung", "says"), [(1, "hung while they started: starting them again"), (99, "hung 3 times")])
 def test_workers_that_hang_while_they_start_are_started_again(tmp_path: Path, hung: int, says: str) -> None:
-    (tmp_path / "source" / "train").mkdir(parents=True)
-    for number in range(20):
-        (tmp_path / "source" / "train" / f"{number}.bin").write_bytes(b"x")
-    program = START.replace("LIMIT", HANG.replace("HUNG", str(hung))).replace("MEMORY_GB", "0.0")
-    program += "print(sum(map(len, loader)))"
-    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "source"), str(tmp_path / "cache")]
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, check=False
-    )
+    ended = started(tmp_path, HANG.replace("HUNG", str(hung)))
     assert says in ended.stderr, ended.stderr
     assert (ended.returncode, ended.stdout) == ((0, "20\n") if hung == 1 else (1, ""))

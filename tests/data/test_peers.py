@@ -22,9 +22,10 @@ import zmq
 
 from lightning_sparse.data import peers as interface
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
+from lightning_sparse.data.child import Child
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
 from lightning_sparse.data.decode import Format
-from lightning_sparse.data.peers import RESERVE, Keys, allow_connections, client
+from lightning_sparse.data.peers import RESERVE, Keys, allow_connections, client, server
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.small import make_folder
 
@@ -334,3 +335,12 @@ def test_an_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert interface.node_address(None) in ("127.0.0.1", "::1")
+
+
+def test_server_that_hangs_while_it_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never reads what the parent sends, which is more than the socket holds."""
+    (tmp_path / "hang.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr(server, "START_S", 1.0)
+    monkeypatch.setattr(server, "Child", lambda _: Child(tmp_path / "hang.py"))
+    with pytest.raises(RuntimeError, match="did not start on 127.0.0.1"):
+        server.PeerServer(np.zeros(4 << 20), b"run", "127.0.0.1")  # type: ignore[arg-type]

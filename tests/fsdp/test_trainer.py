@@ -181,7 +181,7 @@ def _with_everything_sent(model: nn.Module, updates: Any) -> Tensor:
     for node in updates.optimizers:
         state = node.state
         kept[node] = state.slices.read()
-        state.slices.write(state.read_shared() - state.pending_S)
+        state.slices.write(state.read_global() - state.pending_S)
         node.gather()
     found = whole(model).clone()
     for node, own_S in kept.items():
@@ -293,7 +293,7 @@ def trained(options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor, Tensor
     model, optimizer, updates = runs.start(adamw, discover().rank, **options)
     runs.steps(model, optimizer, updates, 0, steps)
     shared = shared_of(updates)
-    pending = [node.state.read_shared() - node.state.pending_S for node in updates.optimizers]
+    pending = [node.state.read_global() - node.state.pending_S for node in updates.optimizers]
     assert all(torch.isfinite(each).all() for each in pending)
     updates.finish()
     return shared, mean_over_nodes(runs.whole(model)), runs.whole(model).clone()

@@ -65,7 +65,7 @@ def same_as_plain(path: Path, case: Case) -> None:
 
 @lru_cache(maxsize=1)
 def dealt(numel: int) -> list[Case]:
-    """36 combinations, dealt out over the inputs."""
+    """Return 36 combinations of options, assigned to the inputs in turn."""
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
     scale, k = torch.tensor(1 / 3), max(1, numel // 50)
     combinations = itertools.cycle(itertools.product(DTYPES, VALUES, (None, residual), (None, scale)))

@@ -141,7 +141,6 @@ def test_what_cannot_be(arguments: tuple[Tensor, Tensor, list[Tensor], float], s
             operator(*arguments)
 
 
-@pytest.mark.skipif(kernel_report().cpu != "compiled", reason="plain torch does not check memory")
 @pytest.mark.parametrize("shared", ["model", "own"])
 def test_models_that_share_memory_are_refused(shared: str) -> None:
     own, other = torch.zeros(2, 4)

@@ -82,7 +82,6 @@ def test_what_was_given_and_the_rule(call: Any, says: str) -> None:
         call()
 
 
-@pytest.mark.skipif(kernel_report().cpu != "compiled", reason="plain torch does not check memory")
 @pytest.mark.parametrize(
     "call",
     [

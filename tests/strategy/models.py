@@ -149,7 +149,7 @@ def conserved(
 
 def save(engine: Engine, path: str) -> dict[str, Any]:
     """Save an engine as a strategy does, and return its metadata. A collective."""
-    metadata = saves.SideFileWriter(engine.kind).metadata_of(engine)
+    metadata = saves.SideFiles(engine.kind).metadata_of(engine)
     saves.write_side_file(engine.state().to_dict(), metadata["save_id"], path, dist.get_rank())
     if dist.get_rank() == 0:
         torch.save({saves.CHECKPOINT_KEY: [metadata]}, path)

@@ -79,8 +79,8 @@ Looks = dict[int, tuple[Tensor, Tensor, Tensor]]
 
 
 def looks(folder: str, ways: list[tuple[str, str]], begin: int | None, end: int) -> list[Looks]:
-    """For each pair of a folder and a way to train the global weights, what is not sent, and what the optimizer has of
-    the first node: as they were resumed at step `begin`, and at `end`, which is saved."""
+    """Return, for each pair of a folder and a way to train, the global weights, the unsent updates, and the optimizer
+    state of the first node: after the resume at step `begin`, and at `end`, which is saved."""
     return [look(f"{folder}/{saved}", way, begin, end) for saved, way in ways]
 
 

@@ -1,8 +1,8 @@
 """In a settled round the host waits for no GPU: nothing reads a tensor's values, and no copy blocks.
 
-There need be no GPU: tensors are torch's fake ones of device "cuda", which have no values to read. What waits by design
-is not looked at: `AsyncHostTensor.read`, which reads what was copied in the background during the last step, and
-`UpdateCorrelation.measure`, which reads such a copy.
+This needs no GPU: it uses torch's fake tensors of device "cuda", which have no values to read. Two functions wait by
+design and are left out: `AsyncHostTensor.read` reads a copy made in the background during the last step, and
+`UpdateCorrelation.measure` reads such a copy.
 """
 
 from collections.abc import Callable, Iterator

@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from lightning_sparse.checkpoint.side_files import EngineCheckpoint
 from lightning_sparse.exchange import engine
 from lightning_sparse.exchange.cost import PathChoice
 from lightning_sparse.exchange.engine import _more_than_dense
@@ -28,7 +29,7 @@ from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
         ({"density": 1.5}, r"density=1.5 must be"),
         ({"exchange": "sometimes"}, "exchange='sometimes' must be one of"),
         ({"value_dtype": "int8"}, "value_dtype='int8' must be one of"),
-        ({"value_dtype": "float16"}, "value_dtype='float16' must be one of .*: 'bfloat16' takes the place"),
+        ({"value_dtype": "float16"}, "value_dtype='float16' must be one of .*: use 'bfloat16'"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be a whole number"),
         ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
         ({"ddp_comm_hook": print}, "cannot be combined with MSTopKHierStrategy: this strategy is a communication hook"),
@@ -230,3 +231,18 @@ def test_a_device_without_compiled_kernels_is_told_once(
     with caplog.at_level("INFO", "lightning_sparse"):
         a_state()
     assert [line for line in caplog.messages if "no compiled kernels for cpu" in line and "nothing was built" in line]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_strategy_warns_of_a_checkpoint_with_another_engine(flavour: str, caplog: pytest.LogCaptureFixture) -> None:
+    classes = ours(flavour)
+    made = {
+        "gradients": classes.MSTopKHierStrategy(),
+        "updates": classes.MSTopKLocalStrategy(),
+        "elastic": classes.MSTopKElasticStrategy(lighthouse="http://127.0.0.1:1"),
+    }
+    for own, strategy in made.items():
+        for kind in made:
+            caplog.clear()
+            strategy._side_files.take([EngineCheckpoint({"kind": kind}, "a.ckpt", None)], "a.ckpt", rank=0)
+            assert ("was saved by a strategy that exchanges" in caplog.text) == (kind != own)

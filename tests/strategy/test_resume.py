@@ -209,7 +209,7 @@ def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(ranks: RunRanks
 
 
 def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
-    state, beside = HierState(mlp(), HierConfig(), Topology(((0,),), 0)), saves.SideFileWriter("gradients")
+    state, beside = HierState(mlp(), HierConfig(), Topology(((0,),), 0)), saves.SideFiles("gradients")
     best, last = str(tmp_path / "best.ckpt"), str(tmp_path / "last.ckpt")
 
     def save(path: str) -> str:
@@ -337,7 +337,7 @@ def parked_elsewhere(path: str) -> Tensor:
 
 def test_an_early_format_is_refused_with_the_way_out() -> None:
     early = {"version": 4, "kind": "gradients", "save_id": "x-1", "nodes": [[0]]}
-    beside = saves.SideFileWriter("gradients")
+    beside = saves.SideFiles("gradients")
     beside.load({saves.CHECKPOINT_KEY: [early]}, "early.ckpt", 0)
     with pytest.raises(ValueError, match="written in format 4 .* remove the entry 'lightning_sparse'"):
         check_version(beside.loaded[0])

@@ -98,11 +98,11 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
 
     def report(**more: Any) -> None:
         token, number, *_ = updates.version
-        digest = hashlib.sha1(state.read_shared().numpy().tobytes()).hexdigest()[:12]
+        digest = hashlib.sha1(state.read_global().numpy().tobytes()).hexdigest()[:12]
         off = (made - sent.total - pending(state, updates, sent)).abs().max().item()
         left = state.pending_S.abs().max().item()
         told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
-        told["finite"] = bool(state.read_shared().isfinite().all())
+        told["finite"] = bool(state.read_global().isfinite().all())
         told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 

@@ -42,7 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, float, float]:
-    """The global weights, how far the balance of updates is off, and the size of what was pending."""
+    """The global weights, how far the balance of updates is off, and the size of the pending updates."""
     ddp, optimizer, updates = start(adamw, shard_optimizer=sharded, **options)
     model = updates.module
     begin = flat_parameters(model).double().clone()
@@ -313,8 +313,8 @@ def test_a_model_that_is_not_stepped_has_not_changed(ahead: float, dtype: torch.
     global_S, pending_S = torch.randn(2, slices.numel, generator=torch.Generator().manual_seed(0))
     local_S = global_S - 0.01 * pending_S
     before_S = local_S.clone()
-    slices.write_between(local_S, global_S, ahead)
-    slices.add_change(local_S, global_S, ahead)
+    slices.lerp_into(local_S, global_S, ahead)
+    slices.accumulate_delta(local_S, global_S, ahead)
     assert torch.equal(local_S, before_S)
 
 
@@ -344,10 +344,10 @@ def test_parameters_that_compiled_kernels_refuse(odd: str) -> None:
         weight = torch.frombuffer(bytearray(25), dtype=torch.float32, offset=1)
         assert weight.data_ptr() % 4, "the test tests nothing"
     slices, global_S, local_S = Slices([weight], [Part(0, 0, 6)]), torch.zeros(6), torch.full((6,), 2.0)
-    slices.write_between(local_S, global_S, 0.5)
+    slices.lerp_into(local_S, global_S, 0.5)
     assert weight.eq(1).all()
     weight += 1
-    slices.add_change(local_S, global_S, 0.5)
+    slices.accumulate_delta(local_S, global_S, 0.5)
     assert local_S.eq(3).all()
 
 
@@ -356,7 +356,7 @@ def test_a_graph_knows_that_the_model_was_written(ahead: float) -> None:
     """Backward through weights that are no longer there is an error of autograd's, not a wrong gradient."""
     weight = nn.Parameter(torch.ones(4))
     loss = weight.square().sum()
-    Slices([weight], [Part(0, 0, 4)]).write_between(torch.zeros(4), torch.ones(4), ahead)
+    Slices([weight], [Part(0, 0, 4)]).lerp_into(torch.zeros(4), torch.ones(4), ahead)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on_bit_identically(
 
 
 def look(folder: str, begin: int | None, end: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """The global weights and the mean of what is pending: as they were resumed, and at the end, which is saved."""
+    """Return the global weights and the mean pending updates, after the resume and at the end, which is saved."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
@@ -270,7 +270,7 @@ def test_what_a_callback_changed_before_a_save_is_resumed(results: list[dict[str
 
 @SCENARIOS.add
 def in_another_layout(folder: str) -> tuple[Tensor, Tensor]:
-    """The global weights at a save, and those that a model in channels_last begins with."""
+    """Return the global weights at a save, and the initial weights of a model in channels_last."""
     found = []
 
     class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import lightning_sparse.messages
+import lightning_sparse.waits
 from lightning_sparse.topology import Topology, discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.helpers.distributed import RunRanks, run_ranks
@@ -123,7 +123,7 @@ def test_step_that_one_node_skips_is_named_and_nothing_is_lost(
 
 def wait_for_each_other() -> tuple[str, list[str]]:
     """Skip a step on node 1 where each step waits for the other node, until the timeout."""
-    lightning_sparse.messages.SLOW_AFTER = timedelta(seconds=0.4)
+    lightning_sparse.waits.SLOW_AFTER = timedelta(seconds=0.4)
     net, optimizer, updates = begin(discover(timeout=timedelta(seconds=6)), 1, delay=0)
     lines = Lines()
 

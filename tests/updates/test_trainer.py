@@ -1,4 +1,4 @@
-"""`strategy="mstopk_local"` in a Trainer: what users put around it works, and the world sees the global weights."""
+"""`strategy="mstopk_local"` in a Trainer: callbacks and loggers work, and validation sees the global weights."""
 
 import importlib
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Memory tier: one segment of shared memory per node and split, used by all ranks of the node.
 
-Its name says what is in it, so all runs on a node that want the same samples in the same format use one copy.
+Its name identifies samples and format, so all runs on a node that use the same samples and format share one copy.
 
 ====================  =====================  ==========================================================
 part of the segment   size                   contents

@@ -1,4 +1,4 @@
-"""What clients and servers share: messages, the keys that encrypt them, addresses, and the limit of open files.
+"""Shared by clients and servers: messages, encryption keys, addresses, and the limit of open files.
 
 ========  ==========================================================================================
 request   "get", number, int64 indices            or "ping", number
@@ -57,7 +57,7 @@ def node_address(given: str | None) -> str:
 
     Args:
         given: address or name of an interface. None: the interface that the environment names for the process group,
-            else the one that routes to the master.
+            otherwise the interface that routes to the master.
 
     Raises:
         ValueError: if this node has no such interface.
@@ -117,7 +117,7 @@ RESERVE = 64  # for the files of everything else
 
 
 def allow_connections(count: int) -> None:
-    """Raise the limit of open files of this process, and of those that it starts, so that `count` more can be opened.
+    """Raise the limit of open files of this process and of its children, so that it can open `count` more files.
 
     Raises:
         DataError: if the hard limit is too low.

@@ -56,9 +56,12 @@ class PeerServer:
         allow_connections(2 * clients)  # the child inherits the limit; a client that reconnects counts twice
         self._child = Child(f"{__name__}:run_server")
         answer: str | DataError = ""
-        with contextlib.suppress(OSError, EOFError):  # it has ended
+        watchdog = threading.Timer(START_S, self._child.process.kill)  # the child may hang before it reads
+        watchdog.start()
+        with contextlib.suppress(OSError, EOFError):  # the child has ended
             self._child.connection.send((store, run, address, ports))
-            answer = self._child.connection.recv() if self._child.connection.poll(START_S) else ""
+            answer = self._child.connection.recv()
+        watchdog.cancel()
         if isinstance(answer, DataError) or not answer:
             self.close()
             raise answer or RuntimeError(f"the sample server of this node did not start on {address}; see its error.")
@@ -208,7 +211,7 @@ def _samples(store: SampleReader, indices: Sequence[int]) -> Sequence[Sample | s
 
 
 def run_server(connection: Connection) -> None:
-    """What the server process does."""
+    """Run in the server process: answer requests until the parent ends."""
     store, run, address, ports = connection.recv()
     store.hit_counter = "served"
 

@@ -1,12 +1,12 @@
 """Batches through DALI. The only module that imports it.
 
-One thread reads samples from the store, another one runs DALI, which takes the arrays without a copy (``no_copy``) and
-resizes, flips and normalises them on its own threads or on the GPU:
+One thread reads samples from the store. Another thread runs DALI, which takes the arrays without a copy (``no_copy``).
+DALI resizes, flips and normalizes them on its own threads or on the GPU:
 
 ===================  =========================================  ==============================================
 samples              CPU                                        GPU
 ===================  =========================================  ==============================================
-decoded uint8        crop -> resize -> flip, normalise          upload the crop -> the same on the GPU
+decoded uint8        crop -> resize -> flip, normalize          upload the crop -> the same on the GPU
 JPEG                 decode only the crop -> the same           mixed decode of only the crop -> the same
 ===================  =========================================  ==============================================
 

@@ -64,7 +64,7 @@ def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -
     """Read the samples of a request and compute their crops."""
     samples = store.get(request.indices.tolist())
     widths, heights = np.array([(sample.width, sample.height) for sample in samples], np.int64).reshape(-1, 2).T
-    # crops are those of the decoded images, also of JPEG files: both give the same pixels
+    # also for JPEG files, crop the size that the decoded cache has, so that both formats give the same pixels
     at_short_side = [scaled((sample.width, sample.height), store.short_side) for sample in samples]
     decoded_widths, decoded_heights = np.array(at_short_side, np.int64).reshape(-1, 2).T
     if request.train:
@@ -108,7 +108,7 @@ def random_crops(options: ImageOptions, epoch: int, indices: Integers, heights: 
 
 
 def center_crops(heights: Integers, widths: Integers, part: tuple[int, int] = (7, 8)) -> Crops:
-    """Return centre crops of this part of the shorter side: 7/8 is what resizing to 256 and cropping 224 sees."""
+    """Return center crops of this part of the shorter side. 7/8 equals a resize to 256 and a crop of 224."""
     side = np.maximum(1, np.minimum(heights, widths) * part[0] // part[1])
     return _centered(heights, widths, side, side)
 

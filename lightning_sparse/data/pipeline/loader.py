@@ -35,7 +35,7 @@ Share = Callable[[list[int], int], Iterator[int]]
 
 
 class BatchRequest(NamedTuple):
-    """A batch of a rank.
+    """A request for one batch of this rank.
 
     Attributes:
         indices: indices of the samples in the manifest [B].
@@ -295,7 +295,7 @@ def prefetch_map(
 
 
 class _Ahead(Generic[T, R]):
-    """What the threads of a generator share.
+    """State that the threads of a generator share.
 
     Attributes:
         results: in the order of the items; None at their end.

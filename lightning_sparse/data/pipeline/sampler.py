@@ -10,9 +10,9 @@ shuffle     shards                          samples that a node reads from other
 "global"    one, read by all nodes          the overflow: about 0.4 / sqrt(samples of a node in a global batch)
 =========== =============================== =====================================================================
 
-With "global", each global batch is a random draw from the whole data set, and each node gets those of its samples that
-it owns, up to its share of the batch. Only the overflow is sent between nodes, whereas a split by position would send
-(M-1)/M of all samples.
+With "global", each global batch is a random draw from the whole data set. Each node gets the samples of the batch that
+it owns, up to its share of the batch. Nodes send each other only the overflow. A split by position would send (M-1)/M
+of all samples.
 
 A shard yields ``width`` samples per step: batch size times devices. All shards take as many steps as the longest one
 needs. A shard that ends early starts over; these repetitions (`EpochPlan.num_repeated`) are the only samples that an
@@ -227,8 +227,8 @@ class Sampler:
         return EpochPlan(config, [Shard(share, (*key, node), (node,)) for node, share in enumerate(shares)], owners)
 
     def _remaining(self, plan: EpochPlan, steps: int, config: SamplerConfig, epoch: int) -> EpochPlan:
-        """Return what remains of an epoch after some steps, for a run with other nodes, another batch size or another
-        shuffle, or the same. A single global shard keeps its order, several shards are shuffled into one."""
+        """Return the rest of an epoch after some steps, for a new or equal configuration. A single global shard keeps
+        its order; several shards are shuffled into one."""
         rest = [replace(shard, start=shard.start + steps * shard.width(plan.config)) for shard in plan.shards]
         owners = self._owners_of(config.num_nodes)
         if config == plan.config:

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -74,16 +74,16 @@ class WorkerPipeline:
     def run(self, requests: Iterable[BatchRequest]) -> Generator[tuple[Any, ...], None, None]:
         """Yield (samples,), or (samples, labels) if there are labels, in the order of requests."""
         assert self._loader is not None  # not closed
-        if self._loader._iterator is None and self._loader.num_workers:
-            self._start_workers(self._loader)
-        # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
-        ordered = prefetch(requests, self._depth, "order")
-        self._current.requests = ordered
         try:
-            for batch in self._loader:
-                if isinstance(batch, Exception):
-                    raise batch
-                yield batch
+            if self._loader._iterator is None and self._loader.num_workers:
+                self._start_workers(self._loader)
+            # in a thread: finding the samples of a step takes milliseconds if there are a thousand ranks
+            with contextlib.closing(prefetch(requests, self._depth, "order")) as ordered:
+                self._current.requests = ordered
+                for batch in self._loader:
+                    if isinstance(batch, Exception):
+                        raise batch
+                    yield batch
         except (RuntimeError, OSError, EOFError) as error:
             if not _is_loss(error):
                 raise
@@ -91,8 +91,6 @@ class WorkerPipeline:
             raise DataError(
                 f"a process that makes batches has ended ({error}); the log may say how, and what to do."
             ) from error
-        finally:
-            ordered.close()
 
     def _start_workers(self, loader: DataLoader[Any]) -> None:
         """Start the workers before they get requests.
@@ -111,7 +109,10 @@ class WorkerPipeline:
                 ) from error
             assert isinstance(iterator, _MultiProcessingDataLoaderIter)
             until, running = time.monotonic() + _START_S, 0
-            while running < loader.num_workers and self._started.poll(max(0.0, until - time.monotonic())):
+            waited: list[Any] = [self._started, *(worker.sentinel for worker in iterator._workers)]
+            while running < loader.num_workers and (ready := wait(waited, max(0.0, until - time.monotonic()))):
+                if self._started not in ready:
+                    raise EOFError("while it started")
                 self._started.recv_bytes()
                 running += 1
             if running == loader.num_workers:

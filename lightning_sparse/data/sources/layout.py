@@ -194,7 +194,7 @@ def build_manifest(
     """Return the manifest of samples that are files.
 
     Args:
-        others: Other fields of `Manifest`. For samples in shards, also those that are not of the listed files.
+        others: Other fields of `Manifest`. For samples in shards, also the fields that differ from the listed files.
     """
     sizes, mtimes, tags = (np.array([file[column] for file in listed.files], np.int64) for column in (1, 2, 3))
     values = {

@@ -689,10 +689,7 @@ def main(file: int, threads: int, source: str) -> None:
             number, kind, arguments = requests.get()
             answers.add(number, *answer(storage, kind, arguments, partial(answers.add, number, PROGRESS)))
 
-    for work in (
-        send_ready,
-        *[serve] * threads,
-    ):  # beside the import requests are received, so their sender never waits
+    for work in (send_ready, *[serve] * threads):  # receive requests during the import, so their sender never waits
         threading.Thread(target=work, daemon=True).start()
     while True:
         try:
