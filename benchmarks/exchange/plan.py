@@ -48,8 +48,6 @@ def against(rows: Rows) -> Rows:
     for cluster, gbps in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
         here = {row["way"]: row for row in rows if (row["cluster"], row["gbps"]) == (cluster, gbps)}
         rates = Rates.from_list(here["auto 1 %"]["rates"])
-        if rates is None:
-            raise SystemExit("this file was measured by another version, which knew fewer costs: measure it again")
         nodes, devices = map(int, cluster.split("x"))
         nominal = replace(rates, inter=Rates.of_link(gbps, devices).inter, add=0.0)
         only_wire = Rates(Link(0.0, rates.inter.seconds_per_byte), Link(0.0, 0.0))

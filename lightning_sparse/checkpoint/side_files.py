@@ -180,7 +180,7 @@ class SideFiles:
         unseen = [rank for rank in range(dist.get_world_size()) if not fs.exists(_side_path(path, save_id, rank)[1])]
         if unseen:
             log.warning(
-                "the side files of rank(s) %s are not in %s on the node of rank 0: nodes do not share this folder. So a "
+                "the side files of rank(s) %s are not in %s on rank 0's node: nodes do not share this folder. So a "
                 "resume is exact only on the same nodes, and another number of nodes loses the residuals of these "
                 "ranks. Save to a folder that all nodes share.",
                 _listed(unseen),

@@ -73,7 +73,14 @@ class Rates:
 
     @staticmethod
     def from_list(numbers: list[float]) -> Rates:
-        """The inverse of to_list()."""
+        """Return the inverse of to_list().
+
+        Raises:
+            ValueError: for another number of rates, such as from an earlier version.
+        """
+        expected = len(Rates.of_link(1.0, 1).to_list())
+        if len(numbers) != expected:
+            raise ValueError(f"{len(numbers)} rates, and this version has {expected}: measure them again.")
         return Rates(Link(*numbers[0:2]), Link(*numbers[2:4]), *numbers[4:])
 
 

@@ -87,7 +87,7 @@ def test_an_evaluation_sees_the_part_that_was_asked_for(options: dict[str, int],
     [
         ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
         ({"crop_scale": (0.5, 0.2)}, "crop_scale"),
-        ({"flip": 1.1}, "flip=1.1 must be"),
+        ({"flip": 1.001}, "flip=1.001 must be a number from 0 to 1"),
         ({"eval_resize": 200}, "eval_resize=200 must be a whole number of at least 224"),
         ({"eval_resize": 256.5}, "eval_resize=256.5 must be"),
     ],

@@ -47,7 +47,7 @@ def test_lightning_cli_accepts_the_options(flavour: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be"),
+        ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
         ({"image_size": {3: 128}}, "starting with epoch 0"),
         ({"image_size": "224"}, "image_size='224' must be a size in pixels"),
         ({"cache_dir": None}, "cache_dir='None': give the folder"),

@@ -143,7 +143,7 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_no
     [
         ({"context": 0}, "context=0 must be"),
         ({"batch_size": 0}, "batch_size=0 must be"),
-        ({"val_fraction": 1.5}, "val_fraction=1.5 must be"),
+        ({"val_fraction": 1.001}, "val_fraction=1.001 must be"),
         ({"val_fraction": 0.5, "val": "x.bin"}, "exclude each other"),
     ],
 )

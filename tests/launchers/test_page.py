@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,5 +130,7 @@ def test_a_node_leaves_and_comes_back(tmp_path: Path) -> None:
     for number, _, _, digest in re.findall(line, done.stdout):
         hashes.setdefault(number, set()).add(digest)
     assert {len(found) for found in hashes.values()} == {1}, "the last line of the demo says so"
+    told = Counter(number for number, _, _, _ in re.findall(line, done.stdout))
+    assert sum(count > 1 for count in told.values()) > len(told) / 2, "most rounds were reported by several nodes"
     losses = [float(loss) for _, _, loss, _ in re.findall(line, done.stdout)]
     assert sum(losses[-5:]) < sum(losses[:5]) / 2

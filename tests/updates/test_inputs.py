@@ -44,7 +44,7 @@ from tests.updates.runs import adamw, sgd, shared_of, start, steps
         ({"sync_every": 1.5}, "sync_every=1.5"),
         ({"outer_lr": 0}, "outer_lr=0 must be a number in"),
         ({"outer_lr": float("nan")}, "outer_lr=nan"),
-        ({"outer_lr": 2.1}, "outer_lr=2.1 must be"),
+        ({"outer_lr": 2.001}, "outer_lr=2.001 must be"),
         ({"outer_lr": True}, "outer_lr=True"),
         ({"shard_optimizer": 1}, "shard_optimizer=1"),
     ],
