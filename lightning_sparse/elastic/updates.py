@@ -29,7 +29,7 @@ from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.exchange import Exchange, Transfer
 from lightning_sparse.exchange.communicator import Group
-from lightning_sparse.exchange.lanes import AsyncHostTensor, FifoLanes
+from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.kernels.wire import nonfinite_of
 from lightning_sparse.messages import SLOW_AFTER, log
 from lightning_sparse.sharding import trainable_params
@@ -39,7 +39,7 @@ from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.local import LocalUpdates, options_to_compare
 from lightning_sparse.updates.optimizer_state import to_python
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import Delivery, SparseUpdateState
+from lightning_sparse.updates.state import SparseUpdateState
 
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
@@ -349,7 +349,8 @@ class ElasticUpdates(LocalUpdates):
     def _catch_up(self) -> None:
         """Load the global weights after rounds that this node has missed. Its unsent updates stay pending."""
         log.info("this node has missed rounds after %d, and takes up the weights of a peer", self.peers.number)
-        pending_S = self._state.collect()
+        self._state.absorb()
+        pending_S = self._state.pending_S
         self.peers.ask()
         self._watch.start()
         if not self._load_snapshot(pending_S):  # the other nodes are gone: continue with these weights
@@ -532,44 +533,40 @@ class RoundObserver:
 
 
 class ElasticUpdateState(SparseUpdateState):
-    """The state of one device.
+    """The state of one device of an elastic node.
 
     Attributes:
         alone: no other node took part in the last round.
         behind: the global weights have moved on without this node.
-        left_out: whether updates of this node were not finite, and so not sent.
+        left_out: updates of this node were not finite, and so not sent.
         open_requests: names of the snapshots that nodes request.
         requests_for_me: names of snapshots that other nodes request from this node.
         answered: names of requested snapshots that this node has served.
     """
 
-    _messages: Outcome | None  # type: ignore[assignment]
-
-    def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, rounds: RoundProtocol) -> None:
-        self._peers, self._flush_every = rounds, config.flush_every
+    def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, peers: RoundProtocol) -> None:
         super().__init__(slices, exchange, config)
-
-    def _make_models(self) -> None:
-        super()._make_models()
-        if self.slices.numel == 0:
+        if slices.numel == 0:
             raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
+        self._peers, self._flush_every = peers, config.flush_every
         self.alone = self.behind = self.left_out = False
         self.open_requests: list[str] | None = None
         self.requests_for_me: list[str] = []
         self.answered: list[str] = []
-        self._num_nodes, self._changed = 0, False  # M of the last round, and whether it was another one before
-        self._number = self._seen = 0  # of the last round, and of that before the last exchange
+        self._returned: list[Tensor] = []  # messages or updates of this node that no node counted
+        self._num_nodes, self._changed = 0, False  # M of the last round, and whether it differed from the one before
+        self._number = self._seen = 0  # of the last round, and of the last round before the last exchange
         sample_bytes = 0
-        if self._config.measures_ahead(3):
-            self._correlation, self.local_fraction = UpdateCorrelation(self.slices.numel), 1.0
+        if config.measures_ahead(3):
+            self._correlation, self.local_fraction = UpdateCorrelation(slices.numel), 1.0
             sample_bytes = self._correlation.sample_bytes
-        self._peers.fit(self._path.message_bytes, sample_bytes, self.slices.numel)
+        peers.fit(self._path.message_bytes, sample_bytes, slices.numel)
 
     def exchange_step(self, step_id: int = 0) -> None:
         every, before, self._seen = self._flush_every, self._seen, self._number
         # by the number of a round: all nodes flush in the same one
         due = every is not None and self._number // every > before // every
-        if due or (self.alone and self._messages is None):
+        if due or (self.alone and not (self._received or self._returned)):
             self._flush()
         else:
             super().exchange_step(step_id)
@@ -578,7 +575,7 @@ class ElasticUpdateState(SparseUpdateState):
         return True
 
     def flush(self) -> None:
-        """Send everything that is pending, to the nodes that are there; some of it stays if rounds fail."""
+        """Send all pending updates to the present nodes. If rounds fail, some updates stay pending."""
         for _ in range(TRIES_TO_FLUSH):
             self._peers.try_again()
             if self._flush(leaves=True):
@@ -590,67 +587,67 @@ class ElasticUpdateState(SparseUpdateState):
         log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
 
     def _flush(self, leaves: bool = False) -> bool:
-        pending_S = self.collect()
+        self.absorb()
+        pending_S = self.pending_S
         self.local_S.add_(pending_S)
         outcome = self._peers.round(Payload(pending_S, is_last=leaves), finite=bool(pending_S.isfinite().all()))
         self._record_outcome(outcome, pending_S.nbytes)
         self._apply_received()
-        self.begin()
+        self.write_model()
         return not outcome.returned and self._peers.settled
-
-    def collect(self) -> Tensor:
-        """Return what this node has not sent, with nothing in flight; ``begin`` is to follow."""
-        return self._collect()
 
     def drop(self) -> None:
         """Continue from the global weights without pending updates."""
-        self.collect()
+        self.absorb()
         self.left_out = False
         self.set_pending(torch.zeros_like(self.global_S))
-        self.begin()
+        self.write_model()
 
     def start_from(
-        self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor], had: Sequence[Tensor]
+        self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor], counted: Sequence[Tensor]
     ) -> None:
-        """Go on from the weights that the parameters hold, and the rounds since."""
+        """Continue from the weights in the parameters plus later rounds. See `go_on` for the other arguments."""
         self.receive()
-        self._messages = self._sent = self._samples = None
+        self._samples = None
         self.slices.copy_to(self.global_S)
         for each in rounds:
             self._add_round(each, self.global_S)
-        self.go_on(torch.zeros_like(self.global_S) if pending_S is None else pending_S, returned, had)
+        self.go_on(torch.zeros_like(self.global_S) if pending_S is None else pending_S, returned, counted)
 
-    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], had: Sequence[Tensor]) -> None:
-        """Put this node's model into the parameters.
+    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
+        """Continue from ``global_S``, and write this node's model into the parameters.
 
         Args:
-            returned: what is to be pending besides.
-            had: what is not.
+            returned: sent tensors that no node counted; they become pending, too.
+            counted: sent tensors in ``pending_S`` that the global weights contain already.
         """
         self.behind = self.alone = False
         self._num_nodes = 0  # others have counted without this node
         self._number = self._seen = self._peers.number
         self.set_pending(pending_S)
         self._return_unsent(returned, self.local_S)
-        self._return_unsent(had, self.local_S, -1.0)
-        self.begin()
+        self._return_unsent(counted, self.local_S, -1.0)
+        self.write_model()
 
     def arrive(self, seen: Outcome) -> None:
-        """Add rounds that came while this node only watched, with the next exchange."""
+        """Let the next exchange add rounds that this node has only observed."""
         self.requests_for_me += seen.requests_for_me
         if seen.rounds or seen.returned:
             self.receive()
             self._num_nodes = 0  # others have counted without this node
-            before = self._messages or Outcome()
-            self._messages = Outcome([*before.rounds, *seen.rounds], [*before.returned, *seen.returned])
+            self._received += seen.rounds
+            self._returned += seen.returned
 
     @property
     def pending_S(self) -> Tensor:
         local_S = self.local_S.clone()
         self._add_sent(local_S)
-        if self._messages is not None:
-            self._return_unsent(self._messages.returned, local_S)
+        self._return_unsent(self._returned, local_S)
         return self.global_S - local_S
+
+    def set_pending(self, pending_S: Tensor) -> None:
+        super().set_pending(pending_S)
+        self._returned = []
 
     def migrate_from(self, before: Any) -> None:
         raise ValueError(
@@ -659,24 +656,24 @@ class ElasticUpdateState(SparseUpdateState):
             "or use strategy='mstopk_local'."
         )
 
-    def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
-        return RoundJob(self._exchange, transfer, sample_B, self._peers, self._exchanges)
+    def _job(self, transfer: Transfer) -> RoundJob:
+        return RoundJob(transfer, self._peers, self._exchanges)
 
-    def _store_received(self, delivery: Delivery) -> None:
-        assert isinstance(delivery, RoundJob)
-        rounds = delivery.outcome.rounds
-        self._record_outcome(delivery.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
+    def _store_received(self, job: RoundJob) -> None:  # type: ignore[override]
+        rounds = job.outcome.rounds
+        self._record_outcome(job.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
 
     def _record_outcome(self, outcome: Outcome, own_bytes: int) -> None:
-        """Keep what a round brought, its own included, until it is added."""
+        """Store the updates of a round, this node's included, until they are added."""
         self.alone, self.behind, self.open_requests = outcome.alone, outcome.behind, outcome.open_requests
         self.left_out |= outcome.left_out
         self.requests_for_me += outcome.requests_for_me
-        before = self._messages or Outcome()
-        self._messages = Outcome([*before.rounds, *outcome.rounds], [*before.returned, *outcome.returned])
+        self._returned += outcome.returned
         if not outcome.rounds:
             return
+        self._received += outcome.rounds[:-1]
         last = outcome.rounds[-1]
+        self._store_round(last)
         self._number = last.number
         nbytes = last.messages_MB.nbytes + sum(each.nbytes for each in last.dense)
         self._exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
@@ -686,9 +683,6 @@ class ElasticUpdateState(SparseUpdateState):
         elif not self._changed:  # then this round had begun before, and counts from before
             self._exchanges = max(self._exchanges, outcome.exchanges)
         self._changed = changed
-        beside = last.messages_MB[:, self._path.message_bytes :]
-        if beside.numel() and len(beside) == last.num_nodes:
-            self._samples = AsyncHostTensor(beside.contiguous())
 
     def _update_local_fraction(self) -> None:
         if self._correlation is not None and self._num_nodes and not self._config.measures_ahead(self._num_nodes):
@@ -696,25 +690,13 @@ class ElasticUpdateState(SparseUpdateState):
         else:
             super()._update_local_fraction()
 
-    def _add_mean(self, messages: Outcome | None) -> None:  # type: ignore[override]
-        if messages is not None:
-            super()._add_mean(messages)  # type: ignore[arg-type]
-            self._return_unsent(messages.returned, self.local_S)
-
-    def _add_messages(self, messages: Outcome, target_S: Tensor) -> None:  # type: ignore[override]
-        for each in messages.rounds:
-            self._add_round(each, target_S)
-
-    def _add_round(self, found: Round, target_S: Tensor) -> None:
-        mean = -1.0 / found.num_nodes
-        if len(found.messages_MB):
-            messages_MB = found.messages_MB[:, : self._path.message_bytes].contiguous()
-            self._path.add(messages_MB.to(target_S.device), target_S, self._config.outer_lr * mean)
-        for each in found.dense:
-            target_S.add_(each.to(target_S.device), alpha=mean)
+    def _apply_received(self) -> None:
+        super()._apply_received()
+        self._return_unsent(self._returned, self.local_S)
+        self._returned = []
 
     def _return_unsent(self, returned: Sequence[Tensor], local_S: Tensor, times: float = 1.0) -> None:
-        """Make pending again what no node took."""
+        """Make sent messages or updates pending again, in ``local_S``."""
         for each in returned:
             if each.dtype == torch.uint8:
                 self._path.add(each[: self._path.message_bytes].view(1, -1).to(local_S.device), local_S, -times)
@@ -722,30 +704,28 @@ class ElasticUpdateState(SparseUpdateState):
                 local_S.sub_(each, alpha=times)
 
 
-class RoundJob(Delivery):
-    """The job of a round, whoever takes part.
+class RoundJob:
+    """The job of one round.
 
     Attributes:
-        outcome: of the round, once it is done.
+        outcome: of the round, after ``transfer``.
     """
 
     outcome: Outcome
 
-    def __init__(
-        self, exchange: Exchange, transfer: Transfer, sample_B: Tensor | None, rounds: RoundProtocol, exchanges: int
-    ) -> None:
-        super().__init__(exchange, transfer, sample_B=sample_B)
-        self._peers, self._exchanges = rounds, exchanges
+    def __init__(self, transfer: Transfer, peers: RoundProtocol, exchanges: int) -> None:
+        self._transfer, self._peers, self._exchanges = transfer, peers, exchanges
+
+    def select(self) -> Sequence[Tensor]:
+        return self._transfer.tensors
 
     def transfer(self) -> Sequence[Tensor]:
-        """Take part in a round."""
         message_B = self._transfer.payload
         finite = not nonfinite_of(message_B)
         self.outcome = self._peers.round(Payload(message_B, self._exchanges), finite=finite)
         return self._transfer.tensors
 
     def apply(self) -> Sequence[Tensor]:
-        """It is kept."""
         return ()
 
 

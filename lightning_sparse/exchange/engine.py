@@ -5,7 +5,7 @@ It is given a shard and a path, and knows no optimizer, no bucket and no Lightni
     path = exchange.choice.path(work, density)       the same on all ranks
     transfer = exchange.begin(path, shard)           selects what is sent
     transfer.transfer()                              between nodes
-    sum_S = transfer.apply()
+    sum_S = transfer.sum()
 
 calls these in the three methods of a job (see `lanes`), beside what the caller does next, or all at once with
 ``exchange.sum(path, shard)``; and closes each round of exchanges with ``exchange.stats.end_round()``.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -111,34 +111,51 @@ class Exchange:
         """Sum a shard over nodes, now. Returns fp32, or for a path ``in_place`` ``shard.sum_S``."""
         transfer = self.begin(path, shard, of_a_step=of_a_step)
         transfer.transfer()
-        return transfer.apply()
+        return transfer.sum()
 
 
 class Transfer:
-    """A shard on its way between nodes.
+    """The exchange of one shard: a `Job` whose entries are selected already.
 
     Attributes:
-        payload: the message of this device; after the transfer, the received messages.
+        payload: the message of this device; after ``transfer``, the received messages.
     """
 
     def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:
         self.path, self.shard, self._communicator = path, shard, communicator
-        self._where = communicator.error_context  # stages may run on threads, each with a place of its own
+        self._where = communicator.error_context  # stages may run on threads, each with a context of its own
+        self._target_S: Tensor | None = None
+        self._alpha = 1.0
         self.payload = path.select(communicator, shard)
 
-    def transfer(self) -> None:
+    def add_to(self, target_S: Tensor, alpha: float) -> None:
+        """Let ``apply`` add alpha times the sum over nodes to a tensor. Otherwise the messages stay in ``payload``."""
+        self._target_S, self._alpha = target_S, alpha
+
+    def select(self) -> Sequence[Tensor]:
+        """Return the tensors that the next stages use."""
+        return self.tensors
+
+    def transfer(self) -> Sequence[Tensor]:
         """Communicate with other nodes."""
         self._communicator.error_context = self._where
         self.payload = self.path.transfer(self._communicator, self.payload, self.shard)
+        return self.tensors
 
-    def apply(self) -> Tensor:
-        """Return the sum over nodes: fp32, or for a path ``in_place`` ``shard.sum_S``."""
+    def apply(self) -> Sequence[Tensor]:
+        """Add the sum to the tensor of ``add_to``."""
+        if self._target_S is not None:
+            self._target_S.add_(self.sum(), alpha=self._alpha)
+        return ()
+
+    def sum(self) -> Tensor:
+        """Return the sum over nodes after ``transfer``: fp32, or for a path ``in_place`` ``shard.sum_S``."""
         self._communicator.error_context = self._where
         return self.path.apply(self.payload, self.shard)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the methods to come use."""
+        """Tensors that the next stages use."""
         return (self.payload, *self.shard.used_to_the_end)
 
 

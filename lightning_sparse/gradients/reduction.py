@@ -147,7 +147,7 @@ class Reduction:
 
     def _sum(self, part: BucketGroup, transfer: Transfer) -> None:
         """Bring the sum over nodes to the bucket."""
-        comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.apply()
+        comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.sum()
         if not part.path.reduces_shards:
             return  # it is in the bucket
         shard_S = sum_S if part.path.in_place else self._state.rescale(sum_S).to(grad_N.dtype)

@@ -84,7 +84,7 @@ def load_from(
                 shared_view.copy_(found[0])
                 pending_view.copy_(found[1])
         state.set_pending(pending_S)
-        state.begin()
+        state.write_model()
         one.gather()
 
 

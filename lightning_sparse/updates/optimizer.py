@@ -207,7 +207,7 @@ class LocalOptimizer:
             self._put(self._own or ())
             state.settle_now()
             state.set_global(changed_S)
-            state.begin()
+            state.write_model()
         else:
             self._put(self._now())
             if changed_S is not None:

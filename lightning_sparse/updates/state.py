@@ -1,40 +1,28 @@
-"""The update state of one optimizer on one device: the global weights, and the updates of its node that they lack.
+"""The update state of one optimizer on one device: the global weights, and this node's updates that they lack.
 
-All tensors are slices S in fp32. The parameters are this node's model x. *Pending* updates are not sent yet. Updates
-*in flight* are sent, but other nodes have not received them yet. With a = ``step_ahead``:
+All tensors hold the device's slice S in fp32. The parameters hold this node's model x. *Pending* updates are not sent
+yet. Updates *in flight* are sent, but not yet part of the global weights. With a = ``local_fraction``:
 
-    x = global_S - a * pending - in flight
+    x = global_S - a * pending - in flight                                                                       (1)
 
-`UpdateState` stores the pending updates, and the parameters after the last exchange. It serves paths that send
-everything, or that select the sent entries only during the exchange.
-
-`SparseUpdateState`, for messages of the largest entries, stores a second model with all updates of the node instead:
-
-    pending_S = global_S - local_S                                 once this node's last message is added to local_S
-
-So it needs two tensors for any a, and a may change (see `agreement`). It stores neither the pending updates nor the
-parameters before the step. Only messages change entries: global_S by ``outer_lr`` times the mean message of all nodes,
-local_S by this less the node's own message, which it already contains. A model with the share a of each update would
-lose updates that are small compared with the weight to rounding. Also between two exchanges, the parameters keep the
-share a of each update; otherwise, the models of nodes drift apart (``settle``). Pending updates do not depend on the
-messages of other nodes, so a device selects the next message while these arrive:
-
-    link       messages t                 messages t+1
-    device     step t+1, select t+1       add t, step t+2, select t+2
+`PendingUpdateState` stores the pending updates. It serves paths that send everything, or that select during the
+exchange. `SparseUpdateState` serves messages of the largest entries, and stores a second model instead, so that a may
+change (see `agreement`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from lightning_sparse.exchange import Exchange, Shard, Transfer
-from lightning_sparse.exchange.lanes import AsyncHostTensor, TensorFuture
+from lightning_sparse.exchange.lanes import AsyncHostTensor, Job, TensorFuture
 from lightning_sparse.exchange.paths import Dense, Sparse
 from lightning_sparse.kernels.wire import read_step_ids, write_step_id
 from lightning_sparse.updates.agreement import UpdateCorrelation
@@ -42,41 +30,34 @@ from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 
 
-class UpdateState:
-    """The state of one slice, for any path.
+class UpdateState(ABC):
+    """The state of one slice.
 
     Args:
         slices: the slice; its parameters hold the global weights.
 
     Attributes:
-        global_S: the global weights, bit-identical on all nodes but for messages that have not been added yet.
-        local_fraction: share of its pending updates in this node's model.
+        global_S: the global weights, bit-identical on all nodes except for messages that are not added yet.
+        local_fraction: a in equation (1).
     """
 
-    _MODELS: ClassVar[Sequence[str]] = ("global_S", "_pending_S", "_start_S")
-    """Names of the tensors of S elements that another division of the parameters goes on with."""
+    _MODELS: ClassVar[Sequence[str]]
+    """Names of the tensors [S] that ``migrate_from`` copies."""
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         self.slices, self._exchange, self._config = slices, exchange, config
         self.global_S = slices.read()
-        self._mean = -config.outer_lr / exchange.topology.num_nodes  # makes a sum over nodes what weights lose
-        self._under_way: tuple[TensorFuture, Delivery] | None = None
-        work = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
-        self._path = exchange.choice.path(work, config.density)
+        spec = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
+        self._path = exchange.choice.path(spec, config.density)
         self.local_fraction = config.ahead(exchange.topology.num_nodes)
-        self._make_models()
-
-    def _make_models(self) -> None:
-        self._pending_S = torch.zeros_like(self.global_S)
-        self._start_S = self.global_S.clone()  # the parameters after the last exchange
-        self._spare_S = torch.empty_like(self.global_S)
+        self._running: tuple[TensorFuture, Any] | None = None  # the last exchange: its end, and its job
 
     @property
+    @abstractmethod
     def pending_S(self) -> Tensor:
         """This node's updates up to the last exchange that it has not sent."""
-        self.receive()
-        return self._pending_S
 
+    @abstractmethod
     def exchange_step(self, step_id: int = 0) -> None:
         """Exchange the change of the parameters since the last exchange, and write this node's model into them.
 
@@ -86,132 +67,98 @@ class UpdateState:
         Raises:
             RuntimeError: if nodes exchanged in different steps.
         """
-        if not self.slices.numel:
-            return
-        acc_S = self._collect()
-        if self._path.residual_kind == "nothing":
-            self._pending_S.zero_()
-        transfer = self._exchange.begin(self._path, Shard(acc_S, next_S=self._pending_S))
-        if self._config.delay:  # acc_S - pending_S is in flight
-            torch.sub(self.global_S, acc_S, out=self._start_S)
-            if self.local_fraction != 1.0:
-                self._start_S.add_(self._pending_S, alpha=1.0 - self.local_fraction)
-            self._write_start()
-        self._start(Delivery(self._exchange, transfer, self.global_S, self._mean))
-        if not self._config.delay:
-            self.begin()
 
     def settle(self, since: int) -> None:
-        """Finish a step without an exchange: apply received messages when they are due, and keep the share
+        """Finish a step without an exchange: apply received messages when they are due, and keep the fraction
         ``local_fraction`` of the change of the parameters.
 
         Args:
             since: steps since the last exchange, or since the start.
         """
-        arrives = since == self._config.delay
+        due = since == self._config.delay
         self._exchange.count_step_without(self._path)
-        if self.slices.numel and (arrives or self.local_fraction != 1.0):
-            self._settle(arrives, since)
+        if self.slices.numel and (due or self.local_fraction != 1.0):
+            self._settle(due, since)
 
-    def _settle(self, arrives: bool, since: int) -> None:
-        if since < self._config.delay:
-            return  # the path adds to what is pending until its messages are there
-        self._pending_S.copy_(self._collect())
-        self.begin()
+    @abstractmethod
+    def _settle(self, due: bool, since: int) -> None: ...
 
     def may_settle(self, since: int) -> bool:
-        """Whether ``settle`` may change the parameters on some device of the node: the same answer on all."""
+        """Return whether ``settle`` may change the parameters on some device of the node, alike on all of them."""
         return self._config.settles(since, self._exchange.topology.num_nodes)
 
-    def begin(self) -> None:
-        """Put this node's model into the parameters; nothing is in flight."""
-        torch.add(self.global_S, self._pending_S, alpha=-self.local_fraction, out=self._start_S)
-        self._write_start()
+    @abstractmethod
+    def write_model(self) -> None:
+        """Write this node's model (1) into the parameters. Nothing is in flight."""
 
-    def _write_start(self) -> None:
-        self.slices.write(self._start_S)
-        if self.slices.rounds:
-            self.slices.copy_to(self._start_S)
+    @abstractmethod
+    def absorb(self) -> None:
+        """Wait until nothing is in flight, and add the change of the parameters to the pending updates. Call
+        ``write_model`` afterwards."""
 
-    def _start(self, delivery: Delivery) -> None:
-        """Run a job that has selected: beside the next step, or with ``delay=0`` now."""
+    @abstractmethod
+    def set_pending(self, pending_S: Tensor) -> None:
+        """Replace the pending updates, and drop received messages that are not added yet."""
+
+    @abstractmethod
+    def drop_pending(self, parameters: Collection[int]) -> None:
+        """Drop the pending updates of parameters, given by ``id()``, so that they hold the global weights."""
+
+    def _start(self, job: Job) -> None:
+        """Run a job that has selected: beside the next step, or at once if ``delay=0``."""
         if self._config.delay:
-            selected = delivery.select()
-            self._under_way = self._exchange.runner.start(delivery, self.global_S, selected), delivery
+            self._running = self._exchange.runner.start(job, self.global_S, job.select()), job
             return
         with self._exchange.communicator.waiting():
-            delivery.transfer()
-        delivery.apply()
-        self._store_received(delivery)
+            job.transfer()
+        job.apply()
+        self._store_received(job)
 
     def receive(self) -> None:
-        """Wait for the messages under way. May come at any time before the next exchange: the result is the same."""
-        if self._under_way is not None:
-            future, delivery = self._under_way
+        """Wait for the messages in flight. The result does not depend on when this is called."""
+        if self._running is not None:
+            future, job = self._running
             with nullcontext() if future.done() else self._exchange.communicator.waiting():
                 self._exchange.runner.finish(future)
-            self._under_way = None
-            self._store_received(delivery)
+            self._running = None
+            self._store_received(job)
 
-    def _store_received(self, delivery: Delivery) -> None:
-        """Take what a delivery that is done has not added to the global weights."""
-        return  # nothing, unless messages are kept
+    @abstractmethod
+    def _store_received(self, job: Any) -> None:
+        """Keep what a finished job did not add to the global weights."""
 
     def read_global(self) -> Tensor:
-        """Return the global weights with every message; not to be written to."""
+        """Return the global weights with every message. Do not write to them."""
         self.receive()
         return self.global_S
 
     def read_received(self) -> Tensor:
-        """Return the global weights without waiting. They may lack messages in flight, the same messages on all nodes.
-        Do not write to them."""
+        """Return the global weights without waiting for messages in flight, if nodes then still agree. Do not write to
+        them."""
         return self.read_global()
 
     def settle_now(self) -> None:
         """Apply all messages, and write this node's model into the parameters, so that nothing is in flight."""
-        self._pending_S.copy_(self._collect())
-        self.begin()
+        self.absorb()
+        self.write_model()
 
+    @abstractmethod
     def set_global(self, global_S: Tensor) -> None:
         """Set the global weights, and move this node's model by the same difference: pending updates stay pending."""
-        self.receive()
-        _move(self._start_S, self.global_S, global_S)
-        self.global_S.copy_(global_S)
 
     def flush(self) -> None:
-        """Send everything that is pending, which counts once: afterwards the parameters hold the global weights, on all
-        nodes."""
+        """Send all pending updates; each counts once. Afterwards the parameters of all nodes hold the global
+        weights."""
         if not self.slices.numel:
             return
-        unsent_S, mean = self._collect(), -1.0 / self._exchange.topology.num_nodes
-        total_S = self._exchange.sum(Dense(self._path.work), Shard(unsent_S), of_a_step=False)
-        self.global_S.add_(total_S, alpha=mean)
-        self.set_pending(torch.zeros_like(unsent_S))
-        self.begin()
-
-    def _collect(self) -> Tensor:
-        """Return all that this node has not sent, with nothing in flight; ``begin`` is to follow."""
-        self.receive()  # first: some paths add to what is pending to the end
-        acc_S = self._start_S
-        self.slices.add_progress(acc_S, self._pending_S)
-        self._start_S, self._spare_S = self._spare_S, acc_S
-        return acc_S
-
-    def set_pending(self, pending_S: Tensor) -> None:
-        """Set what this node has not sent, and forget what is in flight."""
-        self._pending_S.copy_(pending_S)
-
-    def drop_pending(self, parameters: Collection[int]) -> None:
-        """Drop the pending updates of parameters, given by ``id()``: they hold the global weights from now on."""
-        pending_S = self._collect()
-        for piece, view in self.slices.by_piece(pending_S).items():
-            if piece[0] in parameters:
-                view.zero_()
-        self.set_pending(pending_S)
-        self.begin()
+        self.absorb()
+        total_S = self._exchange.sum(Dense(self._path.work), Shard(self.pending_S), of_a_step=False)
+        self.global_S.add_(total_S, alpha=-1.0 / self._exchange.topology.num_nodes)
+        self.set_pending(torch.zeros_like(total_S))
+        self.write_model()
 
     def migrate_from(self, before: Self) -> None:
-        """Go on with the pieces that another division of the same parameters had."""
+        """Copy the state of ``before``, which divides the same parameters into other slices."""
         before.receive()
         self.local_fraction = before.local_fraction
         for name in self._MODELS:
@@ -220,34 +167,124 @@ class UpdateState:
                 if piece in old:
                     view.copy_(old[piece])
 
+    @abstractmethod
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        """Return what a resumed run needs: ``shared``, and what `unsent_of` takes, on any cluster; the rest on the same
-        one, as patches, which are small but for a save between two exchanges. Nothing is under way.
+        """Return what a resumed run needs. Nothing may be in flight.
+
+        ``shared`` and `unsent_of` serve any cluster. The other tensors make a resume on the same cluster exact. They
+        are stored as patches (`sparse_diff`), which are large only for a save between two exchanges.
 
         Args:
-            now_S: what the parameters hold, on the CPU, where all of this is made: a device may have no room left.
+            now_S: the parameters, on the CPU. All tensors are made there, because a device may have no room left.
         """
-        models = {"shared": self.global_S.cpu(), "pending": self._pending_S.cpu(), "start": self._start_S.cpu()}
-        return {**models, "now": sparse_diff(models["start"], now_S)}
 
+    @abstractmethod
     def _written(self) -> Tensor:
-        """Return what the parameters held after the last exchange."""
-        return self._start_S
+        """Return the model that the last exchange wrote into the parameters."""
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> bool:
-        """Go on where it was saved; the parameters are set, too. Return whether it goes on exactly; under other options
-        than it was saved with, all that is unsent is pending."""
-        self.receive()  # what is under way would be added to what was saved
+        """Load a saved state, and write the parameters. Return whether the run continues exactly. With other options
+        than those of the saved run, all unsent updates become pending."""
+        self.receive()  # a message in flight would be added to the loaded weights
         self.global_S.copy_(saved["shared"])
         if self._load_own(saved):
             self.slices.write(apply_diff(self._written(), saved["now"]))
             return True
         self.set_pending(unsent_of(saved).to(self.global_S.device))
-        self.begin()
+        self.write_model()
         return False
 
+    @abstractmethod
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        """Load the rest of the state, if it is what this one would have saved."""
+        """Load the rest of the state, if this state would have saved it in the same form."""
+
+
+class PendingUpdateState(UpdateState):
+    """For ``exchange="dense"``, ``"dense16"`` and ``"regional"``.
+
+    While a regional exchange runs, its path adds to the pending updates, so they are read only after ``receive``.
+    """
+
+    _MODELS = ("global_S", "_pending_S", "_start_S")
+
+    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
+        super().__init__(slices, exchange, config)
+        self._pending_S = torch.zeros_like(self.global_S)
+        self._start_S = self.global_S.clone()  # the parameters after the last exchange
+        self._spare_S = torch.empty_like(self.global_S)
+
+    @property
+    def pending_S(self) -> Tensor:
+        self.receive()
+        return self._pending_S
+
+    def exchange_step(self, step_id: int = 0) -> None:
+        if not self.slices.numel:
+            return
+        acc_S = self._accumulate()
+        if self._path.residual_kind == "nothing":
+            self._pending_S.zero_()
+        transfer = self._exchange.begin(self._path, Shard(acc_S, next_S=self._pending_S))
+        if self._config.delay:  # equation (1), where acc_S - pending_S is in flight
+            torch.sub(self.global_S, acc_S, out=self._start_S)
+            if self.local_fraction != 1.0:
+                self._start_S.add_(self._pending_S, alpha=1.0 - self.local_fraction)
+            self._write_start()
+        transfer.add_to(self.global_S, -self._config.outer_lr / self._exchange.topology.num_nodes)
+        self._start(transfer)
+        if not self._config.delay:
+            self.write_model()
+
+    def _store_received(self, job: Any) -> None:
+        """Do nothing: the job added everything."""
+
+    def _settle(self, due: bool, since: int) -> None:
+        if since >= self._config.delay:  # before, the path still adds to the pending updates
+            self.settle_now()
+
+    def write_model(self) -> None:
+        torch.add(self.global_S, self._pending_S, alpha=-self.local_fraction, out=self._start_S)
+        self._write_start()
+
+    def _write_start(self) -> None:
+        self.slices.write(self._start_S)
+        if self.slices.rounds:
+            self.slices.copy_to(self._start_S)
+
+    def absorb(self) -> None:
+        self._pending_S.copy_(self._accumulate())
+
+    def _accumulate(self) -> Tensor:
+        """Return the pending updates plus the change of the parameters since the last exchange, [S]."""
+        self.receive()
+        acc_S = self._start_S
+        self.slices.add_progress(acc_S, self._pending_S)
+        self._start_S, self._spare_S = self._spare_S, acc_S
+        return acc_S
+
+    def set_pending(self, pending_S: Tensor) -> None:
+        self._pending_S.copy_(pending_S)
+
+    def drop_pending(self, parameters: Collection[int]) -> None:
+        self.absorb()
+        for piece, view in self.slices.by_piece(self._pending_S).items():
+            if piece[0] in parameters:
+                view.zero_()
+        self.write_model()
+
+    def set_global(self, global_S: Tensor) -> None:
+        self.receive()
+        _move(self._start_S, self.global_S, global_S)
+        self.global_S.copy_(global_S)
+
+    def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
+        models = {"shared": self.global_S.cpu(), "pending": self._pending_S.cpu(), "start": self._start_S.cpu()}
+        return {**models, "now": sparse_diff(models["start"], now_S)}
+
+    def _written(self) -> Tensor:
+        return self._start_S
+
+    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         if not {"pending", "start"} <= saved.keys():
             return False
         self._pending_S.copy_(saved["pending"])
@@ -255,50 +292,89 @@ class UpdateState:
         return True
 
 
-class SparseUpdateState(UpdateState):
-    """For ``exchange="sparse"``.
+class RoundUpdates(Protocol):
+    """The updates that several nodes sent in one round.
 
     Attributes:
-        local_S: this node's model. It and ``global_S`` lack the messages of the last exchange until the next one: how
-            sums round must not depend on who asks for weights in between.
+        num_nodes: M, which divides their sum.
+        messages_MB: messages, uint8 [up to M, B or more]; a sample may follow each message.
+        dense: updates of nodes that sent all entries, fp32 [S].
+    """
+
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def messages_MB(self) -> Tensor: ...
+    @property
+    def dense(self) -> Sequence[Tensor]: ...
+
+
+class Messages(NamedTuple):
+    """The round of a fixed set of nodes."""
+
+    num_nodes: int
+    messages_MB: Tensor
+    dense: Sequence[Tensor] = ()
+
+
+class SparseUpdateState(UpdateState):
+    """For ``exchange="sparse"``. It stores a model with all updates of this node instead of the pending updates:
+
+        pending = global_S - local_S
+
+    A model with the fraction a of each update would lose updates that are small compared with the weight to rounding.
+    Only messages change entries of both models: global_S by ``outer_lr`` times the mean message of all nodes, local_S
+    by this less the node's own message, which it already contains. After an exchange, and until the next one,
+
+        local_S = global_S - pending - sent / a
+
+    so that the model of equation (1) is global_S - a * (global_S - local_S), as `Slices.lerp_into` writes it. Between
+    two exchanges, the parameters also keep the fraction a of each update; otherwise the models of nodes drift apart.
+
+    Pending updates do not depend on messages of other nodes, so a device selects while these arrive:
+
+        link       messages t                 messages t+1
+        device     step t+1, select t+1       add t, step t+2, select t+2
+
+    Attributes:
+        local_S: this node's model. It and ``global_S`` lack the messages of the last exchange until the next one: the
+            rounding of sums must not depend on who asks for weights in between.
     """
 
     _MODELS = ("global_S", "local_S")
     _path: Sparse
 
-    def _make_models(self) -> None:
+    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
+        super().__init__(slices, exchange, config)
         self.local_S = self.global_S.clone()
         self._correlation: UpdateCorrelation | None = None
-        nodes = self._exchange.topology.num_nodes
-        if self._config.measures_ahead(nodes):
-            self._correlation, self.local_fraction = UpdateCorrelation(self.slices.numel), 1.0
+        if config.measures_ahead(exchange.topology.num_nodes):
+            self._correlation, self.local_fraction = UpdateCorrelation(slices.numel), 1.0
         self._exchanges = 0
+        self._sent: Tensor | None = None  # this node's own message, uint8 [1, B], of which local_S lacks 1 - 1 / a
+        self._received: list[RoundUpdates] = []  # not added to the models yet
         self._samples: AsyncHostTensor | None = None  # of the nodes' pending updates at the last exchange
-        self._messages: Tensor | None = None  # received messages of all nodes, uint8 [M, B]
-        self._sent: Tensor | None = None  # this node's own message, uint8 [1, B]
-        self._marks: AsyncHostTensor | None = None  # step ids of the last received messages, int64 [M]
+        self._step_ids: AsyncHostTensor | None = None  # of the last received messages, int64 [M]
         self._minus_one = torch.tensor(-1.0, device=self.local_S.device)
 
     @property
     def pending_S(self) -> Tensor:
+        if self._sent is None:
+            return self.global_S - self.local_S
         local_S = self.local_S.clone()
         self._add_sent(local_S)
         return self.global_S - local_S
 
     def read_global(self) -> Tensor:
         self.receive()
-        if self._messages is None:
+        if not self._received:
             return self.global_S
         global_S = self.global_S.clone()
-        self._add_messages(self._messages, global_S)
+        self._add_received(global_S)
         return global_S
 
     def read_received(self) -> Tensor:
         return self.global_S
-
-    def settle_now(self) -> None:
-        self._collect()
-        self.begin()
 
     def set_global(self, global_S: Tensor) -> None:
         _move(self.local_S, self.global_S, global_S)
@@ -308,63 +384,112 @@ class SparseUpdateState(UpdateState):
         if not self.slices.numel:
             return
         self._check_step_ids()
-        self._add_own()
+        self._take_local_change()
         self._update_local_fraction()
-        sample = self._sample()
-        transfer = self._exchange.begin(self._path, Shard(self.local_S, self.global_S, factor=self._minus_one))
-        write_step_id(transfer.payload, step_id)
-        sent, delivery = transfer.payload.view(1, -1), self._delivery(transfer, sample)
+        transfer = self._select(step_id)
+        sent = transfer.payload.view(1, -1)
+        self._append_sample(transfer)
         self.receive()
-        messages, self._messages = self._messages, None
-        self._start(delivery)
-        self._add_mean(messages)
-        self._sent = sent
-        if not self._config.delay:
-            self._path.add(sent, self.local_S, 1.0)
-            self._sent = None
+        self._start(self._job(transfer))
+        if self._config.delay:
             self._apply_received()
-        elif self.local_fraction != 1.0:
-            self._path.add(sent, self.local_S, 1.0 - 1.0 / self.local_fraction)  # updates in flight count in full
-        self.begin()
+            self._sent = sent
+            if self.local_fraction != 1.0:
+                self._path.add(sent, self.local_S, 1.0 - 1.0 / self.local_fraction)
+        else:
+            self._path.add(sent, self.local_S, 1.0)
+            self._apply_received()
+        self.write_model()
 
-    def _delivery(self, transfer: Transfer, sample_B: Tensor | None) -> Delivery:
-        return Delivery(self._exchange, transfer, sample_B=sample_B)
+    def _select(self, step_id: int) -> Transfer:
+        """Choose the largest of the pending updates, which stay in ``local_S``."""
+        self._exchanges += 1
+        pending = Shard(self.local_S, self.global_S, factor=self._minus_one)
+        transfer = self._exchange.begin(self._path, pending)
+        write_step_id(transfer.payload, step_id)
+        return transfer
 
-    def _settle(self, arrives: bool, since: int) -> None:
-        if arrives:
-            self._add_own()
+    def _append_sample(self, transfer: Transfer) -> None:
+        """Append a sample of the pending updates to the message, if one is due."""
+        if self._correlation is not None and self._correlation.should_sample(self._exchanges):
+            sample_B = self._correlation.sample(self._exchanges, self.local_S, self.global_S)
+            transfer.payload = torch.cat([transfer.payload, sample_B])
+            self._exchange.stats.count_bytes((self._exchange.topology.num_nodes - 1) * sample_B.nbytes)
+
+    def _job(self, transfer: Transfer) -> Job:
+        return transfer
+
+    def _settle(self, due: bool, since: int) -> None:
+        if due:
+            self._take_local_change()
+            self.receive()
             self._apply_received()
         else:
             self.slices.accumulate_delta(self.local_S, self.global_S, self.local_fraction)
-        self.begin()
+        self.write_model()
 
-    def begin(self) -> None:
+    def write_model(self) -> None:
         self.slices.lerp_into(self.local_S, self.global_S, self.local_fraction)
 
+    def absorb(self) -> None:
+        self.receive()
+        self._check_step_ids()
+        self._take_local_change()
+        self._apply_received()
+
+    def _take_local_change(self) -> None:
+        """Add the change of the parameters to ``local_S``, and subtract the rest of the sent message: afterwards,
+        global_S - local_S is pending."""
+        self.slices.accumulate_delta(self.local_S, self.global_S, self.local_fraction)
+        self._add_sent(self.local_S)
+        self._sent = None
+
+    def _add_sent(self, local_S: Tensor) -> None:
+        if self._sent is not None:
+            self._path.add(self._sent, local_S, 1.0 / self.local_fraction)
+
+    def _apply_received(self) -> None:
+        """Add the received messages to both models."""
+        self._add_received(self.global_S)
+        self._add_received(self.local_S)
+        self._received = []
+
+    def _add_received(self, target_S: Tensor) -> None:
+        for each in self._received:
+            self._add_round(each, target_S)
+
+    def _add_round(self, updates: RoundUpdates, target_S: Tensor) -> None:
+        """Subtract the mean of a round's updates; those of messages times ``outer_lr``."""
+        if len(updates.messages_MB):
+            messages_MB = updates.messages_MB[:, : self._path.message_bytes].contiguous()
+            self._path.add(messages_MB.to(target_S.device), target_S, -self._config.outer_lr / updates.num_nodes)
+        for each in updates.dense:
+            target_S.add_(each.to(target_S.device), alpha=-1.0 / updates.num_nodes)
+
     def set_pending(self, pending_S: Tensor) -> None:
-        self._messages = self._sent = None
+        self._received, self._sent = [], None
         torch.sub(self.global_S, pending_S, out=self.local_S)
 
     def drop_pending(self, parameters: Collection[int]) -> None:
-        self._collect()
-        shared = self.slices.by_piece(self.global_S)
+        self.absorb()
+        global_pieces = self.slices.by_piece(self.global_S)
         for piece, view in self.slices.by_piece(self.local_S).items():
             if piece[0] in parameters:
-                view.copy_(shared[piece])
-        self.begin()
+                view.copy_(global_pieces[piece])
+        self.write_model()
 
     def migrate_from(self, before: Self) -> None:
-        before._collect()  # messages hold places in the slice as it was
-        before.begin()
+        before.settle_now()  # indices in messages refer to the slices of ``before``
         super().migrate_from(before)
         self._exchanges = before._exchanges
 
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
         before_S, kept_S = self.global_S.cpu(), self.local_S.cpu()
         global_S, local_S = before_S, kept_S.clone()
-        if self._messages is not None:
+        if self._received:
             global_S = before_S.clone()
-            self._path.add(self._messages.cpu(), global_S, self._mean)
+            for each in self._received:
+                self._add_round(each, global_S)
         self.slices.accumulate_delta(local_S, before_S, self.local_fraction, now_S)
         if self._sent is not None:
             self._path.add(self._sent.cpu(), local_S, 1.0 / self.local_fraction)
@@ -376,8 +501,8 @@ class SparseUpdateState(UpdateState):
         saved["exchanges"] = torch.tensor(self._exchanges)
         if self._samples is not None:
             saved["samples"] = self._samples.read()
-        if self._messages is not None:
-            saved["messages"] = self._messages.cpu()
+        if self._received:
+            saved["messages"] = self._received[0].messages_MB[:, : self._path.message_bytes].cpu().contiguous()
         return saved
 
     def _written(self) -> Tensor:
@@ -386,26 +511,21 @@ class SparseUpdateState(UpdateState):
     def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
         if "own" not in saved or (self._correlation is None and saved["ahead"] != self.local_fraction):
             return False
-        self._messages = self._sent = self._samples = None
+        self._received, self._sent, self._samples = [], None, None
         self.local_fraction = float(saved["ahead"])
         self._exchanges = int(saved["exchanges"])
         if "samples" in saved and self._correlation is not None:
             self._samples = AsyncHostTensor(saved["samples"])
         if "messages" in saved:
-            messages, mine = saved["messages"].to(self.local_S.device), self._exchange.topology.node_index
-            counted = float(saved["outer_lr"])  # in the global weights that were saved
-            if counted != self._config.outer_lr or not self._path.wrote(messages):
+            messages_MB, topology = saved["messages"].to(self.local_S.device), self._exchange.topology
+            # The saved global weights count the messages with the ``outer_lr`` of the saved run.
+            if float(saved["outer_lr"]) != self._config.outer_lr or not self._path.wrote(messages_MB):
                 return False
-            self._messages, self._sent = messages, messages[mine : mine + 1]
+            self._received = [Messages(topology.num_nodes, messages_MB)]
+            self._sent = messages_MB[topology.node_index : topology.node_index + 1]
         self.global_S.copy_(apply_diff(saved["shared"], saved["before"]))
         self.local_S.copy_(apply_diff(saved["own"], saved["kept"]))
         return True
-
-    def _sample(self) -> Tensor | None:
-        self._exchanges += 1
-        if self._correlation is None or not self._correlation.should_sample(self._exchanges):
-            return None
-        return self._correlation.sample(self._exchanges, self.local_S, self.global_S)
 
     def _update_local_fraction(self) -> None:
         """Set ``local_fraction`` from the samples of the last exchange, if it had any."""
@@ -417,86 +537,62 @@ class SparseUpdateState(UpdateState):
         if measured is not None:
             self.local_fraction = measured
 
-    def _store_received(self, delivery: Delivery) -> None:
-        self._messages, self._samples = delivery.messages, delivery.samples
-        self._marks = None if delivery.messages is None else AsyncHostTensor(read_step_ids(delivery.messages))
+    def _store_received(self, job: Transfer) -> None:
+        self._store_round(Messages(self._exchange.topology.num_nodes, job.payload))
+        self._step_ids = AsyncHostTensor(read_step_ids(job.payload))
+
+    def _store_round(self, updates: RoundUpdates) -> None:
+        self._received.append(updates)
+        samples_MB = updates.messages_MB[:, self._path.message_bytes :]
+        if samples_MB.numel() and len(samples_MB) == updates.num_nodes:
+            self._samples = AsyncHostTensor(samples_MB.contiguous())
 
     def _check_step_ids(self) -> None:
-        """Of messages that were received before: the host need not wait for those under way."""
-        marks = [] if self._marks is None else self._marks.read().tolist()
-        self._marks = None
-        if len(set(marks)) > 1:
-            said = ", ".join(
-                f"node {node} in batch {each >> 8} with optimizer {each & 255}" for node, each in enumerate(marks)
+        """Compare the step ids of messages received before. The host need not wait for those in flight."""
+        step_ids = [] if self._step_ids is None else self._step_ids.read().tolist()
+        self._step_ids = None
+        if len(set(step_ids)) > 1:
+            steps = ", ".join(
+                f"node {node} in batch {each >> 8} with optimizer {each & 255}" for node, each in enumerate(step_ids)
             )
             raise RuntimeError(
-                f"nodes have exchanged updates of different steps ({said}): one skipped a step that others made, and "
-                f"what they sent since belongs to other weights. In manual optimization step on all nodes or on none: "
-                f"a node without a gradient steps with one of zeros. Resume from the last checkpoint."
+                f"nodes have exchanged updates of different steps ({steps}): one node skipped a step, and its later "
+                f"updates belong to other weights. In manual optimization, step on all nodes or on none: a node "
+                f"without a gradient steps with zero gradients. Resume from the last checkpoint."
             )
-
-    def _collect(self) -> Tensor:
-        self.receive()
-        self._check_step_ids()
-        self._add_own()
-        self._apply_received()
-        return self.global_S - self.local_S
-
-    def _add_own(self) -> None:
-        """Add to this node's model what the parameters have changed by, and what it has sent: the rest is pending."""
-        self.slices.accumulate_delta(self.local_S, self.global_S, self.local_fraction)
-        self._add_sent(self.local_S)
-        self._sent = None
-
-    def _apply_received(self) -> None:
-        self.receive()
-        self._add_mean(self._messages)
-        self._messages = None
-
-    def _add_sent(self, local_S: Tensor) -> None:
-        if self._sent is not None:
-            self._path.add(self._sent, local_S, 1.0 / self.local_fraction)
-
-    def _add_mean(self, messages: Tensor | None) -> None:
-        """Add the messages of all nodes to both models."""
-        if messages is not None:
-            self._add_messages(messages, self.global_S)
-            self._add_messages(messages, self.local_S)
-
-    def _add_messages(self, messages: Tensor, target_S: Tensor) -> None:
-        self._path.add(messages, target_S, self._mean)
 
 
 def _move(model_S: Tensor, before_S: Tensor, now_S: Tensor) -> None:
-    """Move a model with the global weights: exactly to them where it was equal, not at all where they stay."""
+    """Move a model with the global weights. Entries that were equal stay exactly equal, and where the global weights
+    stay, the model stays."""
     torch.where(now_S == before_S, model_S, now_S - (before_S - model_S), out=model_S)
 
 
 def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
-    """Return the state of what the parameters hold, with nothing pending: the lean one where the path allows it."""
-    kind = SparseUpdateState if config.path is Sparse else UpdateState
+    """Return the state of parameters with nothing pending."""
+    kind = SparseUpdateState if config.path is Sparse else PendingUpdateState
     return kind(slices, exchange, config)
 
 
 def unsent_of(saved: Mapping[str, Tensor]) -> Tensor:
-    """Return all that the global weights lack of a node's updates, from what a state saved."""
+    """Return the updates of a node that its saved global weights lack, from ``UpdateState.state_dict``."""
     if "own" in saved:
         return apply_diff(saved["shared"], saved["before"]) - saved["own"]
     return saved["pending"] + (saved["start"] - apply_diff(saved["start"], saved["now"]))
 
 
 def sparse_diff(new_S: Tensor, old_S: Tensor) -> Tensor:
-    """Return the places and the bits, int32 or int64 [2, n], in which one tensor of fp32 differs from another; or all
-    bits, int32 [S], where that is smaller."""
+    """Return the indices and bits, int32 or int64 [2, n], at which ``old_S`` differs from ``new_S``, both fp32; or all
+    bits, int32 [S], if that is smaller."""
     bits = old_S.view(torch.int32)
-    (places,) = (new_S.view(torch.int32) != bits).nonzero(as_tuple=True)
-    if 2 * len(places) >= len(bits):
+    (indices,) = (new_S.view(torch.int32) != bits).nonzero(as_tuple=True)
+    if 2 * len(indices) >= len(bits):
         return bits
-    return torch.stack([places, bits[places].long()]).to(torch.int32 if len(bits) < 2**31 else torch.int64)
+    return torch.stack([indices, bits[indices].long()]).to(torch.int32 if len(bits) < 2**31 else torch.int64)
 
 
 def slice_diff(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
-    """Return those of elements [begin, end) of the patches that a state saved."""
+    """Return elements [begin, end) of the patches of a saved state."""
     patches = {}
     for name in saved.keys() & {"now", "before", "kept"}:
         patch = saved[name]
@@ -509,59 +605,9 @@ def slice_diff(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tens
 
 
 def apply_diff(new_S: Tensor, patch: Tensor) -> Tensor:
-    """Return the other tensor, from the first and its patch."""
+    """Return ``old_S`` of `sparse_diff`, a new tensor."""
     if patch.dim() == 1:
         return patch.view(torch.float32).to(new_S.device, copy=True)
-    old_S, (places, bits) = new_S.clone(), patch.to(new_S.device)
-    old_S.view(torch.int32)[places.long()] = bits.int()
+    old_S, (indices, bits) = new_S.clone(), patch.to(new_S.device)
+    old_S.view(torch.int32)[indices.long()] = bits.int()
     return old_S
-
-
-class Delivery:
-    """The job of adding selected updates to the global weights.
-
-    Args:
-        target_S: the sum over nodes is added to it, times ``alpha``; None keeps the messages.
-        sample_B: bytes that ride along with the message, of a path whose messages are kept.
-
-    Attributes:
-        messages: of all nodes, uint8 [M, B], if they are kept.
-        samples: of all nodes, uint8 [M, bytes].
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        transfer: Transfer,
-        target_S: Tensor | None = None,
-        alpha: float = 1.0,
-        sample_B: Tensor | None = None,
-    ) -> None:
-        self._transfer, self._target_S, self._alpha = transfer, target_S, alpha
-        self._sample_bytes = 0
-        self.messages: Tensor | None = None
-        self.samples: AsyncHostTensor | None = None
-        if sample_B is not None:
-            self._sample_bytes = sample_B.numel()
-            transfer.payload = torch.cat([transfer.payload, sample_B])
-            exchange.stats.count_bytes((exchange.topology.num_nodes - 1) * sample_B.nbytes)
-
-    def select(self) -> Sequence[Tensor]:
-        """It is done."""
-        return self._transfer.tensors
-
-    def transfer(self) -> Sequence[Tensor]:
-        """Communicate between nodes."""
-        self._transfer.transfer()
-        return self._transfer.tensors
-
-    def apply(self) -> Sequence[Tensor]:
-        """Add the sum over nodes, or keep the messages."""
-        if self._target_S is not None:
-            self._target_S.add_(self._transfer.apply(), alpha=self._alpha)
-            return ()
-        self.messages, beside = self._transfer.payload, self._sample_bytes
-        if beside:
-            self.samples = AsyncHostTensor(self.messages[:, -beside:].contiguous())
-            self.messages = self.messages[:, :-beside].contiguous()
-        return ()

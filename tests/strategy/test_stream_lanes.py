@@ -22,7 +22,6 @@ from lightning_sparse.exchange.lanes import Runner, StreamLanes
 from lightning_sparse.strategy import HierConfig
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from lightning_sparse.updates.state import Delivery
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import PLAIN, loss_of, mlp, wrap
 from tests.strategy.test_lanes import Job
@@ -228,15 +227,15 @@ class SelectedLate:
     def select(self) -> Sequence[Tensor]:
         state, exchange = self._state, self._updates.exchange
         shard = Shard(torch.randn_like(state.global_S), next_S=torch.empty_like(state.global_S))
-        transfer = exchange.begin(state._path, shard)
-        self._delivery = Delivery(exchange, transfer, state.global_S, state._mean)
-        return self._delivery.select()
+        self._transfer = exchange.begin(state._path, shard)
+        self._transfer.add_to(state.global_S, -0.5)
+        return self._transfer.select()
 
     def transfer(self) -> Sequence[Tensor]:
-        return self._delivery.transfer()
+        return self._transfer.transfer()
 
     def apply(self) -> Sequence[Tensor]:
-        return self._delivery.apply()
+        return self._transfer.apply()
 
 
 def test_what_is_not_handed_over_is_found(ranks: RunRanks) -> None:
