@@ -20,7 +20,7 @@ RESOLVE_SECONDS = 4.0
 
 
 def own_address(address: str) -> str:
-    """Return the address from which this machine reaches a URL, and at which other nodes reach this machine.
+    """Return the address from which this machine reaches a URL, for other nodes to reach this machine.
 
     Raises:
         ValueError: if the URL has no host, or its host name does not resolve in time.
@@ -33,25 +33,25 @@ def own_address(address: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(
-            f"{address} cannot be reached from this machine ({error}): give an address in a network of this machine."
+            f"{address} cannot be reached from this machine ({error}). Use an address in a network of this machine."
         ) from error
 
 
 def place_of(address: str) -> tuple[str, int]:
-    """Return host and port of a URL.
+    """Return the host and port of a URL.
 
     Raises:
-        ValueError: if it has no host, or an invalid port.
+        ValueError: if the URL has no host, or an invalid port.
     """
     try:
         place = urlsplit(address)
         port = place.port
     except ValueError as error:
         raise ValueError(
-            f"{address} is no address ({error}): give one such as http://host:{LIGHTHOUSE_PORT}."
+            f"{address} is not a valid address ({error}). Use an address such as http://host:{LIGHTHOUSE_PORT}."
         ) from error
     if not place.hostname:
-        raise ValueError(f"{address} names no host: give an address such as http://host:{LIGHTHOUSE_PORT}.")
+        raise ValueError(f"{address} has no host. Use an address such as http://host:{LIGHTHOUSE_PORT}.")
     return place.hostname, port or LIGHTHOUSE_PORT
 
 
@@ -83,7 +83,7 @@ def listener(host: str) -> socket.socket:
 
 
 def is_loopback(place: str) -> bool:
-    """Whether ``host:port`` cannot be reached from other machines."""
+    """Return whether other machines cannot reach ``host:port``."""
     try:
         address = ipaddress.ip_address(place.rpartition(":")[0].strip("[]"))
     except ValueError:
@@ -107,7 +107,7 @@ def open_page(url: str, timeout: float) -> Any:
 
 @contextmanager
 def answer_of(url: str, timeout: float, pause: float, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
-    """Yield the answer of a node to a GET.
+    """Yield a node's answer to a GET request.
 
     Args:
         timeout: of the connection, in seconds.

@@ -1,7 +1,7 @@
-"""Who takes part in a round: what torchft's lighthouse says of the nodes that are there.
+"""The members of a round, from torchft's lighthouse.
 
-Each node says something of itself with its request, and reads what all the others said. So every decision about a round
-is a function of one list that its members have alike (see `rounds`).
+Each node sends its status with its request, and receives the statuses of all nodes. So each decision about a round is a
+function of one list that all members share (see `rounds`).
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ COMMAND = "torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000"
 CONNECT_SECONDS = 5.0
 BEAT_SECONDS = 0.25
 PAUSE_SECONDS = 5.0
-"""After a request that failed, for a lighthouse that is gone must not slow down every step."""
+"""Pause after a failed request, so that a lost lighthouse does not slow down every step."""
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What a node says of itself.
+    """The status of one node.
 
     Args:
-        token: names its global weights; empty for none yet.
-        number: rounds that led to them.
-        run: the name of the node's run; empty for the first node, and for nodes that join.
-        trains: whether the node was in a quorum with weights of that run.
-        prepared: the token of a round whose messages it has, without knowing whether the others do.
-        tries: rounds that it tried, so that no two have one name.
-        broken: groups of its that failed, so that all make a new one.
-        observes: it receives and sends nothing.
-        flushes: it sends everything that is pending,
-        leaves: and leaves.
+        token: name of its global weights; empty for none yet.
+        number: number of rounds that led to them.
+        run: name of the node's run; empty for the first node, and for nodes that join.
+        trains: the node was in a quorum with weights of that run.
+        prepared: token of a round whose messages the node has, without knowing whether it counts.
+        tries: number of attempted rounds, so that no two have the same token.
+        broken: number of failed groups, so that all nodes make a new group.
+        observes: the node receives, and sends nothing.
+        flushes: the node sends all pending updates.
+        leaves: the node leaves after this round.
         sampled: its message carries a sample.
-        exchanges: of its, for when samples are due.
-        wants: the name of the snapshot that it asks for; empty for none.
-        server: where its snapshots are.
+        exchanges: number of its exchanges, which decides when samples are due.
+        wants: name of the snapshot that it requests; empty for none.
+        server: address of its snapshots.
         network: name of the network in which other nodes reach it by a loopback address.
-        drawn: samples, if it deals them.
-        facts: what must be the same on all nodes.
+        drawn: samples that it has drawn.
+        facts: values that must be equal on all nodes.
     """
 
     token: str = ""
@@ -78,7 +78,7 @@ class Member(NamedTuple):
     """A node of a quorum.
 
     Args:
-        name: unique to this start of the node.
+        name: unique for each start of the node.
         store: address of its TCPStore.
     """
 
@@ -93,26 +93,26 @@ class Member(NamedTuple):
 
 
 class Lighthouse:
-    """The connection of one node, which tells the lighthouse in a thread that the node is alive.
+    """The connection of one node. A thread sends heartbeats to the lighthouse.
 
     Args:
-        address: as ``http://host:port``; default: the environment variable TORCHFT_LIGHTHOUSE.
-        node: its name.
+        address: such as ``http://host:port``; default: the environment variable TORCHFT_LIGHTHOUSE.
+        node: name of the node.
         timeout: seconds that a request waits for other nodes.
 
     Attributes:
-        host: the address of this machine that other nodes reach: that by which it reaches the lighthouse.
+        host: the address from which this machine reaches the lighthouse, for other nodes.
 
     Raises:
-        ValueError: when torchft is not installed, or no lighthouse answers.
+        ValueError: if torchft is not installed, or no lighthouse answers.
     """
 
     def __init__(self, address: str | None, node: str, timeout: float) -> None:
         address = address or os.environ.get(VARIABLE)
         if not address:
             raise ValueError(
-                f"no lighthouse is named: start one (`{COMMAND}`) and give its address, lighthouse="
-                f"'http://host:29510', or set {VARIABLE}."
+                f"no lighthouse address given. Start a lighthouse (`{COMMAND}`) and pass its address as "
+                f"lighthouse='http://host:29510', or set {VARIABLE}."
             )
         self.address = _with_scheme(address)
         self.name = f"{node}:{uuid.uuid4().hex[:12]}"
@@ -127,8 +127,10 @@ class Lighthouse:
         self._thread.start()
 
     def quorum(self, said: NodeStatus) -> list[Member] | None:
-        """Return the nodes of the next quorum in the order of their names, this one among them; None for none within
-        the timeout. It is there once all nodes of the last one that are alive have asked."""
+        """Return the members of the next quorum, sorted by name, with this node among them; None after the timeout.
+
+        The lighthouse answers once all living nodes of the last quorum have asked.
+        """
         if time.monotonic() < self._asks_again:
             return None
         try:
@@ -143,9 +145,7 @@ class Lighthouse:
         except (RuntimeError, TimeoutError) as error:
             self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
             if self._is_answered:
-                log.warning(
-                    "no quorum from the lighthouse at %s: this node trains on by itself (%s)", self.address, error
-                )
+                log.warning("no quorum from the lighthouse at %s: this node continues alone (%s)", self.address, error)
             self._is_answered = False
             return None
         self._is_answered = True
@@ -153,21 +153,20 @@ class Lighthouse:
         return sorted(members, key=lambda each: each.name)
 
     def ask_again(self) -> None:
-        """Make the next request, however soon it comes after one that failed."""
+        """Allow the next request, even if the last one has just failed."""
         self._asks_again = 0.0
 
     def leave(self) -> None:
-        """Stop telling that this node is alive."""
+        """Stop the heartbeats."""
         self._left.set()
         self._thread.join()
 
 
 def read_quorum(address: str) -> list[tuple[str, int]]:
-    """Return the nodes of the last quorum that a lighthouse gave, and the rounds that each said it has behind it: what
-    its page for people says.
+    """Return the name and the number of rounds of each node in a lighthouse's last quorum, from its status page.
 
     Raises:
-        OSError, ValueError, http.client.HTTPException: if none answers.
+        OSError, ValueError, http.client.HTTPException: if no lighthouse answers.
     """
     with open_page(f"{_with_scheme(address)}/status", CONNECT_SECONDS) as answer:
         page = answer.read().decode()
@@ -180,7 +179,7 @@ def _with_scheme(address: str) -> str:
 
 
 def _said(data: Any) -> NodeStatus:
-    """Return what a node said; of one of another version what is known, for its facts differ."""
+    """Return the status of a node. Ignore fields of another version: its facts differ anyway."""
     said = NodeStatus(**_known(NodeStatus, data or {}))
     return (
         replace(said, drawn=SampleProgress(**_known(SampleProgress, said.drawn)))
@@ -198,13 +197,13 @@ def _connect(address: str) -> Any:
     try:
         from torchft.coordination import LighthouseClient
     except ModuleNotFoundError as error:
-        raise ValueError("nodes that come and go need torchft, which is not installed: pip install torchft.") from error
+        raise ValueError("elastic nodes need torchft, which is not installed: pip install torchft.") from error
     try:
         return LighthouseClient(address, timedelta(seconds=CONNECT_SECONDS))
     except (RuntimeError, TimeoutError) as error:
         raise ValueError(
-            f"no lighthouse answers at {address}: start one there with `{COMMAND}`, or give the address of one. "
-            f"torchft said: {error}"
+            f"no lighthouse answers at {address} (torchft: {error}). Start a lighthouse there (`{COMMAND}`), or "
+            f"correct the address."
         ) from error
 
 
@@ -212,12 +211,12 @@ def _heartbeat(client: Any, name: str, left: threading.Event) -> None:
     while not left.wait(BEAT_SECONDS):
         try:
             client.heartbeat(name)
-        except (RuntimeError, TimeoutError):  # it may come back
+        except (RuntimeError, TimeoutError):  # the lighthouse may come back
             left.wait(BEAT_SECONDS)
 
 
 def _store_on(host: str) -> Any:
-    """Return a store that listens on the node's address only. By default torch's store listens on all addresses."""
+    """Return a store that listens only on the node's address. By default, torch's store listens on all addresses."""
     listens = listener(host)
     port = listens.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]

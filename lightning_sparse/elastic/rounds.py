@@ -1,21 +1,20 @@
 """Rounds between elastic nodes: which nodes take part, whether a round counts, and how a node joins.
 
-The global weights have a name, a *token*, which each round that counts changes. The first token names the *run*: nodes
-with weights of another run, from its checkpoint, are refused. One round goes so:
+The global weights have a name, a *token*. Each round that counts changes it. The first token names the *run*; nodes
+with the weights of another run are refused. A round has three steps:
 
-1. All nodes ask the lighthouse. Those with the token that has most rounds behind it contribute; all others observe:
-   they receive, and send nothing.
-2. All-gather of messages over the group of this quorum; before each goes the token that the round leads to. A node that
-   has them all, on all of its devices, is *prepared*.
-3. A second, empty all-gather: a node that comes out of it knows that all are prepared. Then the round counts.
+1. All nodes ask the lighthouse. Nodes with the newest token contribute. All other nodes observe: they receive, and send
+   nothing.
+2. The nodes all-gather their messages. The token of the next weights precedes each message. A node is *prepared* once
+   all of its devices have all messages.
+3. The nodes all-gather an empty row. A node that completes it knows that all nodes are prepared, and the round counts.
 
-A node that fails before it is prepared knows that the round counts nowhere. One that fails between 2 and 3 does not
-know, and keeps the messages until the next quorum: if anybody there has the round's token, it counts, else for nobody.
-So either all nodes that train on apply a round or none does, and messages of two quorums never meet in one. If a round
-does not count, each node gets back its sent updates.
+If a node fails in step 2, the round counts nowhere, and each node gets back its sent updates. A node that fails in step
+3 keeps the messages until the next quorum. The round counts if a node of that quorum has its token, otherwise nowhere.
+So all nodes that continue apply a round, or none does.
 
-A node that joins or has missed rounds observes from its first quorum on, and downloads the weights of a peer meanwhile.
-It applies the rounds since that download, and then has the weights of the other nodes, which have not waited.
+A node that joins, or has missed rounds, observes while it downloads the weights of a peer. Then it applies the rounds
+that it observed since. The other nodes do not wait for it.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.internals import gloo_group
 from lightning_sparse.messages import log
 
-REMEMBERED, LEDGER = 4096, 8  # tokens, rounds
+REMEMBERED, LEDGER = 4096, 8  # number of tokens, and of rounds
 IDLE_SECONDS = 0.1  # between quorums without a round
 
 
 @dataclass(frozen=True)
 class Round:
-    """One that counts.
+    """A round that counts.
 
     Args:
-        base, token: of the global weights before and after it.
-        number: rounds that led to the latter.
-        num_nodes: M, nodes that contributed.
-        messages_MB: theirs, in their order, but for those that
-        dense: sent everything, fp32 [S].
+        base, token: the global weights before and after it.
+        number: number of rounds from the start to ``token``.
+        num_nodes: M, number of contributing nodes.
+        messages_MB: messages of the nodes that sent one, in node order, uint8.
+        dense: updates of the nodes that sent all entries, fp32 [S].
     """
 
     base: str
@@ -70,14 +69,14 @@ class Outcome:
     """The result of a round on one node.
 
     Args:
-        rounds: that count from now on, in order.
-        returned: tensors that this node had sent and no node counted: a message, or all of its pending updates.
+        rounds: rounds that count from now on, in order.
+        returned: messages or updates of this node that no node counted.
         requests_for_me: names of snapshots that other nodes request from this node.
-        open_requests: names of all snapshots that nodes request; None without a quorum.
+        open_requests: names of all requested snapshots; None without a quorum.
         alone: no other node took part.
         behind: the round changed other weights than this node's.
-        left_out: whether this node's updates were not finite on one of its devices. They were returned and not sent.
-        exchanges: the largest that a node said.
+        left_out: this node's updates were not finite. They were returned and not sent.
+        exchanges: largest number of exchanges of a contributor.
     """
 
     rounds: list[Round] = field(default_factory=list)
@@ -91,12 +90,12 @@ class Outcome:
 
 
 class Sent(NamedTuple):
-    """What this node has sent in a round that others may know of in another way.
+    """A tensor that this node sent in a round that other nodes may have counted differently.
 
     Args:
-        base, token: of the global weights before and after the round.
-        held: a message, or all of its pending updates.
-        is_pending: the round has not counted here, and what was sent is pending again.
+        base, token: the global weights before and after the round.
+        held: a message, or all pending updates.
+        is_pending: the round did not count here, and the tensor is pending again.
     """
 
     base: str
@@ -117,9 +116,9 @@ class Payload(NamedTuple):
     """The tensor that a device sends in a round.
 
     Args:
-        tensor: a message, uint8, which a sample may follow; or all pending updates, fp32 of S elements.
-        exchanges: of this node so far.
-        is_last: the node leaves. The round counts even if few nodes are there.
+        tensor: a message, uint8, perhaps with a sample behind it; or all pending updates, fp32 [S].
+        exchanges: number of exchanges of this node so far.
+        is_last: the node leaves. The round then counts even with fewer than ``min_nodes``.
     """
 
     tensor: Tensor
@@ -128,11 +127,9 @@ class Payload(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether these are all pending updates."""
         return self.tensor.dtype != torch.uint8
 
     def has_sample(self, sizes: Sizes) -> bool:
-        """Whether a sample follows the message."""
         return not self.is_dense and self.tensor.numel() > sizes.message_bytes
 
 
@@ -141,9 +138,9 @@ class RoundStats:
     """Statistics of one device.
 
     Attributes:
-        nodes: nodes of the last round.
-        lost: rounds that failed.
-        left_out: rounds without the updates of this node, because they were not finite.
+        nodes: number of nodes in the last round.
+        lost: number of rounds that failed.
+        left_out: number of rounds without this node's updates, because they were not finite.
         waited_s: seconds of waiting for other nodes.
         healing_s: seconds until the device had the weights of other nodes, after it joined or missed rounds.
     """
@@ -160,26 +157,24 @@ class RoundProtocol:
 
     Args:
         lighthouse: on the first device of a node, None on the others.
-        devices: those of the node, in a group that nothing else uses.
-        facts: what must be the same on all nodes.
-        min_nodes: with fewer, a node that has something to send waits for others, up to the timeout; one of the facts.
+        devices: group of the node's devices. Nothing else may use it.
+        facts: values that must be equal on all nodes.
+        min_nodes: with fewer nodes, a node with updates waits for others, up to the timeout.
         timeout: of collectives, in seconds.
-        server: where this node's snapshots are.
-        host: the address at which other nodes reach this machine, on the first device; empty: from the host name.
+        server: address of this node's snapshots.
+        host: address of this machine for other nodes, on the first device; empty: from the host name.
 
     Attributes:
-        name: of this node.
-        facts: what must be the same on all nodes.
-        sizes: of this device's messages; the same on all nodes.
-        token, number: of the weights that this device has once all outcomes so far are applied.
-        run: the name of the run of these weights; empty until the node has joined a run.
-        in_step: whether these are the weights that the next round changes.
-        observed: rounds that lead from the weights named
-        observed_from: to those of now, while this device has others.
-        wants, source: the name of the snapshot that this node asks for, and where it is; empty for none.
+        name: name of this node.
+        sizes: sizes of this device's messages, equal on all nodes.
+        token, number: weights of this device once all outcomes so far are applied.
+        run: name of the run of these weights; empty until the node has joined a run.
+        in_step: the next round changes these weights.
+        observed: rounds from ``observed_from`` to the current weights, while this device has other weights.
+        wants, source: name and address of the snapshot that this node requests; empty for none.
         history: tokens of the last rounds.
-        first: whether this node is the first of those in the last quorum that had missed nothing.
-        deals: of samples.
+        first: this node is the first node of the last quorum that had missed no round.
+        deals: assigns samples to nodes.
     """
 
     def __init__(
@@ -214,22 +209,21 @@ class RoundProtocol:
         self._told_place = False
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
-        """Set the sizes of a message, of the sample that may follow it, and of the slice. They must be the same on all
-        nodes: if a row has an unexpected length, Gloo ends the receiver's process."""
+        """Set the sizes of a message, of its sample, and of the slice."""
         self.sizes = Sizes(message_bytes, sample_bytes, numel)
 
     def try_again(self) -> None:
-        """Ask for the next quorum at once, also after a request that failed."""
+        """Ask for the next quorum at once, even after a failed request."""
         if self._lighthouse is not None:
             self._lighthouse.ask_again()
 
     @property
     def settled(self) -> bool:
-        """Whether it is known of all rounds whether they count."""
+        """Whether this node knows of every round whether it counts."""
         return self._unsettled is None
 
     def first_device_wants(self, wanted: bool) -> bool:
-        """Whether the node's first device wants another round. A collective of the node's devices."""
+        """Return the value of the node's first device. A collective of the node."""
         return bool(self._from_first(lambda: wanted))
 
     # -- a round -------------------------------------------------------------------------------------------------------
@@ -238,12 +232,11 @@ class RoundProtocol:
         """Take part in the next round. All devices of a node call it.
 
         Args:
-            payload: the tensor of this device; None: the node only observes.
-            finite: whether all sent values are finite. Otherwise the node only observes, and other nodes keep their
-                weights.
+            payload: the tensor of this device; None to observe.
+            finite: whether all sent values are finite. Otherwise the node only observes.
 
         Raises:
-            ValueError: when this node differs from the training nodes in a value that must be equal.
+            ValueError: if this node differs from the training nodes in a value that must be equal.
         """
         if payload is None or self._all_devices(finite):
             return self._round(payload)
@@ -284,7 +277,7 @@ class RoundProtocol:
         return outcome
 
     def _join_quorum(self, payload: Payload | None, outcome: Outcome) -> Quorum | None:
-        """Return the next quorum; None for none, or one without weights or with too few nodes."""
+        """Return the next quorum, or None if there is no quorum, or if it has no weights or too few nodes."""
         began, is_last = time.monotonic(), payload is not None and payload.is_last
         while True:
             said = NodeStatus(
@@ -307,7 +300,7 @@ class RoundProtocol:
             )
             members, waited = self._from_first(partial(self._ask, said, began))
             quorum = None if members is None else self._quorum_of(members, outcome)
-            too_few = self._are_few(members, quorum)  # the same on all devices
+            too_few = self._are_few(members, quorum)  # equal on all devices
             if too_few:
                 time.sleep(IDLE_SECONDS)
             if not too_few or payload is None or is_last or outcome.requests_for_me or waited > self._timeout:
@@ -320,16 +313,17 @@ class RoundProtocol:
         return members, time.monotonic() - began
 
     def _are_few(self, members: list[Member] | None, quorum: Quorum | None) -> bool:
-        """Whether nodes with updates to send must wait for more nodes. Without a quorum a node knows only itself."""
+        """Return whether nodes with updates must wait for more nodes. Without a quorum, a node knows only itself."""
         if members is None:
             return self._min_nodes > 1
         return quorum is not None and quorum.is_too_small(self._min_nodes)
 
     def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
-        """Find this node's place among those that are there."""
         self._tries += 1
         if not any(each.said.token for each in members):
-            if members[0].name == self.name:  # its weights are the first ones, unless others turn out to have trained
+            # No node has weights yet. The first node's weights become the global weights, unless the next quorum has a
+            # node that trains.
+            if members[0].name == self.name:
                 self.token = self.name
             time.sleep(IDLE_SECONDS)
             return None
@@ -350,7 +344,7 @@ class RoundProtocol:
         return quorum
 
     def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
-        """Refuse a node that others cannot reach, or that cannot reach them."""
+        """Refuse a node that cannot reach the others."""
         here = next(each for each in members if each.name == self.name)
         local = next((each for each in quorum.training if each.is_local), here)
         if here not in quorum.members:
@@ -361,7 +355,7 @@ class RoundProtocol:
             log.warning("%s cannot take part: %s", names, _refusal_of_place(here))
 
     def _transfer(self, held: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return messages and dense updates of all contributors; None unless all devices of this node have them."""
+        """Return the messages and dense updates of all contributors; None unless all devices of this node have them."""
         sparse = [each for each in quorum.contributors if not each.said.flushes]
         row_B = quorum.row_of(held, self.sizes)
         try:
@@ -370,7 +364,7 @@ class RoundProtocol:
             dense = tuple(self._dense(each, held, quorum, group) for each in quorum.contributors if each.said.flushes)
         except RuntimeError as error:
             whole = False
-            log.debug("round %d failed before its messages were there: %s", quorum.number + 1, error)
+            log.debug("round %d failed before this node had its messages: %s", quorum.number + 1, error)
         if not self._all_devices(whole):
             self._abort_group()
             return None
@@ -383,24 +377,23 @@ class RoundProtocol:
         if group is not None and group.handle is not None:
             options = dist.BroadcastOptions()
             options.rootRank = quorum.members.index(member)
-            # dist.broadcast would hide Gloo's error behind one of its own: it does not know the group
+            # dist.broadcast does not know this group, and would raise its own error instead of Gloo's.
             group.handle.broadcast([updates_S], options).wait()
         return updates_S
 
     def _all_are_prepared(self, tag: Tensor) -> bool:
-        """Whether all nodes have all messages. False: one may not."""
+        """Return whether all nodes have all messages. False: a node may lack some."""
         try:
             _, told = _gather(tag, self._group, tag)
         except RuntimeError as error:
             told = False
-            log.debug("a round failed while nodes said that they have its messages: %s", error)
+            log.debug("a round failed while nodes confirmed its messages: %s", error)
         if not self._all_devices(told):
             self._abort_group()
             return False
         return True
 
     def _count(self, found: Round, held: Tensor | None, outcome: Outcome) -> None:
-        """A round counts."""
         self.stats.nodes = found.num_nodes
         if held is not None:
             self._remember(Sent(found.base, found.token, held))
@@ -414,10 +407,10 @@ class RoundProtocol:
         self.observed.append(found)
 
     def _settle(self, token: str, outcome: Outcome) -> None:
-        """Decide about a round of which this node did not know whether it counts.
+        """Decide whether the last uncertain round counts.
 
         Args:
-            token: of the weights that the next round changes.
+            token: the weights that the next round changes.
         """
         if self._unsettled is None:
             return
@@ -431,13 +424,13 @@ class RoundProtocol:
 
     def _remember(self, sent: Sent) -> None:
         if sent.held.dtype != torch.uint8:
-            self._ledger.clear()  # as large as the model
+            self._ledger.clear()  # dense updates are as large as the model
         self._ledger.append(sent)
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def _group_for(self, members: Sequence[Member]) -> Group | None:
-        """Return the group of these nodes, the same as long as none of them has seen it fail; None of one node."""
+        """Return the group of these nodes, reused until a node has seen it fail; None for one node."""
         key = [(each.name, each.said.broken) for each in members]
         if key != self._group_of:
             self._group, self._group_of = None, None
@@ -452,7 +445,7 @@ class RoundProtocol:
         return self._group
 
     def _abort_group(self) -> None:
-        """Close connections, so that other nodes see it."""
+        """Close the connections, so that other nodes notice."""
         self._broken += 1
         self._group = self._group_of = None
         self._process_group.abort(errored=False)
@@ -470,25 +463,25 @@ class RoundProtocol:
     # -- nodes that join -----------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Ask for a snapshot from the next quorum on."""
+        """Request a snapshot, from the next quorum on."""
         self.source, self.wants = "", str(self._from_first(lambda: uuid.uuid4().hex[:16]))
 
     def since(self, token: str) -> list[Round] | None:
-        """Return the rounds that lead from the weights of that name to those of now; None if they are not known."""
+        """Return the rounds from the weights ``token`` to the current weights, or None if they are unknown."""
         tokens = [self.observed_from, *(each.token for each in self.observed)]
         if token in tokens:
             return self.observed[tokens.index(token) :]
         return [] if token == self._now else None
 
     def set_version(self, token: str, number: int, history: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
-        """Go on with the weights of that name. Returns what ``reconcile`` does."""
+        """Continue with the weights ``token``. Return the result of ``reconcile``."""
         self.history = deque([*history, token], maxlen=REMEMBERED)
         self.token, self.number, self.wants, self.observed = token, number, "", []
         return self.reconcile()
 
     def reconcile(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what this node has sent in rounds that its weights know nothing of, which is to be pending again; and
-        what is pending though they have it: its round was refused here, and another node had counted it."""
+        """Return two lists of sent tensors. The first become pending: the weights do not contain their rounds. The
+        second are pending now, although the weights contain them: the round did not count here, but on another node."""
         returned, had, known = list[Tensor](), list[Tensor](), set(self.history)
         for each in self._ledger:
             if each.base in known and not each.is_pending and each.token not in self.history:
@@ -514,25 +507,26 @@ class RoundProtocol:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Leave the other nodes."""
         self._abort_group()
         if self._lighthouse is not None:
             self._lighthouse.leave()
 
     def _log_membership(self, quorum: Quorum) -> None:
-        """Log who has come and gone."""
-        names = tuple(each.name for each in quorum.training)  # also one that validates
-        self.first = quorum.training[0].name == self.name  # also while it only observes, to write a checkpoint, say
+        """Log the nodes that have joined and left."""
+        names = tuple(each.name for each in quorum.training)  # with nodes that only observe, such as in a validation
+        self.first = quorum.training[0].name == self.name
         if self._devices.place > 0 or names == self._names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
         said = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
         self._names = names
-        log.info("round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} node(s) train: {_shown(names)}"]))
+        log.info(
+            "round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} training node(s): {_shown(names)}"])
+        )
 
 
 def _process_group(host: str, timeout: timedelta) -> Any:
-    """Return torchft's Gloo group, on the node's own address unless the user names an interface."""
+    """Return torchft's Gloo group. It uses the node's own address, unless the user names an interface."""
     from torchft.process_group import ProcessGroupGloo
 
     class OnAddress(ProcessGroupGloo):  # type: ignore[misc]
@@ -544,7 +538,7 @@ def _process_group(host: str, timeout: timedelta) -> Any:
 
 
 def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
-    """Return on all devices what the first is told, or raise its error, since the others wait for it. A collective."""
+    """Return the result of ``ask`` on the first device, or raise its error, on all devices. A collective."""
     if devices.size == 1:
         return ask()
     told: Any = None
@@ -560,20 +554,20 @@ def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
     return held[0]
 
 
-# -- what all members conclude alike -----------------------------------------------------------------------------------
+# -- functions of the members' statuses: each node computes the same result --------------------------------------------
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """A round to be.
+    """The nodes of a round.
 
     Args:
-        members: that take part, in the order of their ranks.
-        training: those of them with the weights named ``token``, which ``number`` rounds led to.
-        contributors: those of them that send something.
-        facts: what all must have alike.
-        run: the name of the run that all members belong to or join.
-        unreached: nodes that are left out because of loopback addresses; on one machine they would be members.
+        members: nodes that take part, in rank order.
+        training: members with the weights ``token``, which ``number`` rounds led to.
+        contributors: training nodes that send updates.
+        facts: values that all members have in common.
+        run: name of the run that all members belong to or join.
+        unreached: nodes that are left out because of loopback addresses.
     """
 
     members: list[Member]
@@ -587,15 +581,13 @@ class Quorum:
 
     @property
     def drawn(self) -> list[SampleProgress]:
-        """What members have drawn; not what one that joins others has loaded."""
         return [
             each.said.drawn if each.said.drawn.deal or each in self.training else SampleProgress()
             for each in self.members
         ]
 
     def row_of(self, held: Tensor | None, sizes: Sizes) -> Tensor:
-        """Return the bytes that a member gathers: its own bytes, then zeros. The length follows from the statements of
-        all members, never from the bytes of one member. Samples count if they belong to the same exchange."""
+        """Return a member's bytes, padded with zeros to a length that follows from the statuses of all members."""
         said = [each.said for each in self.contributors if not each.said.flushes]
         sampled = all(each.sampled for each in said) and len({each.exchanges for each in said}) == 1
         row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
@@ -605,12 +597,11 @@ class Quorum:
         return row_B
 
     def is_too_small(self, min_nodes: int) -> bool:
-        """Whether there is no round; what a node that leaves sends always counts."""
         return len(self.contributors) < min_nodes and not any(each.said.leaves for each in self.contributors)
 
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
-    """Return what all members conclude from what they said; one of them at least has weights."""
+    """Return the quorum that all members conclude from their statuses. At least one member must have weights."""
     run = _run_of(members)
     members = [each for each in members if each.said.run in ("", run)]
     named = [each.said for each in members if each.said.token and each.said.run == run]
@@ -629,8 +620,8 @@ def quorum_of(members: Sequence[Member]) -> Quorum:
 
 
 def _near(members: list[Member], training: list[Member]) -> list[Member]:
-    """Return the members that reach one another. If a node that trains has a loopback address, these are the nodes on
-    its machine. Otherwise, if nodes are on several machines, these are the nodes without a loopback address."""
+    """Return the members that can reach each other. If a training node has a loopback address, these are the nodes on
+    its machine. Otherwise, if there are several machines, they are the nodes without a loopback address."""
     if len({each.said.network for each in members}) == 1:
         return members
     local = next((each for each in training if each.is_local), None)
@@ -640,8 +631,8 @@ def _near(members: list[Member], training: list[Member]) -> list[Member]:
 
 
 def _run_of(members: Sequence[Member]) -> str:
-    """Return the run that most nodes already train, even if a node of another run has completed more rounds. If no node
-    trains yet, return the run that most nodes name. Empty if no node names a run: the first weights then name it."""
+    """Return the run that most nodes train, even if another run has more rounds. If no node trains yet, return the run
+    that most nodes name, or an empty string."""
     runs = {each.said.run for each in members} - {""}
 
     def votes(run: str) -> tuple[int, int, int, str]:
@@ -652,33 +643,36 @@ def _run_of(members: Sequence[Member]) -> str:
 
 
 def _after(quorum: Quorum) -> str:
-    """Return the token that a round leads to: no two tries have one."""
+    """Return the token that a round leads to. Every attempt has a different token."""
     told = repr((quorum.token, [(each.name, each.said.tries) for each in quorum.contributors]))
     return hashlib.sha1(told.encode()).hexdigest()[:16]
 
 
 def _tag(token: str) -> Tensor:
-    """Return the name of a round as bytes, which go before each message."""
+    """Return a token as bytes, to precede each message."""
     return torch.frombuffer(bytearray.fromhex(token), dtype=torch.uint8)
 
 
 def _gather(row_B: Tensor, group: Group | None, tag: Tensor) -> tuple[Tensor, bool]:
-    """Return the rows of all nodes, and whether all are of the round with that tag."""
+    """Return the rows of all nodes, and whether all of them have this tag."""
     rows_PB = row_B.view(1, -1) if group is None else GlooCollectives().all_gather(row_B, group)
     return rows_PB, bool((rows_PB[:, : len(tag)] == tag).all())
 
 
 def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     different = [name for name in {**theirs, **mine} if mine.get(name, ...) != theirs.get(name, ...)]
-    said = ", ".join(f"{name}={_of(mine, name)}, theirs {_of(theirs, name)}" for name in different)
-    return f"this node differs from those that train: {said}. Start it as they were started; they go on without it."
+    values = ", ".join(f"{name}={_of(mine, name)}, theirs {_of(theirs, name)}" for name in different)
+    return (
+        f"this node differs from the training nodes: {values}. The other nodes continue without it. Start it with the "
+        f"same options, model and versions."
+    )
 
 
 def _refusal_of_run(run: str, number: int, quorum: Quorum) -> str:
     names = _shown(each.name for each in quorum.training)
     return (
-        f"this node resumes round {number} of run {run!r}, but the nodes that train ({names}) are "
-        f"at round {quorum.number} of run {quorum.run!r}; they continue without it. Start this node without a "
+        f"this node resumes round {number} of run {run!r}, but the training nodes ({names}) are "
+        f"at round {quorum.number} of run {quorum.run!r}. They continue without it. Start this node without a "
         f"checkpoint or from a checkpoint of their run, or give it its own lighthouse."
     )
 
@@ -692,7 +686,7 @@ def _refusal_of_place(local: Member) -> str:
 
 
 def _of(facts: Mapping[str, Any], name: str) -> str:
-    return repr(facts[name]) if name in facts else "not there"
+    return repr(facts[name]) if name in facts else "missing"
 
 
 def _shown(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Hands the state of one node to others, over HTTP, while it trains on."""
+"""Downloads of one node's state by other nodes, over HTTP, while the node keeps training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK = 1 << 20
 
 
 class SnapshotServer:
-    """Serves what is offered, by name.
+    """Serves states by name.
 
     Args:
         host: the address of this machine that other nodes reach.
@@ -37,44 +37,44 @@ class SnapshotServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def offer(self, names: list[str], state: Any) -> None:
-        """Offer a state under these names."""
+        """Serve a state under each of these names."""
         written = io.BytesIO()
         torch.save(state, written)
         self._offered.update(dict.fromkeys(names, written.getvalue()))
 
     def keep(self, names: Collection[str]) -> None:
-        """Offer none but these from now on."""
+        """Drop all states except these."""
         for name in self._offered.keys() - set(names):
             del self._offered[name]
 
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
 
 def is_safe(value: Any) -> bool:
-    """Whether a node that fetches this value accepts it."""
+    """Return whether a node that fetches this value accepts it."""
     written = io.BytesIO()
     try:
         torch.save(value, written)
         _loaded(written.getvalue())
-    except (RuntimeError, pickle.PicklingError, AttributeError, TypeError):  # pickle raises the latter two as well
+    except (RuntimeError, pickle.PicklingError, AttributeError, TypeError):  # pickle raises the last two, too
         return False
     return True
 
 
 def fetch(address: str, name: str, timeout: float, pause: float = PAUSE_SECONDS) -> Any:
-    """Return the state that is offered under that name, as ``Download.take`` does."""
+    """Return the state of that name, as ``Download.take`` does."""
     return Download(address, name).take(timeout, pause)
 
 
 class Download:
-    """The download of one state, which resumes where it stopped.
+    """A download of one state, which resumes where it stopped.
 
     Attributes:
-        problem: why the state is not complete, for the log.
-        heard, advanced: when the node last answered, and when bytes last arrived, by ``time.monotonic()``.
+        problem: why the state is incomplete, for the log.
+        heard, advanced: time of the last answer, and of the last bytes, by ``time.monotonic()``.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -83,13 +83,13 @@ class Download:
         self._received, self._size = bytearray(), 0
 
     def take(self, timeout: float, pause: float) -> Any:
-        """Return the state once a node offers it, or None after the timeout, in seconds.
+        """Return the state once a node offers it, or None after ``timeout`` seconds.
 
         Args:
-            pause: seconds without a byte of a download that has begun, after which this returns None, too.
+            pause: seconds without a byte after which a started download fails, too.
 
         Raises:
-            RuntimeError: if it has types that a safe load does not read.
+            RuntimeError: if the state has types that a safe load refuses.
         """
         until = time.monotonic() + timeout
         while time.monotonic() < until:
@@ -97,7 +97,7 @@ class Download:
             try:
                 if self._receive(timeout, pause):
                     return _loaded(bytes(self._received))
-            except (OSError, http.client.HTTPException) as error:  # the peer dies, or a link is cut
+            except (OSError, http.client.HTTPException) as error:  # the peer has died, or a link is cut
                 self.problem = f"{type(error).__name__}: {error}"
             if self._received:
                 self.problem = f"{len(self._received):,} of {self._size:,} bytes received, {self.problem}"
@@ -107,13 +107,13 @@ class Download:
         return None
 
     def _receive(self, timeout: float, pause: float) -> bool:
-        """Receive the missing bytes. Return False if the state is not offered or still incomplete."""
+        """Receive the missing bytes. Return whether the state is complete."""
         begin = len(self._received)
         headers = {"Range": f"bytes={begin}-"} if begin else {}
         with answer_of(f"{self.address}/{self.name}", timeout, pause, headers) as answer:
             self.heard = time.monotonic()
             if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
-                self.problem = "it has not offered its weights yet"
+                self.problem = "it does not offer its weights yet"
                 return False
             if answer.status == HTTPStatus.OK:
                 self._received.clear()
@@ -130,8 +130,8 @@ def _loaded(state: bytes) -> Any:
         return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise RuntimeError(
-            f"a node that trains offers state that a safe load refuses ({error}): keep tensors and plain values in "
-            f"optimizers, schedules and state_dict()s."
+            f"the state of a training node has types that a safe load refuses ({error}). Keep only tensors and plain "
+            f"values in optimizers, schedulers and state_dict()."
         ) from error
 
 
@@ -143,11 +143,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(place, handler)
 
     def handle_error(self, *_: Any) -> None:
-        """Say nothing: a node that asks for a snapshot may end at any time."""
+        """Ignore it: a node may die while it downloads."""
 
 
 def _begin_of(wanted: str, size: int) -> int:
-    """Return the first byte that a ``Range`` header asks for; 0 for the whole state."""
+    """Return the first byte of a ``Range`` header; 0 for the whole state."""
     found = re.fullmatch(r"bytes=(\d+)-", wanted)
     begin = int(found[1]) if found else 0
     return begin if begin < size else 0

@@ -1,7 +1,7 @@
 """Updates between elastic nodes: `LocalUpdates` with the rounds of `lightning_sparse.elastic.rounds`.
 
-The algorithm is the same as for fixed nodes, with the M of each round. If a round does not count, its sent updates are
-pending again. A node that is alone in a round sends everything. Each node has its own process group of its devices.
+The algorithm is that of fixed nodes, with the number of nodes M of each round. If a round does not count, its sent
+updates become pending again. A node that is alone in a round sends everything. Each node has its own process group.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from lightning_sparse.updates.state import SparseUpdateState
 
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
-UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # of a node that joins
+UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
 WATCHED_BYTES = 1 << 30
-"""Of messages that a node keeps while it does not train; with more it has missed rounds."""
+"""Limit of the messages that an observing node stores. Beyond it, the node has missed rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class ElasticConfig(UpdatesConfig):
         super().__post_init__()
         if self.exchange != "sparse":
             raise ValueError(
-                f"exchange={self.exchange!r} needs nodes that stay: between nodes that come and go use "
-                f"exchange='sparse', or strategy='mstopk_local'."
+                f"exchange={self.exchange!r} needs a fixed set of nodes. For elastic nodes, use exchange='sparse'; for "
+                f"this exchange, use strategy='mstopk_local'."
             )
         options.whole(self, "min_nodes", low=1)
         options.number(self, "timeout", above=0, hint="in seconds")
@@ -82,12 +82,12 @@ class ElasticConfig(UpdatesConfig):
 
 
 class Version(NamedTuple):
-    """What the global weights are, as a checkpoint has it.
+    """The version of the global weights, as a checkpoint stores it.
 
     Args:
-        token, number: their name, and the rounds that led to them.
-        place: of samples, up to which nodes had drawn; those of all epochs stand in one line.
-        run: the name of their run; empty in old checkpoints, where the token replaces it.
+        token, number: name of the weights, and the number of rounds that led to them.
+        place: position up to which nodes had drawn samples, over all epochs.
+        run: name of the run; empty in old checkpoints, where the token replaces it.
     """
 
     token: str
@@ -97,9 +97,9 @@ class Version(NamedTuple):
 
 
 class ElasticUpdates(LocalUpdates):
-    """Exchanges the updates of this node with the present nodes.
+    """Exchanges this node's updates with the present nodes.
 
-    A node that joins has the parameters, buffers and optimizer state of another one when this returns. In a loop::
+    The constructor of a joining node loads the parameters, buffers and optimizer state of another node. In a loop::
 
         updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=...), topology)
         for batch in loader:
@@ -112,13 +112,12 @@ class ElasticUpdates(LocalUpdates):
         updates.end()
 
     Args:
-        topology: of this node alone.
-        name: of this node, for the log; default: its host.
-        version: of the global weights that the module holds, as ``version`` was when they were saved; default: they
-            are new.
+        topology: topology of this node alone.
+        name: name of this node in the log; default: its host name.
+        version: version of the weights in the module, from a checkpoint; default: new weights.
 
     Attributes:
-        snapshot: "weights", "optimizer" and "extra" of the peer; None for a node that did not join others.
+        snapshot: "weights", "optimizer" and "extra" of the peer; None if the node did not join other nodes.
 
     Raises:
         ValueError: if no lighthouse is given, the model or optimizer is unsupported, or this node differs from others.
@@ -126,8 +125,8 @@ class ElasticUpdates(LocalUpdates):
 
     kind = "elastic"
     in_step = False
-    _joined = False  # whether this node joined nodes that train
-    _begins: bool  # whether this node begins a run
+    _joined = False  # this node has joined training nodes
+    _begins: bool  # this node begins a run
 
     def __init__(
         self,
@@ -154,13 +153,15 @@ class ElasticUpdates(LocalUpdates):
             host=lighthouse.host if lighthouse is not None else "",
         )
         self._watch = RoundObserver(self.peers)
-        self._least = 0  # samples that the node needs for a batch
+        self._least = 0  # number of samples that the node needs for a batch
         self.snapshot: Any = None
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
-            self.peers.facts["sizes"] = self._from_first(lambda: list(self.peers.sizes))  # devices differ in theirs
-            self.exchange.runner = FifoLanes()  # threads also for GPUs: the host waits for other nodes there
+            self.peers.facts["sizes"] = self._from_first(
+                lambda: list(self.peers.sizes)
+            )  # slices of devices differ in size
+            self.exchange.runner = FifoLanes()  # threads on GPUs, too, because rounds make the host wait
             if version is not None:
                 self.peers.token, self.peers.number, place, run = version
                 self.peers.run = run or version.token
@@ -188,7 +189,7 @@ class ElasticUpdates(LocalUpdates):
 
     @property
     def version(self) -> Version:
-        """Of the global weights, for a checkpoint: while the module holds them, of those."""
+        """Version of the global weights for a checkpoint; while the module holds them, the version of these weights."""
         if self._shown:
             return self._shows
         self._stop_watching()
@@ -199,10 +200,10 @@ class ElasticUpdates(LocalUpdates):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer | None = None) -> None:
-        """After a step of the optimizer.
+        """Exchange updates after a step of the optimizer.
 
         Raises:
-            ValueError: when the other nodes refuse this one.
+            ValueError: if the other nodes refuse this node.
         """
         self._stop_watching()
         super().step(optimizer)
@@ -219,14 +220,13 @@ class ElasticUpdates(LocalUpdates):
 
     @torch.no_grad()
     def swap_in_local_weights(self) -> None:
-        """Put this node's own weights back. Changes before the first step are lost on a node that joined others: it
-        goes on from their weights."""
+        """Restore this node's weights. A node that joined others drops changes from before its first step."""
         if self._shown and self.steps == 0 and self._joined:
             changed = [one.undo_changes() for one in self.optimizers]
             if any(changed):
                 log.warning(
-                    "a hook changed the weights before the first step of this node, but the node has joined nodes that "
-                    "train: their weights stay. Set weights before the fit, or in the nodes that begin a run."
+                    "a hook changed the weights before the first step of this node. The change is dropped, because the "
+                    "node has joined training nodes. Set weights before fit, or on the nodes that begin a run."
                 )
         super().swap_in_local_weights()
 
@@ -236,20 +236,21 @@ class ElasticUpdates(LocalUpdates):
         return changed, not changed or (self.steps == 0 and self._begins)
 
     def shard_loader(self, loader: Any, batches: int = 1) -> None:
-        """Have a loader draw what is dealt to this device: one of torch with an `ElasticSampler`, or that of a bundled
-        DataModule. Others are left as they are. Every device of the node calls it, and waits until other nodes know how
-        far the loader may draw.
+        """Let a loader draw the samples that are assigned to this device. Every device of the node calls it.
+
+        It works for a DataLoader of torch with an `ElasticSampler`, and for the loaders of the bundled DataModules.
+        Other loaders stay unchanged. It waits until the other nodes know how far the loader may draw.
 
         Args:
-            batches: between two steps.
+            batches: number of batches between two steps.
 
         Raises:
-            ValueError: for another number of batches than a whole one, at least 1.
+            ValueError: if ``batches`` is not a whole number of at least 1.
         """
         if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
             raise ValueError(
-                f"batches={batches!r} must be a whole number of batches between two steps, at least 1: other nodes are "
-                f"told how far this one may draw."
+                f"batches={batches!r} must be the number of batches between two steps, a whole number of at least 1: "
+                f"it limits the samples that this node may draw."
             )
         dealt = sampler_of(loader)
         if dealt is None:
@@ -276,16 +277,16 @@ class ElasticUpdates(LocalUpdates):
         return bool(self._from_first(lambda: self.peers.deals.leaves(epoch, self._least)))
 
     def watch(self) -> None:
-        """Observe rounds until the next step, so that other nodes do not wait for this one: before a validation, say.
-        Every device of the node calls it."""
+        """Observe rounds until the next step, so that other nodes do not wait for this node, for example during a
+        validation. Every device of the node calls it."""
         self._state.receive()
         self._watch.start()
 
     def serve(self, extra: Callable[[], Any] | None = None) -> None:
-        """Give nodes that join what they ask this one for. Call it between two steps, on all devices of the node.
+        """Offer the snapshots that joining nodes request from this node. Call it between two steps, on all devices.
 
         Args:
-            extra: returns what else they are to have, on the first device; all devices call it if a node asks.
+            extra: returns additional state for them, on the first device; called on all devices if a node asks.
         """
         state = self._state
         names, state.requests_for_me = [each for each in state.requests_for_me if each not in state.answered], []
@@ -299,7 +300,7 @@ class ElasticUpdates(LocalUpdates):
         given = {
             "optimizer": to_python(self.optimizers[0].division.optimizer_state()),
             "extra": None if extra is None else to_python(extra()),
-            "version": tuple(self.version[:2]),  # where samples are dealt the next quorum says
+            "version": tuple(self.version[:2]),  # the next quorum gives the place
             "run": self.peers.run,
             "history": list(self.peers.history),
         }
@@ -308,10 +309,10 @@ class ElasticUpdates(LocalUpdates):
                 self._server.offer(names, {**given, "weights": self.module.state_dict()})
 
     def finish(self) -> None:
-        """Send everything that is pending. Every device of the node calls it."""
+        """Send all pending updates. Every device of the node calls it."""
         self.swap_in_local_weights()
         self._stop_watching()
-        self._all_sent = False  # not all of it is, where rounds failed
+        self._all_sent = False  # rounds may have failed
         super().finish()
 
     def end(self) -> None:
@@ -327,11 +328,11 @@ class ElasticUpdates(LocalUpdates):
 
     @property
     def saves(self) -> bool:
-        """Nothing beside the main file."""
+        """False: the main checkpoint file contains everything."""
         return False
 
     def gauges(self) -> dict[str, float]:
-        """Return, of the rounds so far, what `RoundStats` has."""
+        """Return the `RoundStats` so far."""
         stats = self.peers.stats
         told = {"nodes": stats.nodes, "rounds_lost": stats.lost, "rounds_left_out": stats.left_out}
         return {**super().gauges(), **told, "waited_s": stats.waited_s, "healing_s": stats.healing_s}
@@ -339,21 +340,21 @@ class ElasticUpdates(LocalUpdates):
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Take up the weights of the nodes that are there; be the first if none is."""
+        """Load the weights of the present nodes, if there are any."""
         began = self.peers.token
         self.peers.ask()
         self._watch.start()
         if not self._load_snapshot(pending_S=None):
-            log.info("this node goes on from %s", "its checkpoint" if began else "its own weights: it is the first one")
+            log.info("this node starts from %s", "its checkpoint" if began else "its own weights: it is the first node")
 
     def _catch_up(self) -> None:
         """Load the global weights after rounds that this node has missed. Its unsent updates stay pending."""
-        log.info("this node has missed rounds after %d, and takes up the weights of a peer", self.peers.number)
+        log.info("this node has missed rounds after round %d: it loads the weights of a peer", self.peers.number)
         self._state.absorb()
         pending_S = self._state.pending_S
         self.peers.ask()
         self._watch.start()
-        if not self._load_snapshot(pending_S):  # the other nodes are gone: continue with these weights
+        if not self._load_snapshot(pending_S):  # the other nodes have left: continue with these weights
             self._state.go_on(pending_S, *self.peers.reconcile())
             self.optimizers[0].gather()
         self._stop_watching()
@@ -361,8 +362,8 @@ class ElasticUpdates(LocalUpdates):
     def _leave_out(self) -> None:
         """Continue from the global weights, without updates that are not finite."""
         self.log_once(
-            "updates of this node are not finite (NaN or infinity): they are left out, and the other nodes continue "
-            "without them. This node continues from the global weights, and resets optimizer state that is not finite. "
+            "updates of this node are not finite (NaN or infinity). The other nodes continue without them. This node "
+            "continues from the global weights, and resets optimizer state that is not finite. "
             "If comm/rounds_left_out grows, lower the learning rate, or check for faulty memory.",
             logging.WARNING,
         )
@@ -375,7 +376,8 @@ class ElasticUpdates(LocalUpdates):
         self.optimizers[0].gather()
 
     def _load_snapshot(self, pending_S: Tensor | None) -> bool:
-        """Take up a peer's snapshot and the rounds since; False if the next round changes this node's own weights."""
+        """Load a peer's snapshot and apply the rounds since. Return False if the next round changes this node's own
+        weights."""
         while True:
             began = time.monotonic()
             given = self._from_first(self._fetch)
@@ -393,7 +395,7 @@ class ElasticUpdates(LocalUpdates):
             self._watch.start()
 
     def _fetch(self) -> Any:
-        """Return the snapshot that this node asks for, or None once it needs none.
+        """Return the snapshot that this node requests, or None once it needs none.
 
         Raises:
             RuntimeError: if no node provides it in time.
@@ -427,19 +429,18 @@ class ElasticUpdates(LocalUpdates):
         one.gather()
 
     def _stop_watching(self) -> None:
-        """Exchange from now on; what came while this node watched arrives with the next exchange."""
+        """Let the next exchange add the rounds that this node has only observed."""
         if self._watch.running:
             self._watch.stop()
             self._watch.check()
             self._state.arrive(self._watch.drain())
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
-        """Beside the rounds, which have a group of their own."""
         return from_first(Group(self._devices.ranks, self._devices.place), ask)
 
 
 class Wait:
-    """The wait of a node that joins others. Its cause is logged, and its duration is limited."""
+    """Limits and logs the wait of a joining node."""
 
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
@@ -454,23 +455,23 @@ class Wait:
             RuntimeError: if the wait has taken too long.
         """
         now = time.monotonic()
-        cause = "no quorum of the lighthouse has a node that offers its weights"
+        cause = "no node offers its weights"
         if download is not None:
             cause = f"no weights from the node at {download.address}: {download.problem}"
         unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)
         since = max(self._began, 0.0 if download is None else download.advanced)
         if unreached or now - since > LONGEST_WAIT_SECONDS:
             raise RuntimeError(
-                f"this node gave up joining the others after {now - self._began:.0f} s: {cause}. Make sure that nodes "
-                f"reach one another on all ports, then start this node again."
+                f"this node could not join the others within {now - self._began:.0f} s: {cause}. Make sure that nodes "
+                f"reach each other on all ports, then start this node again."
             )
         if now - self._said > SLOW_AFTER.total_seconds():
             self._said = now
-            log.warning("joining the other nodes has taken %.0f s so far: %s", now - self._began, cause)
+            log.warning("this node has waited %.0f s to join the other nodes: %s", now - self._began, cause)
 
 
 class RoundObserver:
-    """Observes rounds in a thread, so that the others do not wait for this node."""
+    """Observes rounds in a thread, so that other nodes do not wait for this node."""
 
     def __init__(self, rounds: RoundProtocol) -> None:
         self._peers = rounds
@@ -478,41 +479,39 @@ class RoundObserver:
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._seen = Outcome()
-        self._begun = self._ended = 0  # rounds
+        self._begun = self._ended = 0  # number of rounds
 
     @property
     def running(self) -> bool:
-        """Whether it observes."""
         return self._thread is not None
 
     def start(self) -> None:
-        """Begin."""
         if self._thread is None:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """After the round under way."""
+        """Stop after the current round."""
         if self._thread is not None:
             self._stopped.set()
             self._thread.join()
             self._thread = None
 
     def wait_for_a_round(self) -> None:
-        """Wait for one that begins from now on; not where none does."""
+        """Wait for the end of a round that begins from now on, unless the thread ends."""
         last = self._begun
         while self._ended <= last and self._thread is not None and self._thread.is_alive():
             time.sleep(WATCH_SECONDS)
 
     def check(self) -> None:
-        """Raise the error that ended it, if one did."""
+        """Raise the error that ended the thread, if any."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def drain(self) -> Outcome:
-        """Return what it has seen."""
+        """Return the outcomes since the last call."""
         seen, self._seen = self._seen, Outcome()
         return seen
 
@@ -547,7 +546,9 @@ class ElasticUpdateState(SparseUpdateState):
     def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, peers: RoundProtocol) -> None:
         super().__init__(slices, exchange, config)
         if slices.numel == 0:
-            raise ValueError("a device has no parameters to exchange: use fewer devices for a model so small.")
+            raise ValueError(
+                "this device has no parameters to exchange, because the model is too small. Use fewer devices per node."
+            )
         self._peers, self._flush_every = peers, config.flush_every
         self.alone = self.behind = self.left_out = False
         self.open_requests: list[str] | None = None
@@ -564,7 +565,7 @@ class ElasticUpdateState(SparseUpdateState):
 
     def exchange_step(self, step_id: int = 0) -> None:
         every, before, self._seen = self._flush_every, self._seen, self._number
-        # by the number of a round: all nodes flush in the same one
+        # By the number of rounds, so that all nodes flush in the same round.
         due = every is not None and self._number // every > before // every
         if due or (self.alone and not (self._received or self._returned)):
             self._flush()
@@ -651,9 +652,8 @@ class ElasticUpdateState(SparseUpdateState):
 
     def migrate_from(self, before: Any) -> None:
         raise ValueError(
-            "parameters were added to an optimizer, or are frozen no more, in the middle of a run, and nodes that join "
-            "would not know: give the optimizer all parameters at the start, none of them frozen that will be trained, "
-            "or use strategy='mstopk_local'."
+            "parameters were added to an optimizer or unfrozen during the run, and joining nodes would not know them. "
+            "Give the optimizer all parameters at the start, unfrozen, or use strategy='mstopk_local'."
         )
 
     def _job(self, transfer: Transfer) -> RoundJob:
@@ -679,8 +679,8 @@ class ElasticUpdateState(SparseUpdateState):
         self._exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
         changed = last.num_nodes != self._num_nodes
         if changed:
-            self._num_nodes, self._exchanges = last.num_nodes, 0  # samples come often after a change
-        elif not self._changed:  # then this round had begun before, and counts from before
+            self._num_nodes, self._exchanges = last.num_nodes, 0  # sample often after a change
+        elif not self._changed:  # a round that began before the change counts from before
             self._exchanges = max(self._exchanges, outcome.exchanges)
         self._changed = changed
 
@@ -730,14 +730,14 @@ class RoundJob:
 
 
 def _own_group(topology: Topology) -> Group:
-    """The node's devices, for the thread of the exchange alone."""
+    """Return a group of the node's devices for the thread of the exchange alone."""
     ranks = tuple(range(topology.world_size))
     handle = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
     return Group(ranks, topology.rank, handle if isinstance(handle, dist.ProcessGroup) else None)
 
 
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
-    """The lighthouse, on the first device of the node. All devices raise its error."""
+    """Connect to the lighthouse, on the first device of the node. All devices raise its error."""
     found: list[Lighthouse] = []
 
     def connect() -> None:
@@ -750,7 +750,7 @@ def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | N
 def _facts(
     module: nn.Module, optimizers: Sequence[Optimizer], config: ElasticConfig, topology: Topology
 ) -> dict[str, Any]:
-    """What must be the same on all nodes."""
+    """Return the values that must be equal on all nodes."""
     names = {id(p): each for each, p in module.named_parameters()}
     facts = options_to_compare(module, names, optimizers, config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
@@ -761,14 +761,17 @@ def _facts(
 def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
     if topology.num_nodes != 1:
         raise ValueError(
-            f"the world has {topology.num_nodes} nodes, and each node that may come and go is a world of its own: "
-            f"start it alone, with num_nodes=1."
+            f"num_nodes={topology.num_nodes}: each elastic node is its own process group. Start each node alone, with "
+            f"num_nodes=1."
         )
     if len(optimizers) != 1:
-        raise ValueError(f"{len(optimizers)} optimizers: one is exchanged between nodes that come and go.")
+        raise ValueError(
+            f"{len(optimizers)} optimizers: elastic nodes exchange the updates of one. Use one optimizer, or "
+            f"strategy='mstopk_local'."
+        )
     odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype != torch.float32})
     if odd:
         raise ValueError(
-            f"parameters of {', '.join(odd)}: a node that joins receives the weights as the module holds them, so hold "
-            f"them in float32 (precision='bf16-mixed' computes in bfloat16)."
+            f"parameters have dtype {', '.join(odd)}: elastic nodes need float32 parameters. Use "
+            f"precision='bf16-mixed' to compute in bfloat16."
         )
