@@ -1,7 +1,4 @@
-"""The collectives of the exchange over a topology. Knows process groups, and nothing of DDP or of compression.
-
-Tensors of N elements are padded to L * S; see lightning_sparse.gradients.reduction for the whole step.
-"""
+"""The collectives of the exchange over a topology. It knows process groups, but neither DDP nor compression."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,15 +15,15 @@ from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.waits import waiting
 
-# torch renamed these two; the old names warn from 2.13 on and the new ones do not exist before it.
+# torch 2.13 renamed these two functions. It warns about the old names; older versions lack the new names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 MAX = dist.ReduceOp.MAX
-CHUNK = 1 << 18  # bytes of a message that a node gives on before the rest is there
-UNIT_WITHIN = 1e-2  # of a vector's length: bfloat16 rounds by less
-LONG = 1 << 17  # bytes: messages that take turns on a slow link, rather than meet there
+CHUNK = 1 << 18  # bytes that a node forwards before the rest of the message has arrived
+UNIT_WITHIN = 1e-2  # tolerance of a unit vector's length, more than the rounding error of bfloat16
+LONG = 1 << 17  # bytes; longer messages of an all-to-all are sent one after the other
 
 
 class CommunicationError(RuntimeError):
@@ -37,9 +34,9 @@ class Group(NamedTuple):
     """Ranks that communicate with each other.
 
     Args:
-        ranks: in our order, that of nodes or of a node's devices.
-        rank: this one.
-        handle: their process group, whose own order is that of ranks; None stands for the default group.
+        ranks: in our order, by node or by device of the node.
+        rank: this rank.
+        handle: their process group, which sorts ranks; None for the default group.
     """
 
     ranks: tuple[int, ...]
@@ -48,17 +45,15 @@ class Group(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @property
     def place(self) -> int:
-        """Index of this rank among them."""
+        """Index of this rank in ``ranks``."""
         return self.ranks.index(self.rank)
 
     @property
     def in_process_group(self) -> tuple[int, ...]:
-        """Ranks within the process group."""
         order = sorted(self.ranks)
         return tuple(order.index(rank) for rank in self.ranks)
 
@@ -74,16 +69,16 @@ class Group(NamedTuple):
 
 
 class Collectives:
-    """The collectives of a group, as the backend has them. Rows are in the group's order."""
+    """The collectives of a group in the backend's implementation. Rows are in the order of ``Group.ranks``."""
 
     def reduce_scatter(self, grad_LS: Tensor, group: Group) -> Tensor:
-        """Sum over the group; each rank keeps its shard."""
+        """Sum over the group. Each rank keeps its shard."""
         shard_S = grad_LS.new_empty(grad_LS.numel() // group.size)
         _reduce_scatter_single(shard_S, grad_LS, group=group.handle)
         return shard_S
 
     def gather(self, shard_S: Tensor, grad_LS: Tensor, group: Group) -> None:
-        """Write the shards of all ranks to one tensor; the group's order is that of ranks."""
+        """Write the shards of all ranks to one tensor. ``Group.ranks`` must be sorted."""
         _all_gather_single(grad_LS, shard_S, group=group.handle)
 
     def all_gather(self, row_B: Tensor, group: Group) -> Tensor:
@@ -93,17 +88,17 @@ class Collectives:
         return group.by_place(rows_MB)
 
     def all_to_all(self, rows_MB: Tensor, group: Group) -> Tensor:
-        """Send each rank its row, and return those that arrive."""
+        """Send row j to rank j, and return the rows that arrive."""
         arrived_MB, sent_MB = torch.empty_like(rows_MB), group.by_rank(rows_MB)
         dist.all_to_all_single(arrived_MB.view(-1), sent_MB.view(-1), group=group.handle)
         return group.by_place(arrived_MB)
 
 
 class GlooCollectives(Collectives):
-    """The same for tensors on the CPU, where most of Gloo's own are slower than others that it has."""
+    """Collectives of tensors on the CPU, faster than those of Gloo."""
 
     def reduce_scatter(self, grad_LS: Tensor, group: Group) -> Tensor:
-        """Gloo's own all-reduces everything and throws most of it away: 2.5 times slower with two devices."""
+        # Gloo's own all-reduces the whole tensor: 2.5 times slower with two devices.
         shard, pieces_LS = grad_LS.numel() // group.size, torch.empty_like(grad_LS)
         dist.all_to_all_single(pieces_LS, grad_LS, group=group.handle)
         sum_S = pieces_LS[:shard]
@@ -112,7 +107,7 @@ class GlooCollectives(Collectives):
         return sum_S
 
     def gather(self, shard_S: Tensor, grad_LS: Tensor, group: Group) -> None:
-        """Gloo's own copies more than once: of 100 MB, two devices wait 97 ms for it and 32 ms for these."""
+        # Gloo's own copies the data more than once: 97 ms instead of 32 ms for 100 MB on two devices.
         shards = grad_LS.view(group.size, -1).unbind()
         shards[group.place].copy_(shard_S)
         under_way = [
@@ -123,8 +118,8 @@ class GlooCollectives(Collectives):
             _wait(work)
 
     def all_gather(self, row_B: Tensor, group: Group) -> Tensor:
-        """Give each chunk on as soon as it is there, so that no link waits for the end of a message: a ring of whole
-        messages of 1 MB, and Gloo's own of halves, took up to a tenth longer at 0.1 Gbit/s."""
+        # A ring that forwards each chunk at once, so that no link waits for the end of a message. At 0.1 Gbit/s, a ring
+        # of whole messages of 1 MB, and Gloo's own, took up to 10% longer.
         ranks, own = group.in_process_group, group.place
         rows_MB = row_B.new_empty(group.size, row_B.numel())
         rows_MB[own].copy_(row_B)
@@ -144,9 +139,9 @@ class GlooCollectives(Collectives):
         return rows_MB
 
     def all_to_all(self, rows_MB: Tensor, group: Group) -> Tensor:
-        """Gloo's own sends to all at once: where long messages meet at a slow link, packets are lost."""
         if rows_MB[0].nbytes < LONG:
             return super().all_to_all(rows_MB, group)
+        # Gloo's own sends to all ranks at once. Long messages then meet at a slow link, which drops packets.
         arrived_MB, own = torch.empty_like(rows_MB), group.place
         arrived_MB[own].copy_(rows_MB[own])
         for step in range(1, group.size):
@@ -163,11 +158,11 @@ def _collectives(tensor: Tensor) -> Collectives:
 
 
 class HierCommunicator:
-    """The four steps, each a method of a few lines.
+    """The collectives between nodes, inside the node and over all ranks.
 
     Args:
-        node: the ranks that count as a node; default: those of this rank's node.
-        world: the ranks that count as all; default: all.
+        node: ranks to use as the node; default: the ranks of this rank's node.
+        world: ranks to use as the world; default: all ranks.
     """
 
     def __init__(self, topology: Topology, *, node: Group | None = None, world: Group | None = None) -> None:
@@ -182,7 +177,8 @@ class HierCommunicator:
 
     @property
     def error_context(self) -> str:
-        """Told in errors; the hook keeps it up to date. Each thread has its own: they work on different buckets."""
+        """Where the run is, for error messages. Each thread has its own value, because threads work on different
+        buckets."""
         return getattr(self._place, "error_context", "before the first round")
 
     @error_context.setter
@@ -194,7 +190,7 @@ class HierCommunicator:
         return waiting(self.error_context) if self.topology.kind == "hierarchical" else nullcontext()
 
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
-        """Sum over the node's devices; each keeps its shard_S. With one device that is the input itself."""
+        """Sum over the node's devices. Each device keeps its shard [S]; a single device keeps the input itself."""
         if self.node.size == 1:
             return grad_N
         numel = self.node.size * -(-grad_N.numel() // self.node.size)
@@ -203,7 +199,7 @@ class HierCommunicator:
             return _collectives(grad_N).reduce_scatter(grad_LS, self.node)
 
     def exchange(self, message_B: Tensor) -> Tensor:
-        """All-gather between nodes: messages of B bytes -> [M, B] in node order."""
+        """All-gather messages of B bytes between nodes -> [M, B] in node order."""
         with self._named("all-gather between nodes", self.peers), self._timed(message_B):
             return _collectives(message_B).all_gather(message_B, self.peers)
 
@@ -213,7 +209,7 @@ class HierCommunicator:
             dist.all_reduce(shard_S, op=op, group=self.peers.handle)
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
-        """Between nodes: row j goes to node j; what arrives is [M, B] in node order."""
+        """Send row j to node j -> the rows that arrive, [M, B] in node order."""
         with self._named("all-to-all between nodes", self.peers), self._timed(messages_MB):
             return _collectives(messages_MB).all_to_all(messages_MB, self.peers)
 
@@ -254,7 +250,7 @@ class HierCommunicator:
 
     @torch.no_grad()
     def broadcast_from_rank0(self, tensors: Iterable[Tensor]) -> None:
-        """Give all ranks what rank 0 has of these tensors; of a sharded one all nodes what the first has."""
+        """Broadcast tensors from rank 0. Sharded tensors are broadcast from the first node to the others."""
         for tensor in tensors:
             to, group = ("nodes", self.peers) if isinstance(tensor, DTensor) else ("ranks", self.world)
             if tensor.numel():
@@ -273,14 +269,13 @@ class HierCommunicator:
             yield
             if between_nodes:
                 self.topology.traffic.end()
-        except torch.OutOfMemoryError:  # of this device, so other ranks did not cause it
+        except torch.OutOfMemoryError:  # an error of this device, not of the communication
             raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed "
-                f"{self.error_context}. "
-                f"A rank died, its link is down, or it stalled past the process group's timeout: look for the first "
-                f"error among those ranks. The backend said: {error}"
+                f"{self.error_context}. A rank died, its link is down, or it stalled past the process group's timeout. "
+                f"Look for the first error of these ranks. Backend: {error}"
             ) from error
 
 
@@ -290,12 +285,13 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: int, *, is_first: bool) -> None:
-    """Replace the tensors by their mean over `count` ranks, computed in fp64 so that constants stay exact. The mean of
-    unit vectors (of `spectral_norm`, or rows of a codebook) is not a unit vector: all ranks take those vectors from the
-    first rank.
+    """Replace the tensors by their mean over ``count`` ranks, computed in fp64 so that constants stay exact.
+
+    The mean of unit vectors (`spectral_norm`, rows of a codebook) is not a unit vector, so all ranks take those vectors
+    from the first rank.
 
     Args:
-        is_first: whether this rank is the first one.
+        is_first: whether this rank is the first rank.
     """
     off = torch.stack([_off_unit_length(each) for each in tensors])
     all_reduce(off, op=MAX)

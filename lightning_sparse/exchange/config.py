@@ -1,4 +1,4 @@
-"""What a user chooses about the exchange between nodes, checked when it is chosen."""
+"""Options of the exchange between nodes, validated on creation."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class ExchangeConfig:
         options.flag(self, "overlap")
         if self.inter_gbps is not None and self.exchange != "auto":
             raise ValueError(
-                f"inter_gbps={self.inter_gbps!r} decides between paths for exchange='auto', and exchange="
-                f"{self.exchange!r} names one: leave inter_gbps out."
+                f"inter_gbps={self.inter_gbps!r} applies only to exchange='auto', but exchange={self.exchange!r}. Omit "
+                f"inter_gbps."
             )
 
     @property
     def path(self) -> type[Path] | None:
-        """The path that is asked for; None for ``"auto"``."""
+        """The requested path; None for ``"auto"``."""
         return next((kind for kind in PATHS if kind.name == self.exchange), None)
 
     @property
     def leaves_entries_out(self) -> bool:
-        """Whether the path that is asked for sends some entries only."""
+        """Whether the requested path sends only some entries."""
         return self.path is not None and self.path.residual_kind == "entries"
 
     @property
@@ -75,11 +75,11 @@ class ExchangeConfig:
         return dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, for a checkpoint."""
+        """Return plain types, for a checkpoint."""
         return asdict(self)
 
     def differences(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """The options in which another configuration differs: name -> (other, this)."""
+        """Return the options in which another configuration differs: name -> (other, this)."""
         return {
             field.name: (other[field.name], getattr(self, field.name))
             for field in fields(self)

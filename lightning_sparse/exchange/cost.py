@@ -1,7 +1,7 @@
-"""Chooses a path for each shard, and keeps the rates of networks and kernels that the choice rests on.
+"""Chooses a path for each shard, and stores the rates of networks and kernels for this choice.
 
-A choice depends only on values that are equal on all ranks. So all ranks choose the same path and call the same
-collectives. Rates are given, or probed before the first round and agreed, or restored from a checkpoint.
+A choice depends only on values that are equal on all ranks, so all ranks call the same collectives. Rates are given, or
+measured before the first round, or restored from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.topology import Topology
 
 MARGIN = 0.9
-"""A path that leaves entries out must be faster by more than noise."""
+"""A path that leaves out entries must be faster by more than the noise of the measurement."""
 
 
 class PathChoice:
-    """The path of each shard.
+    """Chooses the path of each shard.
 
     Args:
-        numel: elements of all tensors together.
+        numel: number of elements of all tensors.
 
     Attributes:
-        rates: the rates that ``"auto"`` compares paths by; None until the first round has measured them.
-        forbid_sparse: ``"auto"`` leaves no entries out: set for optimizers that need all entries.
-        reduces_shards: ``"auto"`` uses only paths that reduce inside the node first, because something is kept with
-            these sums.
+        rates: rates by which ``"auto"`` compares paths; None until the first round has measured them.
+        forbid_sparse: ``"auto"`` sends all entries, for optimizers that need them.
+        reduces_shards: ``"auto"`` uses only paths that reduce inside the node first.
     """
 
     def __init__(self, config: ExchangeConfig, topology: Topology, numel: int, log_once: Callable[[str], None]) -> None:
@@ -47,15 +46,15 @@ class PathChoice:
         self._topology, self._numel, self._log_once = topology, numel, log_once
 
     def work(self, numel: int, dtype: torch.dtype) -> TensorSpec:
-        """A tensor of so many elements on this cluster."""
+        """Return the description of a tensor on this cluster."""
         return TensorSpec(self._topology.num_nodes, self._topology.num_devices, numel, dtype.itemsize)
 
     def path(self, work: TensorSpec, density: float, *, exact: bool = False) -> Path:
-        """The path of a shard.
+        """Return the path of a shard.
 
         Args:
-            density: share of its entries that a path which selects sends.
-            exact: leave nothing out, not even rounding errors, for any configuration.
+            density: fraction of the entries that a selecting path sends.
+            exact: send everything, without rounding errors, whatever the configuration.
         """
         if exact:
             return self._fastest(work, density, rounded=False, forbid_sparse=True)
@@ -67,7 +66,7 @@ class PathChoice:
         return Dense(work) if path is None else path
 
     def _fastest(self, work: TensorSpec, density: float, *, rounded: bool, forbid_sparse: bool) -> Path:
-        rates = self.rates or Rates.of_link(1.0, work.num_devices)  # probed for "auto" alone
+        rates = self.rates or Rates.of_link(1.0, work.num_devices)  # only "auto" measures them
         refused = {"rounding": not rounded, "entries": forbid_sparse}
         best, least = None, float("inf")
         for kind in PATHS:
@@ -86,13 +85,13 @@ class PathChoice:
 
     @property
     def needs_probe(self) -> bool:
-        """Whether rates are to be measured before the next round; the same on all ranks."""
+        """Whether to measure the rates before the next round, equal on all ranks."""
         return self.rates is None and self.config.path is None and self._topology.kind == "hierarchical"
 
     def measure(self, device: torch.device, round_index: int) -> None:
-        """Measure the rates, on all ranks at the same place. A collective of the world; no exchange may be under way,
-        for it would use the networks."""
-        communicator = HierCommunicator(self._topology)  # its times are no round's
+        """Measure the rates. A collective of the world. No exchange may be in flight, because it would use the
+        networks."""
+        communicator = HierCommunicator(self._topology)  # a separate object, whose times do not count
         communicator.error_context = f"in round {round_index}"
         self.rates = probe(communicator, device, self.config.dtype, self._numel // self._topology.num_devices)
         self._log_once(f"measured: {self.rates.describe(self._topology.num_devices)}")
@@ -112,20 +111,20 @@ class PathChoice:
 #   disturbed message would end the growth too early and pass for a slow link.
 
 ENOUGH_S, SLOW_S = 0.03, 0.1
-FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 4  # received by a device
+FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, 1 << 24, 4  # bytes that a device receives
 REPEATS, MOST_REPEATS = 2, 5
-RATE_S = 0.15  # spent on the rate of a link once it is known how much to send
-FEW = 64  # elements of a shard whose time is that of the calls
-MOST_SELECTED = 1 << 22  # elements of the shard on which kernels are timed: 16 MB, more than a core's caches
+RATE_S = 0.15  # duration of the final measurement of a link
+FEW = 64  # elements of a shard so small that only the calls take time
+MOST_SELECTED = 1 << 22  # elements of the timed shard: 16 MB, more than a core's caches
 
 
 def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype, shard_numel: int) -> Rates:
-    """What this cluster can do now, the same on all ranks.
+    """Measure the rates of this cluster, equal on all ranks.
 
     Args:
-        comm: the groups to measure; nothing else may be under way on them.
-        value_dtype: of messages.
-        shard_numel: elements of the largest shard that the run will reduce; the same on all ranks.
+        comm: groups to measure; nothing else may use them now.
+        value_dtype: dtype of the values in messages.
+        shard_numel: number of elements of the largest shard, equal on all ranks.
     """
     agreed = _AgreedTimer(comm, device)
     nodes, devices = comm.topology.num_nodes, comm.topology.num_devices
@@ -133,7 +132,7 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
     intra, _ = _link(agreed, comm.gather, devices) if devices > 1 else (Link(0.0, 0.0), 0)
 
     shard_S = torch.zeros(max(1, nbytes // 8), dtype=torch.float32, device=device)
-    carried = shard_S.numel() * 4 * (nodes - 1) / nodes  # in each half of the ring
+    carried = shard_S.numel() * 4 * (nodes - 1) / nodes  # bytes in each half of the ring
     taken = agreed.seconds(lambda: comm.all_reduce(shard_S))
     adding = taken - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
 
@@ -144,7 +143,7 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
 def kernel_costs(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
 ) -> Rates:
-    """Measure the rates of a device's kernels, for shards of up to that size; links are free."""
+    """Measure the rates of a device's kernels, for shards of up to that size. Links cost nothing."""
     numel = min(MOST_SELECTED, max(2 * FEW, shard_numel))
     select_call, fill_call, _, cast_call = _kernel_times(seconds, device, value_dtype, FEW)
     select, once, often, cast = _kernel_times(seconds, device, value_dtype, numel)
@@ -167,7 +166,7 @@ def kernel_costs(
 def _kernel_times(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, numel: int
 ) -> tuple[float, float, float, float]:
-    """Measure the seconds of selecting 1 %, of accumulating one message, of nine, and of rounding."""
+    """Measure the seconds of selecting 1%, of accumulating one message and nine messages, and of rounding."""
     pairs = max(1, numel // 100)
     own = torch.Generator(device).manual_seed(0)
     shards = (torch.randn(numel, generator=own, dtype=torch.float32, device=device) for _ in range(3))
@@ -177,7 +176,7 @@ def _kernel_times(
     rounded, one = Dense16(TensorSpec(2, 1, numel)), torch.ones((), dtype=torch.float32, device=device)
     shard = Shard(grad_S, residual_S, next_S, one)
 
-    def cast() -> None:  # S elements in each of the three, however many nodes share them
+    def cast() -> None:  # each of the three calls handles S elements, for any number of nodes
         rows = rounded.split(shard)
         rounded.merge(rows, 0, next_S)
         rounded.apply(rows, shard)
@@ -191,7 +190,8 @@ def _kernel_times(
 
 
 def _link(agreed: _AgreedTimer, all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:
-    """Latency and rate of an all-gather between so many, and the bytes that were received to find out."""
+    """Return the latency and rate of an all-gather among a number of ranks, and the bytes received for the
+    measurement."""
     steps = members - 1
     tiny = torch.zeros(64, dtype=torch.uint8, device=agreed.device)
     latency = agreed.seconds(lambda: all_gather(tiny)) / steps
@@ -210,18 +210,18 @@ def _link(agreed: _AgreedTimer, all_gather: Callable[[Tensor], Tensor], members:
 
 
 class _AgreedTimer:
-    """Times a call on all ranks at once: the slowest rank's time, and of a few such the least disturbed."""
+    """Times a call on all ranks: the slowest rank's time, and the fastest of a few repeats."""
 
     def __init__(self, comm: HierCommunicator, device: torch.device) -> None:
         self.device = device
         self._comm = comm
 
     def seconds(self, call: Callable[[], object], repeats: int = REPEATS) -> float:
-        first = self._once(call)  # it connects, and allocates
+        first = self._once(call)  # connects and allocates, so it does not count
         return min(self._once(call) for _ in range(max(1, min(repeats, int(SLOW_S / first)))))
 
     def _once(self, call: Callable[[], object]) -> float:
-        self._slowest(0.0)  # all begin together
+        self._slowest(0.0)  # a barrier, so that all ranks begin together
         begin = time.perf_counter()
         call()
         if self.device.type == "cuda":

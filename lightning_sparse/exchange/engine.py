@@ -1,14 +1,14 @@
-"""The engine: sums shards over nodes, whoever they belong to.
+"""The engine: sums shards over nodes.
 
-It is given a shard and a path, and knows no optimizer, no bucket and no Lightning. A front end
+It receives shards and paths, and knows no optimizer, no bucket and no Lightning. A front end calls::
 
-    path = exchange.choice.path(work, density)       the same on all ranks
-    transfer = exchange.begin(path, shard)           selects what is sent
-    transfer.transfer()                              between nodes
+    path = exchange.choice.path(work, density)       equal on all ranks
+    transfer = exchange.begin(path, shard)           selects the entries to send
+    transfer.transfer()                              communicates between nodes
     sum_S = transfer.sum()
 
-calls these in the three methods of a job (see `lanes`), beside what the caller does next, or all at once with
-``exchange.sum(path, shard)``; and closes each round of exchanges with ``exchange.stats.end_round()``.
+A `Transfer` is a job, so the three steps may run in the background (see `lanes`). ``exchange.sum(path, shard)`` runs
+them at once. ``exchange.stats.end_round()`` ends a round of exchanges.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Exchange:
     """Exchanges shards between the nodes of a topology.
 
     Args:
-        device: where the shards are.
-        numel: elements of all tensors together, on one rank.
+        device: device of the shards.
+        numel: number of elements of all tensors, on one rank.
 
     Attributes:
-        runner: runs jobs, beside backward if ``config.overlap``.
+        runner: runs jobs, in the background if ``config.overlap``.
     """
 
     def __init__(
@@ -74,21 +74,17 @@ class Exchange:
         return f"each node receives {human_bytes(ours / sync_every)} per step (DDP: {human_bytes(dense)})"
 
     def refuse_capture(self) -> None:
-        """Before a round. A CUDA graph would repeat what the host decided in the round that was captured.
-
-        Raises:
-            ValueError: if the current stream is being captured.
-        """
+        """Raise ValueError if the current stream is being captured. Call it before a round."""
         on_cuda = self.device is not None and self.device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "the exchange cannot be captured in a CUDA graph: which path a round takes and where its residuals are "
-                "is decided on the host. Capture parts of the model alone (torch.cuda.make_graphed_callables, or "
-                "torch.compile with mode='reduce-overhead')."
+                "the exchange cannot be captured in a CUDA graph, because the host chooses the path and the residuals "
+                "of each round. Capture only parts of the model (torch.cuda.make_graphed_callables, or torch.compile "
+                "with mode='reduce-overhead')."
             )
 
     def begin(self, path: Path, shard: Shard, *, of_a_step: bool = True) -> Transfer:
-        """Select the entries of a shard that are sent, and count them.
+        """Select the entries of a shard to send, and count them.
 
         Args:
             of_a_step: whether DDP would have sent this shard's gradients, too.
@@ -108,7 +104,7 @@ class Exchange:
         self.stats.dense_equivalent_bytes += Flat(path.work).bytes()
 
     def sum(self, path: Path, shard: Shard, *, of_a_step: bool = True) -> Tensor:
-        """Sum a shard over nodes, now. Returns fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        """Sum a shard over nodes at once. Return fp32, or for a path ``in_place`` ``shard.sum_S``."""
         transfer = self.begin(path, shard, of_a_step=of_a_step)
         transfer.transfer()
         return transfer.sum()
@@ -123,7 +119,7 @@ class Transfer:
 
     def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:
         self.path, self.shard, self._communicator = path, shard, communicator
-        self._where = communicator.error_context  # stages may run on threads, each with a context of its own
+        self._where = communicator.error_context  # stages may run on threads, and each thread has its own context
         self._target_S: Tensor | None = None
         self._alpha = 1.0
         self.payload = path.select(communicator, shard)
@@ -161,18 +157,18 @@ class Transfer:
 
 @dataclass
 class CommStats:
-    """What one rank has communicated so far. Everything but the residual's norm is known without looking at a tensor.
+    """Communication of one rank so far, counted without reading a tensor.
 
     Attributes:
-        rounds: reductions of the whole model so far.
-        bytes_between_nodes: bytes received by this device from other nodes so far (see exchange.paths).
-        round_bytes: the same, of the last whole round.
-        dense_equivalent_bytes: bytes that a dense all-reduce in each step would have received so far.
-        density: share of the entries that a device sent in the last whole round, dense groups counted as 1.
-        effective_density: share of the entries that the last whole round applied, at most: what several nodes select
-            of different entries adds up.
-        sent, applied: entries so far that a device sent, and that were applied at most.
-        paths: entries so far by the path they took (see lightning_sparse.exchange.paths).
+        rounds: number of reductions of the whole model.
+        bytes_between_nodes: bytes received from other nodes (see `paths`).
+        round_bytes: bytes received from other nodes in the last whole round.
+        dense_equivalent_bytes: bytes that a dense all-reduce in each step would have received.
+        density: fraction of the entries that a device sent in the last whole round; 1 for dense groups.
+        effective_density: upper limit of the fraction of the entries that the last whole round applied. Entries that
+            different nodes selected add up.
+        sent, applied: number of entries that a device sent, and upper limit of the number that were applied.
+        paths: number of entries by path.
     """
 
     rounds: int = 0
@@ -190,7 +186,7 @@ class CommStats:
     _total: int = 0
 
     def record(self, path: str, *, sent: int, applied: float, total: int, nbytes: float, dense_nbytes: float) -> None:
-        """Count one group: ``sent`` of ``total`` entries of its shard, and its bytes on the slow link."""
+        """Count one group: ``sent`` of the ``total`` entries of its shard, and its bytes between nodes."""
         self.paths[path] += total
         self.sent += sent
         self.applied += applied
@@ -206,11 +202,10 @@ class CommStats:
         self.bytes_between_nodes += nbytes
 
     def abandon_round(self) -> None:
-        """Forget a round that was cut short; its bytes were sent all the same."""
+        """Forget an interrupted round, except for its bytes, which were sent."""
         self._running_bytes, self._applied, self._sent, self._total = 0.0, 0.0, 0, 0
 
     def end_round(self) -> None:
-        """Close the round."""
         self.rounds += 1
         self.round_bytes, self._running_bytes = self._running_bytes, 0.0
         self.density = self._sent / self._total if self._total else 0.0
@@ -218,7 +213,7 @@ class CommStats:
         self._sent, self._applied, self._total = 0, 0.0, 0
 
     def since(self, earlier: CommStats) -> CommStats:
-        """What was counted after ``earlier``, a deep copy of this; densities are the last round's still."""
+        """Return the counts after ``earlier``, a deep copy of this object. Densities stay those of the last round."""
         late = deepcopy(self)
         for name in ("rounds", "bytes_between_nodes", "dense_equivalent_bytes", "sent", "applied"):
             setattr(late, name, getattr(self, name) - getattr(earlier, name))
@@ -227,25 +222,26 @@ class CommStats:
 
 
 def _without_kernels(device: torch.device | None) -> str:
-    """What to log where no compiled kernels serve the device; empty where they do."""
+    """Return a warning if no compiled kernels serve the device."""
     report = kernel_report()
     if device is None or getattr(report, device.type, "compiled") == "compiled":
         return ""
     return (
-        f"no compiled kernels for {device.type}: selection runs in plain torch, with the same results, several times "
-        f"slower. Cause: {'; '.join(report.reasons)}. Fix: {report.cure}"
+        f"no compiled kernels for {device.type}: selection runs in plain torch, several times slower, with equal "
+        f"results. Cause: {'; '.join(report.reasons)}. Fix: {report.cure}"
     )
 
 
 def _all_of(config: ExchangeConfig) -> str:
-    """Return a warning where a density looks like a percentage."""
+    """Return a warning if a density looks like a percentage."""
     if config.density != 1 or not config.leaves_entries_out:
         return ""
     return "density=1 sends 100% of the entries. For 1%, use density=0.01. To send all entries, use exchange='dense'."
 
 
 def _more_than_dense(choice: PathChoice, config: ExchangeConfig, numel: int) -> str:
-    """Return a warning where the all-gather of messages, which grows with the nodes, receives more than it saves."""
+    """Return a warning if the all-gather of messages, which grows with the number of nodes, receives more than
+    dense16."""
     if config.exchange != "sparse" or not numel:
         return ""
     work = choice.work(numel, torch.float32)

@@ -1,27 +1,19 @@
-"""When an exchange runs: at once, or beside backward in lanes, which are CUDA streams or threads.
+"""Runners decide when a job runs: at once, or during backward in lanes, which are CUDA streams or threads.
 
-A job has three methods: `select` works inside the node, `transfer` between nodes, `apply` inside the node. Each has a
-lane of its own:
+A job has three stages: `select` works inside the node, `transfer` communicates between nodes, `apply` works inside the
+node. Each stage has a lane:
 
     backward   bucket 0   bucket 1   bucket 2
     select                0          1          2
     transfer                         0          1          2        the slow network is never idle while there is work
     apply                                       0          1          2
 
-Each lane is first in, first out, in the order of DDP's buckets, which is the same on all ranks; so collectives match.
-(Started from callbacks of futures they would not: Gloo hangs.) No two lanes share a group, for two threads must not,
-and NCCL executes the collectives of a communicator one after the other, on whatever streams they are: the first lane
-uses those of the world and of the node, the second the one between nodes, the third the node's second one. Hence there
-is one set of lanes per topology: two modules in one backward pass share it.
+Each lane runs its jobs in the order of DDP's buckets. This order is equal on all ranks, so collectives match.
 
-Gloo has no streams, so its lanes are threads. An error must fail the backward pass with its own message. DDP mistakes a
-future with an exception for a result, so the error is raised by a callback at the end of backward.
-
-On CUDA lanes are streams: the host queues all methods of a job at once and never waits. A method returns the tensors
-that later ones use, for torch's allocator to know which streams use them.
-
-A job that is not part of a backward pass has been selected by its caller, and goes on with ``start``; ``finish`` waits
-for it and raises its error.
+No two lanes share a process group: two threads must not use one, and NCCL runs the collectives of a communicator one
+after the other on any stream. The first lane uses the groups of the world and of the node, the second the group between
+nodes, the third a second group of the node. Hence a topology has one set of lanes, and two modules in one backward pass
+share it.
 """
 
 import queue
@@ -43,14 +35,14 @@ TensorFuture = torch.futures.Future[Tensor]
 _Stage = Callable[[], Sequence[Tensor]]
 LANES = 3
 LAST_JOB_SECONDS = 10.0
-"""How long a program that ends waits for jobs under way."""
+"""Time that a program waits at exit for running jobs."""
 
 
 class Job(Protocol):
-    """Work in three stages. Each returns the tensors made so far that later ones use."""
+    """Work in three stages. Each stage returns the tensors that later stages use."""
 
     def select(self) -> Sequence[Tensor]:
-        """Work inside the node, and choose what is sent."""
+        """Work inside the node, and choose the entries to send."""
 
     def transfer(self) -> Sequence[Tensor]:
         """Communicate between nodes."""
@@ -60,18 +52,19 @@ class Job(Protocol):
 
 
 class Runner:
-    """Runs jobs in the order given; this one each at once."""
+    """Runs each job at once."""
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Run the job. The future completes with ``result``; on CUDA it carries the current stream, for DDP to wait."""
+        """Run a job. The future completes with ``result``; on CUDA it carries the current stream, on which DDP
+        waits."""
         job.select()
         return Runner.start(self, job, result)
 
     def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
-        """Run a job whose ``select`` the caller has called, beside whatever the caller does until ``finish``.
+        """Run a job whose ``select`` the caller has called, in the background until ``finish``.
 
         Args:
-            selected: what ``select`` returned.
+            selected: tensors that ``select`` returned.
         """
         job.transfer()
         job.apply()
@@ -84,7 +77,7 @@ class Runner:
         return future
 
     def finish(self, future: TensorFuture) -> None:
-        """Wait for a job that was started; on CUDA the current stream does, not the host.
+        """Wait for a started job; on CUDA the current stream waits, not the host.
 
         Raises:
             Exception: the first error of a job.
@@ -92,37 +85,34 @@ class Runner:
         future.wait()
 
     def wait(self) -> None:
-        """Until no job is running, so that the process groups are free."""
+        """Wait until no job is running, so that the process groups are free."""
 
     def drain(self) -> None:
         """Wait for jobs that a failed backward pass left running, and drop their errors."""
 
     def end(self) -> None:
-        """Release threads; the next job starts them again."""
+        """End threads. The next job starts them again."""
 
 
 class StreamLanes(Runner):
-    """Queues the stages of each job on one CUDA stream per lane, beside backward. The host never waits.
+    """Queues the stages of each job on one CUDA stream per lane. The host never waits.
 
-    A stage waits for the one before it, the first for what the caller has queued, and the caller for the last one:
-    DDP makes it do so before backward ends. So whatever the caller does with a residual between two backward passes
-    lies after the jobs that wrote it and before those that read it. Within backward a tensor may be freed on the host
-    while another lane has yet to use it; ``record_stream`` tells the allocator of those that were handed over.
-
-    Of high priority: a dozen small kernels would otherwise queue behind those of backward.
+    A stage waits for the stage before it, the first stage for the caller's queued work, and the caller for the last
+    stage: DDP waits before backward ends. So between two backward passes, the caller may use residuals without a wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # High priority: otherwise a dozen small kernels would queue behind the kernels of backward.
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(LANES)]  # type: ignore[no-untyped-call]
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Queue the job; the future carries the last lane's event."""
+        """Queue the job. The future carries the event of the last lane."""
         stages = (job.select, job.transfer, job.apply)
         return self._queue(zip(self._streams, stages, strict=True), result, ())
 
     def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
-        """Queue the job on one lane, since there is none to share it with."""
+        """Queue the job on one lane: no other job shares the network with it."""
         stream = self._streams[1]
         return self._queue(((stream, job.transfer), (stream, job.apply)), result, selected)
 
@@ -133,6 +123,7 @@ class StreamLanes(Runner):
         for stream, stage in stages:
             if stream is not before:
                 stream.wait_stream(before)
+                # Python may free a tensor while this stream has yet to use it, so tell the allocator.
                 _record(stream, (result, *handed))
             with torch.cuda.stream(stream):
                 handed = stage()
@@ -146,7 +137,6 @@ class StreamLanes(Runner):
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def drain(self) -> None:
-        """Order the current stream after the jobs."""
         self.wait()
 
 
@@ -161,9 +151,11 @@ _Queue = queue.SimpleQueue[_Item | None]
 
 
 class FifoLanes(Runner):
-    """Runs the stages of each job on one daemon thread per lane, first in, first out. After a job has failed, no
-    other runs until its error was raised. Threads start with the first job after ``end``; they stop at ``end`` if they
-    are idle, and when this object is garbage collected. A program that ends waits for jobs under way.
+    """Runs the stages of each job on one daemon thread per lane.
+
+    After a job has failed, no other job runs until its error is raised. Threads start with the first job after ``end``.
+    Idle threads stop at ``end``, and when this object is garbage collected. At exit, the program waits for running
+    jobs.
 
     Args:
         traffic: counts the collectives of the topology, each job from the time when it is queued.
@@ -180,36 +172,30 @@ class FifoLanes(Runner):
 
     def _start(self) -> _Queue:
         queues: list[_Queue] = [queue.SimpleQueue() for _ in range(LANES)]
-        threads = torch.get_num_threads()  # OpenMP has a number of threads for each calling thread
+        threads = torch.get_num_threads()  # OpenMP stores this number per calling thread
         for lane, jobs in enumerate(queues):
             onward = queues[lane + 1] if lane + 1 < LANES else None
-            arguments = (
-                lane,
-                jobs,
-                onward,
-                self._errors,
-                threads,
-                self._traffic,
-            )  # not self: the thread would keep alive what ends it
+            # Without self: a thread with a reference to this object would keep it alive, and so never end.
+            arguments = (lane, jobs, onward, self._errors, threads, self._traffic)
             self._threads.append(threading.Thread(target=_work, args=arguments, name="lightning_sparse", daemon=True))
         for thread in self._threads:
             thread.start()
         _join_at_exit(self._threads)
-        self._last_call = weakref.finalize(self, queues[0].put, None)  # at exit the latest runs first: before the joins
+        self._last_call = weakref.finalize(self, queues[0].put, None)  # at exit, finalizers run last in, first out
         return queues[0]
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Queue the job."""
         backward = current_backward()
         if backward == -1:
-            return super().run(job, result)  # DDP flushes a static graph after backward: nothing to overlap with
-        if backward != self._backward:  # by its id: a backward that raised never ran its callbacks
+            return super().run(job, result)  # DDP reduces a static graph after backward, so nothing overlaps
+        # Compare ids, because a backward pass that raised did not run its callbacks. The callback raises the errors of
+        # jobs: DDP would take a future with an exception for a result.
+        if backward != self._backward:
             after_backward(self._join)
             self._backward = backward
         return self._queue((job.select, job.transfer, job.apply), result)
 
     def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
-        """Queue the job."""
         return self._queue((tuple, job.transfer, job.apply), result)
 
     def _queue(self, stages: Sequence[_Stage], result: Tensor) -> TensorFuture:
@@ -222,19 +208,17 @@ class FifoLanes(Runner):
         return future
 
     def wait(self) -> None:
-        """Until the last job is done."""
         if self._pending is not None:
             self._pending.wait()
 
     def drain(self) -> None:
-        """Wait for the last job."""
         self.wait()
         self._pending = None
         self._errors.clear()
 
     def end(self) -> None:
-        """End the threads, unless a failed backward pass left them running: the next job has to queue behind that, and
-        a thread that hangs in a collective cannot be joined."""
+        # After a failed backward pass, jobs may still run. The next job must queue behind them, and a thread that hangs
+        # in a collective cannot be joined.
         idle = self._pending is None or self._pending.done()
         if self._last_call is None or not idle:
             return
@@ -244,7 +228,6 @@ class FifoLanes(Runner):
         self._first, self._threads, self._last_call = None, [], None
 
     def finish(self, future: TensorFuture) -> None:
-        """Wait for the job."""
         future.wait()
         self._raise()
 
@@ -255,7 +238,7 @@ class FifoLanes(Runner):
 
     def _raise(self) -> None:
         if self._errors:
-            first = self._errors[0]  # later ones, of other lanes, follow from it
+            first = self._errors[0]  # later errors, of other lanes, follow from the first
             self._errors.clear()
             raise first
 
@@ -264,8 +247,8 @@ _lanes: "weakref.WeakValueDictionary[tuple[Topology, str], Runner]" = weakref.We
 
 
 def runner_of(topology: Topology, device: torch.device | None) -> Runner:
-    """The one set of lanes that uses this topology's process groups for tensors on that device; None: on several, whose
-    jobs run at once."""
+    """Return the runner that uses this topology's process groups for tensors on a device. None stands for several
+    devices, whose jobs run at once."""
     if device is None or device.type not in ("cpu", "cuda"):
         return Runner()
     key = (topology, str(device))
@@ -276,14 +259,16 @@ def runner_of(topology: Topology, device: torch.device | None) -> Runner:
 
 
 def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
-    """Python unwinds a daemon thread that comes back from torch after the end of the program, and C++ answers that with
-    abort(). Not for ever, since the other ranks may be gone."""
+    """Join the threads at exit, up to a time limit, because other ranks may have died.
+
+    If a daemon thread returns from torch after the end of the program, Python unwinds it, and C++ calls abort().
+    """
     weak = [weakref.ref(thread) for thread in threads]
 
     def join() -> None:
-        until = time.monotonic() + LAST_JOB_SECONDS  # for all lanes: where one hangs, the later ones wait for it
+        until = time.monotonic() + LAST_JOB_SECONDS  # one limit for all lanes: if one hangs, later lanes wait for it
         for each in weak:
-            if (alive := each()) is not None:  # else the thread has ended, and this is its garbage collection
+            if (alive := each()) is not None:  # None: the thread has ended
                 alive.join(max(0.0, until - time.monotonic()))
 
     weakref.finalize(threads[-1], join)
@@ -292,7 +277,7 @@ def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
 def _work(
     lane: int, jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int, traffic: Traffic
 ) -> None:
-    """One lane: a stage of each job, which then goes on to the next lane."""
+    """Run one stage of each job, then hand the job to the next lane."""
     torch.set_num_threads(threads)
     while (item := jobs.get()) is not None:
         if not errors:
@@ -304,7 +289,7 @@ def _work(
         result, future = item[1:]
         if onward is not None:
             onward.put(item)
-        del item  # hold no reference to the model while idle, nor once the future is done
+        del item  # keep no reference to the model while idle
         if onward is None:
             if not errors:
                 traffic.end()
@@ -316,10 +301,7 @@ def _work(
 
 # -- values and times that the host reads ------------------------------------------------------------------------------
 #
-# Values and times that the host reads from a device without waiting for it.
-#
-# Nothing here makes the host wait for a GPU before it asks: values are copied in the background, and times lie between
-# events that are read once the device has passed them.
+# The host waits for a GPU only when it reads a value or a time.
 
 
 class AsyncHostTensor:
@@ -333,7 +315,7 @@ class AsyncHostTensor:
             self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Tensor:
-        """Return the tensor, on the CPU."""
+        """Return the tensor on the CPU."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._here
@@ -345,7 +327,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds = 0.0
-        self._open: deque[tuple[Any, Any]] = deque()  # pairs of marks that the device has yet to pass
+        self._open: deque[tuple[Any, Any]] = deque()  # pairs of marks that the device has not passed yet
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
@@ -358,7 +340,7 @@ class Stopwatch:
             self._read()
 
     def seconds(self) -> float:
-        """Return the seconds so far; on CUDA without running work."""
+        """Return the seconds so far, on CUDA without running work."""
         with self._lock:
             self._read()
             return self._seconds

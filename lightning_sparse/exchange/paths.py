@@ -1,27 +1,25 @@
-"""The paths between nodes: ways of summing a shard over nodes. A new one is a class here, and a line in two tables.
+"""Paths: ways of summing a shard over nodes. To add a path, add a class here, and a row to ``PATHS`` and ``Exchange``.
 
-With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds shard l of S = N / L
-elements: this node's sum. A path has three methods, ``select``, ``transfer`` and ``apply``, so that several shards
-share the network (lightning_sparse.exchange.lanes), and two prices, ``bytes`` and ``seconds``.
+With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds shard l, S = N / L
+elements, summed over the node. A path has three stages, ``select``, ``transfer`` and ``apply``, so that several shards
+share the network (see `lanes`). ``bytes`` and ``seconds`` give its cost, for ``exchange="auto"``.
 
-Nothing else in the package knows how many paths there are. With P = M * L ranks, w = bytes of an element, K pairs of p
-bytes in a message:
+With P = M * L ranks, w bytes per element, and K pairs of p bytes in a message, a path costs:
 
 =========  ============================================  ==========================  ===================================
-path       between nodes                                 bytes                       kernels, besides
+path       collectives between nodes                     bytes received per device   work on the device
 =========  ============================================  ==========================  ===================================
-flat       all-reduce over all P ranks                   2 (P-1)/P * N * w / L       add N
-dense      all-reduce of the shard over M nodes          2 (M-1)/M * S * w           add S; twice N inside the node
-dense16    all-to-all, then all-gather, of 16 bits       2 (M-1)/M * S * 2           cast S; twice N inside the node
-sparse     all-gather of one message per node            (M-1) * K * p               select S, scatter M K, fill S;
+flat       all-reduce over all P ranks                   2 (P-1)/P * N * w / L       add N dense      all-reduce of the
+shard over M nodes          2 (M-1)/M * S * w           add S; twice N inside the node dense16    all-to-all, then
+all-gather, of 16 bits       2 (M-1)/M * S * 2           cast S; twice N inside the node sparse     all-gather of one
+message per node            (M-1) * K * p               select S, scatter M K, fill S;
                                                                                      twice N inside the node
 regional   all-to-all, then all-gather of K / M pairs    2 (M-1)/M * K * p           select S + S/M, scatter 2 K,
                                                                                      fill S + S/M; twice N inside
 =========  ============================================  ==========================  ===================================
 
-(The ring of all ranks enters each node once, so its L devices share that traffic.) Sparse grows with M and dense does
-not: with pairs of p bytes and 4-byte gradients, sparse receives less while density < 8 / (p M). Paths apply different
-shares of a gradient, so time alone does not compare them.
+The ring of all ranks enters each node once, so the L devices share its traffic. Sparse grows with M and dense does not:
+for 4-byte gradients, sparse receives less while density < 8 / (p M).
 """
 
 from __future__ import annotations
@@ -70,10 +68,11 @@ class Shard(NamedTuple):
     """The contribution of a device to one exchange.
 
     Args:
-        sum_S: this node's sum; may be overwritten. If the path does not reduce shards: the whole tensor, N elements.
+        sum_S: sum over this node; may be overwritten. Paths that do not reduce shards take the whole tensor, N
+            elements.
         residual_S: entries that earlier exchanges did not send, fp32; None for zero.
         next_S: memory for the next residual, fp32, uninitialized; None to drop it.
-        factor: what ``sum_S`` is multiplied by before the residual is added, a 0-dim fp32 tensor; None for 1.
+        factor: multiplied with ``sum_S`` before the residual is added, a 0-dim fp32 tensor; None for 1.
     """
 
     sum_S: Tensor
@@ -83,11 +82,11 @@ class Shard(NamedTuple):
 
     @property
     def used_to_the_end(self) -> tuple[Tensor, ...]:
-        """Tensors that every method of a path may use."""
+        """Tensors that each stage of a path may use."""
         return (self.sum_S,) if self.next_S is None else (self.sum_S, self.next_S)
 
     def result(self) -> Tensor:
-        """fp32 of S elements, uninitialised: the sums themselves if they allow it, for they are used up by then."""
+        """Return memory for the result, fp32, uninitialized; the memory of ``sum_S`` if that has the dtype."""
         return self.sum_S if self.sum_S.dtype == torch.float32 else torch.empty_like(self.sum_S, dtype=torch.float32)
 
 
@@ -98,8 +97,8 @@ class Path(ABC):
     Attributes:
         name: as in ``exchange="..."`` and in logs.
         residual_kind: kind of the residual of an exchange.
-        in_place: it sums in the dtype and the units of ``sum_S``, and returns ``sum_S`` itself.
-        reduces_shards: False for a path over all ranks at once, which takes whole tensors.
+        in_place: it sums in the dtype and units of ``sum_S``, and returns ``sum_S`` itself.
+        reduces_shards: False for a path over all ranks, which takes whole tensors.
         in_auto: ``exchange="auto"`` considers it.
     """
 
@@ -113,38 +112,39 @@ class Path(ABC):
 
     @classmethod
     def of(cls, work: TensorSpec, density: float, value_dtype: torch.dtype) -> Path | None:
-        """The path for this work, or None where it cannot take it."""
+        """Return the path for this tensor, or None if it cannot sum it."""
         return cls(work)
 
     @property
     def sent(self) -> int:
-        """Entries of its shard that a device sends."""
+        """Number of entries of its shard that a device sends."""
         return self.work.shard_numel
 
     @property
     def applied(self) -> float:
-        """Entries of its shard that an exchange applies, at most: several nodes may send the same one."""
+        """Upper limit of the number of entries that an exchange applies: several nodes may send the same entry."""
         return self.work.shard_numel
 
     @property
     def steps(self) -> int:
-        """Number of steps that the collectives between nodes take."""
+        """Number of steps of the collectives between nodes."""
         return 2 * (self.work.num_nodes - 1)
 
     @abstractmethod
     def bytes(self) -> float:
-        """Received per device from other nodes."""
+        """Return the bytes that a device receives from other nodes."""
 
     def seconds_between(self, rates: Rates) -> float:
-        """Spent in collectives between nodes."""
+        """Return the seconds in collectives between nodes."""
         return rates.inter.seconds(self.steps, self.bytes())
 
     def seconds_of_kernels(self, rates: Rates) -> float:
-        """Spent on the device, besides what collectives do there."""
+        """Return the seconds on the device, apart from the collectives."""
         return 0.0
 
     def seconds(self, rates: Rates) -> float:
-        """Time of the exchange, the reduce-scatter before it and the all-gather after it, without any overlap."""
+        """Return the seconds of the exchange, the reduce-scatter before it and the all-gather after it, without
+        overlap."""
         others = self.work.num_devices - 1
         nbytes = others * self.work.shard_numel * self.work.itemsize
         inside = 2 * rates.intra.seconds(others, nbytes) + nbytes * rates.add
@@ -152,26 +152,27 @@ class Path(ABC):
 
     @abstractmethod
     def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
-        """Return what this device sends; what it does not send is written to ``shard.next_S``."""
+        """Return the tensor that this device sends, and write the unsent rest to ``shard.next_S``."""
 
     @abstractmethod
     def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
-        """Return what arrives from all nodes."""
+        """Return the tensor that arrives from all nodes."""
 
     def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
-        """Return the sum over nodes: fp32 of S elements, or for a path ``in_place`` ``shard.sum_S``, which this is."""
+        """Return the sum over nodes: fp32 [S], or for a path ``in_place`` ``shard.sum_S``."""
         return arrived
 
     def indices(self, sent: Tensor) -> Tensor | None:
-        """Indices of the entries that ``select`` sent, int64; None where these are all."""
+        """Return the indices of the sent entries, int64; None if all entries were sent."""
         return None
 
 
 @dataclass(frozen=True)
 class Flat(Path):
-    """One all-reduce over all ranks: what DDP does, and the fastest where the network between nodes is not the slow
-    one. It takes the whole tensor, in place. A device's residual joins at its shard's place, so that the sum over ranks
-    has it once per node."""
+    """One all-reduce over all ranks, as in DDP. It is fastest if the network between nodes is not the slow one.
+
+    It sums the whole tensor in place. Each device adds its residual to its shard, so the sum contains it once per node.
+    """
 
     name = "flat"
     in_place = True
@@ -183,12 +184,12 @@ class Flat(Path):
 
     @property
     def _added(self) -> float:
-        """Bytes that a rank sums: all but its own part of the ring."""
+        """Bytes that a rank sums: everything except its own part of the ring."""
         ranks = self.work.num_nodes * self.work.num_devices
         return (ranks - 1) / ranks * self.work.numel * self.work.itemsize
 
     def bytes(self) -> float:
-        return 2 * self._added / self.work.num_devices if self.work.num_nodes > 1 else 0.0  # averaged over devices
+        return 2 * self._added / self.work.num_devices if self.work.num_nodes > 1 else 0.0  # mean over devices
 
     def seconds_between(self, rates: Rates) -> float:
         return super().seconds_between(rates) + self._added * rates.add
@@ -201,7 +202,7 @@ class Flat(Path):
         if shard.residual_S is not None:
             own = sum_N[comm.topology.device_index * shard.residual_S.numel() :][: shard.residual_S.numel()]
             own.add_(shard.residual_S[: own.numel()])
-        comm.flat_all_reduce(sum_N)  # in the first lane, which alone uses the group of all ranks
+        comm.flat_all_reduce(sum_N)  # here, because only the first lane uses the group of all ranks
         return sum_N
 
     def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
@@ -210,8 +211,7 @@ class Flat(Path):
 
 @dataclass(frozen=True)
 class Dense(Path):
-    """The shard whole, by an all-reduce between nodes: the 2-D form of DDP's all-reduce. Everything is sent, the
-    residual included, so nothing is left."""
+    """An all-reduce of the shard between nodes. It sends everything, including the residual."""
 
     name = "dense"
     in_place = True
@@ -233,27 +233,25 @@ class Dense(Path):
 
 @dataclass(frozen=True)
 class Dense16(Path):
-    """Dense at half the bytes: values of 16 bits between nodes, and what rounding took off stays in the residual.
+    """Dense with half the bytes: bfloat16 values between nodes, and the rounding errors in the residual.
 
-    An all-reduce of 16-bit values rounds at every addition, where no residual can see it. So it is taken apart, and
-    sums are made in fp32, in node order. The shard is cut into M regions of R = ceil(S / M) elements, the last ones
-    shorter:
+    An all-reduce of 16-bit values would round at each addition, where no residual sees it. So this path sums in fp32,
+    in node order. The shard is cut into M regions of R = ceil(S / M) elements; the last region may be shorter:
 
     ======== ============== =============================================== ==========================================
-    method   step           in -> out                                       received between nodes, per device
+    stage    step           in -> out                                       received between nodes, per device
     ======== ============== =============================================== ==========================================
-    select   round          acc_S -> M rows of bfloat16, one a region;      0
-                            residual_S = acc_S - what was sent
+    select   round          acc_S -> M rows of bfloat16, one per region;    0
+                            residual_S = acc_S - sent
     transfer all-to-all     row j goes to node j, which owns region j       2 (M-1) R
-             the owner sums M rows -> sum of its region, rounded -> one     0
-                            row; what this takes off joins its residual
-             all-gather     one row a node -> M rows                        2 (M-1) R
+             the owner sums M rows -> sum of its region, rounded to one     0
+                            row; the rounding error joins its residual
+             all-gather     one row per node -> M rows                      2 (M-1) R
     apply    join           M rows -> shard_S                               0
     ======== ============== =============================================== ==========================================
 
-    That is 4 (M-1)/M * S bytes where fp32 takes 8. Values are bfloat16 whatever messages hold: its range is that of
-    fp32, so nothing needs to be scaled. What is beyond its largest value (3.39e38) counts as infinite, as a sum of such
-    would be. A non-finite element travels as what it is, to every node, and leaves zero in the residuals.
+    The path receives 4 (M-1)/M * S bytes, half of fp32's. It always uses bfloat16, whose range is that of fp32. Larger
+    sums than 3.39e38 become infinite. A non-finite element reaches each node, and leaves zero in the residuals.
     """
 
     name = "dense16"
@@ -280,34 +278,35 @@ class Dense16(Path):
         return shard.result().copy_(arrived.view(-1).view(torch.bfloat16)[: self.work.shard_numel])
 
     def split(self, shard: Shard) -> Tensor:
-        """Return the rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes what rounding took off."""
+        """Return the rows of all regions as bytes, [M, 2 R]; ``next_S`` becomes the rounding error."""
         grad_S = shard.sum_S.float() if shard.sum_S.dtype == torch.float64 else shard.sum_S
         return round_rows(grad_S, shard.residual_S, shard.next_S, self.work.num_nodes, shard.factor).view(torch.uint8)
 
     def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
-        """At the owner: rows of its region in node order -> its row, 2 R bytes."""
-        own_S = None if next_S is None else next_S[node * self.row_numel :][: self.row_numel]  # shorter at the end
+        """Return the row of the owner's region, 2 R bytes, from the rows of all nodes in node order."""
+        own_S = (
+            None if next_S is None else next_S[node * self.row_numel :][: self.row_numel]
+        )  # the last region may be shorter
         own_S = own_S if own_S is not None and own_S.numel() else None
         return sum_rows(rows_MB.view(torch.bfloat16), own_S).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Sparse(Path):
-    """The K largest entries of each node's shard, by an all-gather between nodes (HiTopKComm, Shi et al., MLSys 2021):
-    ``k`` pairs of each shard, values written as ``value_dtype``.
+    """The K largest entries of each node's shard, by an all-gather between nodes (HiTopKComm, Shi et al., MLSys 2021).
 
     ======== ================================================= ======================
-    method   in -> out                                         received between nodes
+    stage    in -> out                                         received between nodes
     ======== ================================================= ======================
     select   acc_S = sum_S * factor + residual_S;              0
              the K largest |acc_S| -> message;
-             residual_S = acc_S - what was sent
-    transfer message -> M messages                             (M-1) * message
-    apply    M messages, added in node order -> sum over       0
-             nodes, S elements, zero where none sent
+             residual_S = acc_S - sent
+    transfer message -> M messages                             (M-1) * message apply    M messages, added in node order
+    -> sum over       0
+             nodes [S], zero where no node sent
     ======== ================================================= ======================
 
-    A non-finite entry anywhere makes the whole result NaN on every node: the message's header counts them.
+    The message header counts non-finite entries. With any such entry, the whole result is NaN on every node.
     """
 
     name = "sparse"
@@ -334,7 +333,6 @@ class Sparse(Path):
 
     @property
     def message_bytes(self) -> int:
-        """Size of a message."""
         return message_bytes(self.work.shard_numel, self.k, self.value_dtype)
 
     def bytes(self) -> float:
@@ -360,11 +358,11 @@ class Sparse(Path):
         return indices_of(sent, numel, self.k, self.value_dtype) if self.k < numel else None
 
     def add(self, messages_MB: Tensor, target_S: Tensor, alpha: float) -> None:
-        """target_S += alpha * each of the messages, in row order."""
+        """Add alpha times each message to ``target_S``, in row order."""
         accumulate(messages_MB, target_S, self.k, self.value_dtype, alpha)
 
     def wrote(self, messages_MB: Tensor) -> bool:
-        """Whether these are messages of this path."""
+        """Return whether these are messages of this path."""
         if messages_MB.shape[1] != self.message_bytes:
             return False
         return bool(decode(messages_MB[0], self.work.shard_numel, self.k, self.value_dtype)[2])
@@ -372,35 +370,34 @@ class Sparse(Path):
 
 @dataclass(frozen=True)
 class Regional(Sparse):
-    """An exchange whose volume does not grow with the number of nodes; for many of them. It needs M elements at least.
+    """An exchange whose bytes do not grow with the number of nodes. It needs at least M elements.
 
-    The shard is cut into M regions, as equal as whole numbers allow, and K into k = ceil(K / M) for each:
+    The shard is cut into M regions of almost equal size, and K into k = ceil(K / M) pairs per region:
 
     ======== ============== =============================================== ==========================================
-    method   step           in -> out                                       received between nodes, per device
+    stage    step           in -> out                                       received between nodes, per device
     ======== ============== =============================================== ==========================================
-    select   by region      acc_S -> M messages of k pairs, one a region;   0
-                            residual_S = acc_S - what was sent
+    select   by region      acc_S -> M messages of k pairs, one per region; 0
+                            residual_S = acc_S - sent
     transfer all-to-all     message j goes to node j, which owns region j   (M-1) messages
-             the owner sums M messages -> sum of its region; its k largest  0
-                            -> one message; the rest joins its residual
-             all-gather     one message a node -> M messages, one a region  (M-1) messages
+             the owner sums M messages -> sum of its region; the k largest  0
+                            entries -> one message; the rest joins its
+                            residual
+             all-gather     one message per node -> M messages              (M-1) messages
     apply                   M messages -> shard_S                           0
     ======== ============== =============================================== ==========================================
 
-    About 2 K pairs are received for any M, where an all-gather takes (M-1) K. Sizes are known before the round, sums
-    run in node order, and nothing is lost: what a node does not send stays in its residual, and what an owner does not
-    pass on stays in the owner's. The price is that K coordinates are applied where the all-gather applies up to M K; a
-    fair comparison raises K until the bytes are equal.
+    A device receives about 2 K pairs for any M, and (M-1) K pairs with `Sparse`. Sums run in node order. Nothing is
+    lost: unsent entries stay in the residual of the node, or of the owner. The price: an exchange applies K entries,
+    and up to M K entries with `Sparse`. For a fair comparison, raise K until the bytes are equal.
 
-    A non-finite element is counted in the message of its region. The owner's sum of that region is then NaN, is counted
-    in the owner's message, and every node's shard has NaN there.
+    The message of a region counts its non-finite elements. The sum of that region is then NaN on every node.
 
-    Worked example: S = 10, M = 3, K = 6: regions [0, 3), [3, 6), [6, 10), two pairs for each.
+    Example: S = 10, M = 3, K = 6 gives the regions [0, 3), [3, 6) and [6, 10), with two pairs each.
     """
 
     name = "regional"
-    in_auto = False  # it applies fewer entries than `Sparse`, so time alone does not compare the two
+    in_auto = False  # it applies fewer entries than `Sparse`, so their times do not compare
 
     @classmethod
     def of(cls, work: TensorSpec, density: float, value_dtype: torch.dtype) -> Self | None:
@@ -416,7 +413,7 @@ class Regional(Sparse):
 
     @property
     def regions(self) -> Regions:
-        """Which node owns what of the shard."""
+        """The owner of each part of the shard."""
         nodes = self.work.num_nodes
         return Regions(self.work.shard_numel, nodes, -(-self.k // nodes), self.value_dtype)
 
@@ -426,7 +423,7 @@ class Regional(Sparse):
     def seconds_of_kernels(self, rates: Rates) -> float:
         nodes, shard = self.work.num_nodes, self.work.shard_numel
         region, pairs = -(-shard // nodes), 2 * nodes * -(-self.k // nodes)
-        calls = 2 * rates.select_call  # of the shard, and of the region that the node owns
+        calls = 2 * rates.select_call  # one for the shard, one for the region that the node owns
         return (shard + region) * (rates.select + rates.fill) + pairs * rates.scatter + calls
 
     def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
@@ -446,7 +443,7 @@ class Regional(Sparse):
 
 
 def merge(rows_MB: Tensor, regions: Regions, node: int, next_S: Tensor | None) -> Tensor:
-    """At the owner: messages about its region in node order -> its message, B bytes."""
+    """Return the message of the owner's region, from the messages of all nodes in node order."""
     sum_R = rows_MB.new_empty(regions.size(node), dtype=torch.float32)
     accumulate(rows_MB[:, : regions.nbytes(node)].contiguous(), sum_R, regions.pairs(node), regions.value_dtype)
     dropped_R = None if next_S is None else torch.empty_like(sum_R)
@@ -468,6 +465,6 @@ def num_selected(density: float, shard_numel: int) -> int:
 
 
 Exchange = Literal["auto", "sparse", "regional", "dense", "dense16"]
-"""What a user may ask for."""
+"""Values of the option ``exchange``."""
 PATHS: tuple[type[Path], ...] = (Dense, Flat, Dense16, Sparse, Regional)
-"""All paths; what leaves less comes first."""
+"""All paths. ``exchange="auto"`` prefers earlier paths, which leave out less."""

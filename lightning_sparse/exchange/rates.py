@@ -1,8 +1,7 @@
-"""What networks and kernels cost: the numbers that paths are compared by.
+"""Rates: the costs of networks and kernels, by which paths are compared.
 
-A collective of n steps that receives b bytes takes ``n * latency + b * seconds_per_byte``. Kernels cost a constant for
-each call and a price for each element; the constant decides for small shards, such as those of 25 MB buckets on eight
-devices. `probe` measures the numbers.
+A collective of n steps that receives b bytes takes ``n * latency + b * seconds_per_byte``. A kernel costs a constant
+per call plus a rate per element. The constant dominates for small shards, such as 25 MB buckets on eight devices.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ class Link:
     """A network as one device sees it while all devices of its node communicate.
 
     Args:
-        latency: seconds for each step of a collective.
-        seconds_per_byte: for each byte that the device receives.
+        latency: seconds per step of a collective.
+        seconds_per_byte: seconds per received byte.
     """
 
     latency: float
     seconds_per_byte: float
 
     def seconds(self, steps: int, nbytes: float) -> float:
-        """Time of a collective."""
+        """Return the seconds of a collective."""
         return steps * self.latency + nbytes * self.seconds_per_byte
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machines can do; the slowest rank counts. All are seconds.
+    """Rates of the slowest rank, in seconds.
 
     Args:
         inter: the network between nodes.
         intra: the network inside a node.
-        add: per byte that a reduction sums, beyond carrying it.
-        select: per element of a shard that is searched for the largest.
+        add: per byte that a reduction sums, in addition to its transfer.
+        select: per element of a shard that is searched for the largest entries.
         scatter: per pair of a message that is added to a shard.
-        fill: per element of a shard that is cleared before.
+        fill: per element of a shard that is cleared first.
         cast: per element of a shard that is rounded to 16 bits, summed and read again.
         select_call: per shard, for the calls that select and scatter, at any size.
         cast_call: per shard, for the calls that round and sum, at any size.
@@ -55,11 +54,12 @@ class Rates:
 
     @staticmethod
     def of_link(gbps: float, num_devices: int) -> Rates:
-        """A link of ``gbps`` Gbit/s per node, shared by its devices; everything else takes no time."""
+        """Return the rates of a link of ``gbps`` Gbit/s per node, shared by its devices. Everything else takes no
+        time."""
         return Rates(Link(0.0, 8e-9 * num_devices / gbps), Link(0.0, 0.0))
 
     def describe(self, num_devices: int) -> str:
-        """For the log."""
+        """Return a line for the log."""
         between, inside = (8e-9 / max(link.seconds_per_byte, 1e-15) for link in (self.inter, self.intra))
         parts = [f"{between * num_devices:.3g} Gbit/s and {1e3 * self.inter.latency:.2g} ms between nodes"]
         if num_devices > 1:
@@ -67,13 +67,13 @@ class Rates:
         return ", ".join([*parts, f"selection {rate(self.select, 'elements')}"])
 
     def to_list(self) -> list[float]:
-        """Plain numbers, for a checkpoint and for agreement between ranks."""
+        """Return plain numbers, for a checkpoint and for agreement between ranks."""
         inter, intra, *rest = astuple(self)
         return [*inter, *intra, *rest]
 
     @staticmethod
     def from_list(numbers: list[float]) -> Rates:
-        """Return the inverse of to_list().
+        """Return the inverse of ``to_list``.
 
         Raises:
             ValueError: for another number of rates, such as from an earlier version.
@@ -85,5 +85,5 @@ class Rates:
 
 
 def rate(seconds: float, what: str) -> str:
-    """For the log, from the seconds that each takes: 0 where few of them were timed, and the call takes all of it."""
+    """Return a rate for the log from seconds per unit; 0 if the constant dominates."""
     return f"at {1e-9 / seconds:.2g} G {what}/s" if seconds > 0 else "at no measurable cost"

@@ -1,12 +1,12 @@
-"""How far the pending updates of nodes agree: the share of them that a node's model keeps with ``step_ahead="auto"``.
+"""How similar the pending updates of nodes are, which ``step_ahead="auto"`` uses.
 
-Ideally, a node subtracts the mean of all nodes' pending updates from the global weights, but it knows only its own
-pending updates. The least-squares estimate of the mean from them is a * pending, with
+Ideally, a node subtracts the mean of all nodes' pending updates from the global weights, but it knows only its own. The
+least-squares estimate of the mean from its own pending updates is a * pending, with
 
-    a = M * sum of mean^2 / sum over nodes of the sum of pending^2           over entries; mean is of the M nodes
+    a = M * sum of mean^2 / sum over nodes of the sum of pending^2           over entries, with the mean of M nodes
 
-This is 1 if the pending updates of all nodes are equal, as at the start of a training, and 1 / M if they are
-independent noise, as later. It is measured on a sample of the entries, which nodes exchange with some messages.
+a is 1 if the pending updates of all nodes are equal, as at the start of training, and 1 / M if they are independent. It
+is measured on a sample of the entries, which nodes exchange with some messages.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from torch import Tensor
 
 from lightning_sparse.exchange.lanes import AsyncHostTensor
 
-SAMPLE_SIZE = 2048  # of a sample: 8 KB once in INTERVAL exchanges
+SAMPLE_SIZE = 2048  # entries per sample: 8 KB every INTERVAL exchanges
 INTERVAL = 64
 
 
 @dataclass(frozen=True)
 class UpdateCorrelation:
-    """How far nodes agree on the pending updates of one slice."""
+    """Measures a for one slice."""
 
     numel: int
 
     @staticmethod
     def should_sample(exchanges: int) -> bool:
-        """Whether a sample rides along with this one, counted from 1: often at first, when agreement falls fast."""
+        """Return whether exchange number ``exchanges``, counted from 1, carries a sample: often at first, when a falls
+        fast."""
         return exchanges % INTERVAL == 0 or (0 < exchanges < INTERVAL and exchanges.bit_count() == 1)
 
     @property
     def sample_bytes(self) -> int:
-        """Size of each sample of the slice, for which other nodes reserve memory."""
+        """Size of each sample of the slice."""
         return 4 * (self.numel // self._stride)
 
     def sample(self, exchanges: int, local_S: Tensor, global_S: Tensor) -> Tensor:
-        """Return the pending updates at places that differ from sample to sample, as bytes."""
+        """Return the pending updates at indices that differ from sample to sample, as bytes."""
         places = self.places(exchanges)
         return (global_S[places] - local_S[places]).view(torch.uint8)
 
     def places(self, exchanges: int) -> slice:
-        """Return the places of a sample. All exchanges have the same number of places."""
+        """Return the indices of a sample. All samples have the same size."""
         stride = self._stride
         return slice(exchanges * 7919 % stride, self.numel // stride * stride, stride)
 
@@ -55,7 +56,7 @@ class UpdateCorrelation:
         return -(-self.numel // SAMPLE_SIZE)
 
     def measure(self, samples: AsyncHostTensor) -> float | None:
-        """a, the same on all nodes, whatever their processors; None where nothing is pending, or not finite."""
+        """Return a, equal on all nodes; None if nothing is pending, or if a value is not finite."""
         pending = samples.read().view(torch.float32).double()
         nodes = len(pending)
         together = _total(reduce(torch.add, pending).square())
@@ -66,5 +67,6 @@ class UpdateCorrelation:
 
 
 def _total(values: Tensor) -> float:
-    """The sum, rounded once: torch's depends on the processor, and nodes that differ here drift apart."""
+    """Return the sum, rounded once. torch's sum depends on the CPU, and nodes with different results would drift
+    apart."""
     return math.fsum(values.tolist())

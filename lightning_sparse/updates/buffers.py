@@ -1,4 +1,4 @@
-"""What no optimizer steps: each node trains with its own, the world sees the average."""
+"""Buffers and other tensors that no optimizer steps: each node has its own, and checkpoints contain the average."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from lightning_sparse.sharding import local_of
 
 
 class Buffers:
-    """The floating-point buffers of a module, such as the statistics of batch norm, and parameters that no optimizer
-    steps and that came to differ between ranks, such as the weights of a teacher. Others stay as they are.
+    """Averages the floating-point buffers of a module, such as batch norm statistics.
+
+    It also averages parameters that no optimizer steps and that came to differ between ranks, such as a teacher's
+    weights.
 
     Args:
         stepped: returns ``id()`` of the parameters that optimizers step.
@@ -26,12 +28,13 @@ class Buffers:
         self, module: nn.Module, communicator: HierCommunicator, stepped: Callable[[], Collection[int]]
     ) -> None:
         self._module, self._communicator, self._stepped = module, communicator, stepped
-        self._drifting: set[str] = set()  # names of such parameters
-        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # this rank's own, and the average that is shown
+        self._drifting: set[str] = set()  # names of parameters that differ between ranks
+        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # this rank's own value, and the shown average
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average over all ranks, in place; what is sharded over nodes. A collective of the world, if there are any."""
+        """Average over all ranks, in place; sharded tensors over nodes. A collective of the world, if there are any
+        buffers."""
         self._find_drifting()
         self._average(self._tensors())
 
@@ -43,7 +46,7 @@ class Buffers:
 
     @torch.no_grad()
     def show_averaged(self) -> None:
-        """Average, and remember this rank's own."""
+        """Average, and keep this rank's own values for `swap_in_local_weights`."""
         self._find_drifting()
         tensors = self._tensors()
         own = {name: each.clone() for name, each in tensors.items()}
@@ -52,41 +55,40 @@ class Buffers:
 
     @torch.no_grad()
     def swap_in_local_weights(self) -> None:
-        """Put this rank's own back, except what was changed meanwhile."""
+        """Restore this rank's own values, except for changes made to the averages."""
         for name, each in self._tensors().items():
             if name in self._kept and torch.equal(each, self._kept[name][1]):
                 each.copy_(self._kept[name][0])
         self._kept = {}
 
     def own(self) -> dict[str, Tensor]:
-        """This rank's own by name, whatever is shown."""
+        """Return this rank's own values by name, even while the averages are shown."""
         return {
             name: self._kept[name][0] if name in self._kept and torch.equal(each, self._kept[name][1]) else each
             for name, each in self._tensors().items()
         }
 
     def fit(self, saved: Mapping[str, Tensor]) -> bool:
-        """Whether saved ones are of the names and shapes of these."""
+        """Return whether saved buffers have the names and shapes of these."""
         known = {**dict(self._module.named_parameters()), **self._tensors()}
         same = all(name in known and local_of(known[name]).shape == each.shape for name, each in saved.items())
         return same and self._tensors().keys() <= saved.keys()
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with saved ones."""
         self._drifting = saved.keys() & dict(self._module.named_parameters()).keys()
         for name, each in self._tensors().items():
             each.copy_(saved[name])
 
     def _tensors(self) -> dict[str, Tensor]:
         floats = {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
-        stepped = self._stepped()  # a teacher may be trained later
+        stepped = self._stepped()  # each time, because a teacher may be trained later
         drifting = {n: p for n, p in self._module.named_parameters() if n in self._drifting and id(p) not in stepped}
         return {**floats, **{name: local_of(p.data) for name, p in drifting.items()}}
 
     def _by_holders(self, names: Iterable[str]) -> Iterator[tuple[list[str], Callable[..., None], int]]:
-        """Names of what all ranks hold, and of what is sharded over each node, with a collective of its holders and
-        their number; without what there is none of."""
+        """Return the names of tensors that all ranks hold, and of tensors sharded over a node, each with a collective
+        of the holders and their number. Empty groups are left out."""
         comm, names = self._communicator, list(names)
         sharded = {name for name, p in self._module.named_parameters() if isinstance(p, DTensor)}
         for found, reduce, count in (
@@ -97,7 +99,8 @@ class Buffers:
                 yield found, reduce, count
 
     def _find_drifting(self) -> None:
-        """Compare what no optimizer steps. A collective of the world, if there is any."""
+        """Find parameters that no optimizer steps and that differ between ranks. A collective of the world, if there
+        are any."""
         stepped, parameters = self._stepped(), dict(self._module.named_parameters())
         names = [
             name

@@ -1,7 +1,7 @@
-"""The state of `LocalUpdates` for a checkpoint, and back, also on another cluster.
+"""Saves and loads the state of `LocalUpdates` in a checkpoint.
 
-On the same cluster a device goes on with its own state, bit-identically. On another one the global weights are kept,
-and every new node starts with the mean of what the old nodes had pending, so the mean over nodes is kept, too.
+On the same cluster, a device continues bit-identically from its own state. On another cluster, each node starts from
+the global weights and the mean of the old nodes' pending updates, so the mean over nodes stays equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Names = Mapping[int, str]
 
 
 def state_of(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers) -> State:
-    """Return what this device alone knows between two steps; waits for messages under way."""
+    """Return the state of this device between two steps. Waits for messages in flight."""
     state, saved = State(layouts=_layouts(optimizers, names)), list[dict[str, Any]]()
     for one in optimizers:
         places, more = one.state.slices.named(names), {}
@@ -42,7 +42,7 @@ def state_of(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffer
 
 
 def fits(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers, state: State) -> bool:
-    """Return whether this device held the same pieces of the parameters when it was saved."""
+    """Return whether this device had the same pieces of the parameters when the state was saved."""
     places = [place for one in optimizers for place in one.state.slices.named(names)]
     return (
         [piece.place for piece in state.pieces.get("shared", ())] == places
@@ -54,7 +54,7 @@ def fits(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers, s
 
 @torch.no_grad()
 def load(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers, state: State) -> None:
-    """Go on exactly where this device was saved; its state ``fits``. Every rank calls it."""
+    """Continue exactly from the state of this device. Every rank calls it."""
     pieces = {quantity: {each.place: each.tensor for each in found} for quantity, found in state.pieces.items()}
     for one, saved in zip(optimizers, state.own["optimizers"], strict=True):
         one.steps = saved["steps"]
@@ -69,7 +69,7 @@ def load(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffers, s
 def load_from(
     optimizers: Sequence[LocalOptimizer], names: Names, module: nn.Module, nodes: Sequence[Sequence[State]]
 ) -> None:
-    """Start from the global weights and the mean of what was pending."""
+    """Start from the global weights and the mean of the nodes' pending updates."""
     parameters = dict(module.named_parameters())
     saved = [each["steps"] for each in nodes[0][0].own["optimizers"]]
     for index, one in enumerate(optimizers):
@@ -90,7 +90,7 @@ def load_from(
 
 @torch.no_grad()
 def load_alone(module: nn.Module, nodes: Sequence[Sequence[State]]) -> None:
-    """On one node nothing is exchanged: its weights are the global ones, with the mean of what was pending in them."""
+    """On one node, which exchanges nothing: load the global weights minus the mean of the nodes' pending updates."""
     for name, parameter in module.named_parameters():
         part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
         found = _taken_up(nodes, name, part.begin, part.end, layout_of(parameter))
@@ -101,17 +101,17 @@ def load_alone(module: nn.Module, nodes: Sequence[Sequence[State]]) -> None:
 def _taken_up(
     nodes: Sequence[Sequence[State]], name: str, begin: int, end: int, layout: Layout
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the global weights of a range, and the mean of what was pending; None where it was not exchanged."""
+    """Return the global weights of a range, and the mean of the unsent updates; None if the range was not exchanged."""
     shared = read_slice(nodes[0], lambda state, *place: state.cut("shared", *place), name, begin, end, layout)
     unsent = sum_slice_over_nodes(nodes, _unsent, name, begin, end, layout)
     return None if shared is None or unsent is None else (shared, unsent.div_(len(nodes)))
 
 
 def _unsent(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
-    """Yield what a device had not sent of elements [begin, end) of a parameter."""
+    """Yield the unsent updates of a device for elements [begin, end) of a parameter."""
     rows = zip(*state.pieces.values(), strict=True)
     for saved in state.own["optimizers"]:
-        at = 0  # where a piece begins in the slice, to which patches refer
+        at = 0  # offset of the piece in the slice; patches have indices of the slice
         for row in islice(rows, saved["places"]):
             there = row[0]
             first, last = max(begin, there.begin), min(end, there.end)

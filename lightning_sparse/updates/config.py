@@ -1,4 +1,4 @@
-"""What a user chooses about exchanging updates, checked when it is chosen."""
+"""Options of the exchange of updates, validated on creation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lightning_sparse.exchange.config import ExchangeConfig, ValueDtype
 from lightning_sparse.exchange.paths import Exchange
 
 StepAhead = float | Literal["auto"]
-LEAST_AHEAD = 0.001  # its inverse multiplies how sums round: what is under way is seen in full, the rest by this
-MOST_OUTER_LR = 2  # beyond, a correction of the weights is followed by a larger one
+LEAST_AHEAD = 0.001  # sent / step_ahead is added to the model, so a smaller value would lose bits to rounding
+MOST_OUTER_LR = 2  # with more, each correction of the weights causes a larger one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class UpdatesConfig(ExchangeConfig):
         super().__post_init__()
         if self.exchange == "auto":
             raise ValueError(
-                "exchange='auto' chooses by what hides behind backward, and updates have the whole step to hide "
-                "behind: choose 'sparse', 'regional', 'dense16' or 'dense'."
+                "exchange='auto' is not available for updates, because their exchange overlaps with a whole step. Use "
+                "'sparse', 'regional', 'dense16' or 'dense'."
             )
         if self.step_ahead != "auto":
             hint = "the share of its pending updates in a node's weights; 'auto' measures it"
@@ -66,16 +66,16 @@ class UpdatesConfig(ExchangeConfig):
         options.flag(self, "shard_optimizer")
 
     def measures_ahead(self, num_nodes: int) -> bool:
-        """Whether ``step_ahead`` follows what so many nodes agree on."""
+        """Return whether ``step_ahead`` is measured with this number of nodes."""
         parts = num_nodes > 2 or (num_nodes == 2 and self.sync_every > 1)
         return self.step_ahead == "auto" and self.exchange == "sparse" and parts
 
     def settles(self, since: int, num_nodes: int) -> bool:
-        """Whether weights of some device may change so many steps after an exchange: the same answer on all ranks."""
+        """Return whether the weights of a device may change ``since`` steps after an exchange, equal on all ranks."""
         return since == self.delay or self.measures_ahead(num_nodes) or self.ahead(num_nodes) != 1.0
 
     def ahead(self, num_nodes: int) -> float:
-        """``step_ahead`` for so many nodes, where it is not measured.
+        """Return ``step_ahead`` for this number of nodes, if it is not measured.
 
         >>> UpdatesConfig().ahead(2), UpdatesConfig().ahead(4), UpdatesConfig(step_ahead=0.9).ahead(4)
         (1.0, 0.5, 0.9)
@@ -85,7 +85,7 @@ class UpdatesConfig(ExchangeConfig):
         return float(self.step_ahead)
 
     def describe(self, num_nodes: int) -> str:
-        """What so many nodes exchange, for the log."""
+        """Return a line about the exchange for the log."""
         sent = (
             f"nodes exchange the largest {100 * self.density:.3g}% of the updates"
             if self.leaves_entries_out

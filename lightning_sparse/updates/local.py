@@ -1,4 +1,4 @@
-"""Node-local optimizers whose updates are exchanged: what a training loop calls."""
+"""Node-local optimizers that exchange their updates: the interface for a training loop."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from lightning_sparse.updates.state import UpdateState, state_of
 
 
 class LocalUpdates(Engine):
-    """Exchanges, after each step, what the optimizers of this node did to the parameters.
+    """Exchanges the updates of this node's optimizers after each step.
 
-    All ranks begin with the parameters and buffers of rank 0. With one node this does nothing. In a loop::
+    All ranks start with the parameters and buffers of rank 0. With one node, this does nothing. In a loop::
 
         topology = discover()
         ddp = DistributedDataParallel(model, process_group=topology.intra)
@@ -44,13 +44,14 @@ class LocalUpdates(Engine):
         updates.finish()
 
     Args:
-        module: the model; not wrapped, or what is wrapped.
-        optimizers: one or several, of parameters that no two share. What is frozen is exchanged once it is trained.
-        topology: of the ranks, with its groups, from ``topology.discover()``.
+        module: the model, without a wrapper.
+        optimizers: one or several optimizers without common parameters. Frozen parameters are exchanged once they
+            train.
+        topology: topology of the ranks, with groups, from ``topology.discover()``.
 
     Raises:
-        ValueError: for nodes of unequal size, an optimizer or parameters that cannot work, or ranks that differ in
-            options or in what their optimizers step.
+        ValueError: if nodes have different numbers of devices, an optimizer or parameter is unsupported, or ranks
+            differ in options or in the parameters of their optimizers.
     """
 
     kind = "updates"
@@ -77,7 +78,7 @@ class LocalUpdates(Engine):
         self.log_once = LogOnce(topology.rank)
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
-        self._shown = self._waits = False  # whether global weights are shown; with all messages
+        self._shown = self._waits = False  # the module holds the global weights; with all messages
         self._all_sent = self._trusted = False
         if not self.active:
             return
@@ -96,7 +97,6 @@ class LocalUpdates(Engine):
         ]
 
     def _has_others(self) -> bool:
-        """Whether there may be other nodes."""
         return self.topology.kind == "hierarchical"
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
@@ -108,18 +108,19 @@ class LocalUpdates(Engine):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Follow parameters that were added to an optimizer. It is called before each step by the optimizer itself;
-        call it where a step may be skipped on some nodes."""
+        """Follow parameters that were added to an optimizer. The optimizer calls it before each step. Call it yourself
+        if some nodes may skip a step."""
         for one in self._of(optimizer):
             one.follow_groups()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer | None = None) -> None:
-        """After a step of the optimizer, or of all. Every rank calls it, those that skipped the step included.
+        """Exchange the updates of one optimizer, or of all, after its step. Every rank calls it, even if it skipped the
+        step.
 
         Raises:
-            CommunicationError: when an exchange failed, of this step or, with a delay, of an earlier one.
-            ValueError: for an optimizer that was not given at set-up.
+            CommunicationError: if this exchange failed or, with a delay, an earlier exchange.
+            ValueError: if the optimizer was not given to the constructor.
         """
         if not self.active:
             return
@@ -128,8 +129,8 @@ class LocalUpdates(Engine):
         if optimizer is not None and not stepped:
             raise ValueError(
                 f"step() was given a {type(optimizer).__name__} that is none of the {len(self.optimizers)} "
-                f"optimizer(s) whose updates are exchanged, so nothing of it would be sent: give the optimizer itself, "
-                f"not what wraps it, or nothing for all of them."
+                f"optimizer(s) whose updates are exchanged. Pass the optimizer itself, not a wrapper, or omit it to "
+                f"step all."
             )
         self.steps += 1
         self._all_sent = False
@@ -144,7 +145,7 @@ class LocalUpdates(Engine):
                 self.step(one.optimizer)
 
     def finish(self) -> None:
-        """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
+        """Send all pending updates; afterwards all ranks have equal weights. Every rank calls it."""
         if not self.active:
             return
         self.swap_in_local_weights()
@@ -156,9 +157,9 @@ class LocalUpdates(Engine):
             if self.steps == 0:
                 self.warn_of_no_step()
             self._make_up()
-            for one in self.optimizers:  # all first: a flush uses the group of exchanges in flight
+            for one in self.optimizers:  # all, before a flush uses their process group
                 one.state.receive()
-            self.exchange.runner.wait()  # for others with the same topology
+            self.exchange.runner.wait()  # for other modules with this topology
             for one in self.optimizers:
                 one.flush()
             self.buffers.average()
@@ -172,8 +173,8 @@ class LocalUpdates(Engine):
         )
 
     def _make_up(self) -> None:
-        """Let nodes that made fewer exchanges than others make the missing exchanges; otherwise nodes would wait for
-        each other. A collective of the world."""
+        """Let nodes with fewer exchanges make the missing exchanges; otherwise nodes would wait for each other. A
+        collective of the world."""
         mine = [one.exchanges for one in self.optimizers]
         most, least = extremes(mine, self.exchange.communicator.flat_all_reduce, self._device)
         if most == least:
@@ -188,14 +189,13 @@ class LocalUpdates(Engine):
             one.make_up_to(exchanges, self._step_id(one))
 
     def _step_id(self, one: LocalOptimizer) -> int:
-        """Return a number that must be equal on all nodes when they exchange."""
         return (self.batches << 8) + self.optimizers.index(one)
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """The module holds the global weights inside, and averaged buffers. Every rank enters it."""
+        """Return a context in which the module holds the global weights and averaged buffers. Every rank enters it."""
         if self._shown and self._waits:
             yield
             return
@@ -222,9 +222,11 @@ class LocalUpdates(Engine):
 
     @torch.no_grad()
     def swap_in_local_weights(self) -> None:
-        """Put the local weights back. A change since ``swap_in_global_weights()`` becomes part of the global weights.
-        If nodes made different changes, their mean does. Weights that were shown without waiting are not compared: all
-        nodes must make the same change to them. Every rank calls it."""
+        """Restore the local weights. Every rank calls it.
+
+        A change since ``swap_in_global_weights()`` becomes part of the global weights: the mean of the nodes' changes.
+        After ``swap_in_global_weights(wait=False)``, changes are not compared, so all nodes must make the same change.
+        """
         if not self._shown:
             return
         changed, adopt = self._settle_changes() if self._waits else (self._may_be_changed(), True)
@@ -241,7 +243,7 @@ class LocalUpdates(Engine):
 
     @torch.no_grad()
     def adopt_changes(self) -> None:
-        """Add changes of the module to the global weights that it shows. Every rank calls it."""
+        """Add changes of the shown global weights to the global weights. Every rank calls it."""
         if self._shown and self._waits and self._settle_changes() == (True, True):
             self.swap_in_local_weights()
             self.swap_in_global_weights()
@@ -252,12 +254,14 @@ class LocalUpdates(Engine):
             self._settle_changes()
 
     def _may_be_changed(self) -> bool:
-        """Return whether this rank's parameters may differ from the weights that were shown. Does not wait."""
+        """Return whether this rank's parameters may differ from the shown global weights. Does not wait."""
         return self._device.type != "cpu" or any(one.is_changed() for one in self.optimizers)
 
     def _settle_changes(self) -> tuple[bool, bool]:
-        """Return whether a rank changed the weights that were shown, and whether the global weights adopt the change.
-        If nodes made different changes, put the mean into the parameters. A collective of the world."""
+        """Return whether any rank changed the shown global weights, and whether the global weights adopt the change.
+
+        If nodes made different changes, write the mean into the parameters. A collective of the world.
+        """
         changed = any(one.is_changed() for one in self.optimizers)
         if all_agree(not changed, self.exchange.communicator.flat_all_reduce, self._device):
             return False, True
@@ -289,7 +293,7 @@ class LocalUpdates(Engine):
             )
 
     def _same_on_all_nodes(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether each device holds the values of its counterparts on other nodes. A collective of the world."""
+        """Return whether each device has the values of its counterparts on other nodes. A collective of the world."""
         comm = self.exchange.communicator
         differ = bool(tensors) and bool(differing(tensors, comm.all_reduce, self._device))
         return all_agree(not differ, comm.flat_all_reduce, self._device)
@@ -300,14 +304,13 @@ class LocalUpdates(Engine):
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the module's parameters by ``id()``: also of shards while FSDP2 has put what it gathered for an
-        evaluation in their place."""
+        """Names of the module's parameters by ``id()``, with the shards that FSDP2 replaces during an evaluation."""
         self._names.update({id(p): name for name, p in self.module.named_parameters()})
         return self._names
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
+        """Start from the weights in the module, with nothing pending. Every rank calls it."""
         self._shown = self._all_sent = False
         for one in self.optimizers:
             one.restart()
@@ -321,21 +324,21 @@ class LocalUpdates(Engine):
         return checkpoint.state_of(self.optimizers, self.names, self.buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say so where it holds nothing of the optimizers."""
+        """Return the state. It is empty on one node, which is logged."""
         if not self.active:
-            said = "one node exchanges no updates, so the state of its optimizers is not saved with them: save it apart"
+            said = "a single node exchanges no updates, so this does not save optimizer state: save it separately"
             self.log_once(said, logging.WARNING)
         return super().state_dict()
 
     def device_state(self) -> dict[str, Any]:
-        """Its optimizers' state, too, which differs between nodes."""
+        """Return the state of this device, with the state of its optimizers, which differs between nodes."""
         return {
             **super().device_state(),
             "optimizers": for_folder(optimizer_state.state_of(self.optimizers, self.names)),
         }
 
     def stepped(self) -> optimizer_state.Stepped:
-        """Return by optimizer the part of each parameter that this device steps."""
+        """Return, by optimizer, the part of each parameter that this device steps."""
         return [(one.optimizer, one.stepped()) for one in self.optimizers]
 
     def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
@@ -363,7 +366,7 @@ class LocalUpdates(Engine):
         return {"pending_norm": self.pending_norm()}
 
     def gauges(self) -> dict[str, float]:
-        """Return the share of its pending updates that this device's weights keep."""
+        """Return ``step_ahead``, the fraction of its pending updates that this device's weights keep."""
         return {"step_ahead": self.step_ahead}
 
     def end(self) -> None:
@@ -371,13 +374,13 @@ class LocalUpdates(Engine):
             self.exchange.runner.end()
 
     def detach(self, reused: Sequence[Optimizer] = ()) -> None:
-        """Leave the optimizers alone and end threads. Those used again get all their state: collectives of the node."""
+        """Remove the hooks and end threads. Reused optimizers get all their state: a collective of the node."""
         self.end()
         for one in self.optimizers:
             one.detach(any(one.optimizer is each for each in reused))
 
     def _name_place(self, where: str) -> None:
-        """For errors of the collectives that follow."""
+        """Set the context of error messages."""
         self.exchange.communicator.error_context = self._inside.error_context = where
 
     def _of(self, optimizer: Optimizer | None) -> list[LocalOptimizer]:
@@ -385,11 +388,11 @@ class LocalUpdates(Engine):
 
     @property
     def step_ahead(self) -> float:
-        """The share of what is pending that this device's weights keep now, the mean over optimizers."""
+        """The fraction of its pending updates that this device's weights keep, averaged over optimizers."""
         return sum(one.state.local_fraction for one in self.optimizers) / max(1, len(self.optimizers))
 
     def pending_norm(self) -> Tensor:
-        """L2 norm of what this device has not sent, a 0-dim tensor (no host sync)."""
+        """Return the L2 norm of this device's pending updates, a 0-dim tensor, without a host wait."""
         norms = [torch.linalg.vector_norm(one.state.pending_S) for one in self.optimizers]
         return torch.stack(norms).norm() if norms else torch.zeros(())
 
@@ -439,7 +442,7 @@ def _check_ranks(
 def options_to_compare(
     module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
 ) -> dict[str, Any]:
-    """Return what must be the same on all ranks, by name."""
+    """Return the values that must be equal on all ranks, by name."""
     held = [*module.named_parameters(), *module.named_buffers()]
     stepped = [[names[id(p)] for p in trainable_params(each)] for each in optimizers]
     told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))

@@ -1,7 +1,7 @@
 """One optimizer of a node: how the node's devices divide its step, and the exchange of its updates.
 
-Each device exchanges its slice of the parameters, whatever it steps: it does the whole step, or its part alone, or the
-parameters are sharded themselves (FSDP2).
+Each device exchanges its slice of the parameters. It may do the whole step, or the step of its slice, or have only its
+slice in memory (FSDP2).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class LocalOptimizer:
     """Exchanges the updates of one optimizer.
 
     Args:
-        optimizer: of this node; its parameters hold the global weights.
+        optimizer: optimizer of this node; its parameters hold the global weights.
         make_state: returns the state of a device's slice.
 
     Attributes:
-        division: of the step over the node's devices.
-        state: of this device's slice.
+        division: how the node's devices divide the step.
+        state: state of this device's slice.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LocalOptimizer:
         make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState] = state_of,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
-        self.has_unsent_step = False  # a step of this optimizer, or of an optimizer that it wraps
+        self.has_unsent_step = False  # of this optimizer, or of an optimizer that it wraps
         nested = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
         self._hooks = [each.register_step_post_hook(self._note_step) for each in filter(_has_hooks, nested)]
         if _has_hooks(optimizer):
@@ -76,11 +76,11 @@ class LocalOptimizer:
         self._waits = True  # whether the shown weights include every message
         known = is_tested(optimizer) or type(optimizer).__module__.startswith("torch.optim")
         self.probe = None if known else Probe()
-        self._probes_again = False  # once this node's weights are shown again
+        self._probes_again = False  # begin the probe again after the swap
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What is exchanged, in the order of the optimizer's groups: all but what is frozen."""
+        """Exchanged parameters, in the order of the optimizer's groups, without frozen parameters."""
         return self.division.parameters
 
     def stepped(self) -> list[tuple[Tensor, Part]]:
@@ -90,20 +90,20 @@ class LocalOptimizer:
         return self.state.slices.pieces
 
     def detach(self, reused: bool) -> None:
-        """Leave the optimizer alone from now on. One used again gets all its state: a collective of the node."""
+        """Remove the hooks. A reused optimizer gets all its state: a collective of the node."""
         for hook in self._hooks:
             hook.remove()
         if reused:
             self.division.release()
 
     def step(self, step_id: int) -> None:
-        """After the optimizer's.
+        """Exchange or settle, after a step of the optimizer.
 
         Args:
-            step_id: the same on all nodes that step.
+            step_id: number of the step, equal on all nodes.
 
         Raises:
-            ValueError: for an optimizer that overwrites the parameters with a copy of its own.
+            ValueError: if the optimizer overwrites the parameters with a copy of its own.
         """
         self.has_unsent_step = False
         self.follow_groups()
@@ -116,11 +116,11 @@ class LocalOptimizer:
         else:
             self.state.settle(since)
             if self.division.steps_all and not self.state.may_settle(since) and not probed:
-                return  # devices hold the same
+                return  # all devices have equal parameters
         self.gather()
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of the step, with a closure that does not see the probe's change."""
+        """Start the probe. Return the arguments of the step, with closures that do not see the probe's change."""
         self.follow_groups()
         if self.probe is None:
             return None
@@ -159,20 +159,20 @@ class LocalOptimizer:
 
     @property
     def exchanges(self) -> int:
-        """How many exchanges this optimizer has made so far."""
+        """Number of exchanges so far."""
         return self.steps // self._config.sync_every
 
     def make_up_to(self, exchanges: int, step_id: int) -> None:
-        """Make the exchanges that only other nodes have made, with the updates so far."""
+        """Make the exchanges that other nodes have made and this node has not."""
         while self.exchanges < exchanges:
             self.steps = (self.exchanges + 1) * self._config.sync_every
             self.state.exchange_step(step_id)
             self.gather()
 
     def flush(self) -> None:
-        """Send everything that is pending."""
+        """Send all pending updates."""
         if self.probe is not None:
-            self.probe.cancel()  # an exception may have ended the step
+            self.probe.cancel()  # in case an exception ended the step
         self.state.flush()
         self.gather()
 
@@ -183,27 +183,27 @@ class LocalOptimizer:
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
     def swap_in_global_weights(self, wait: bool = True) -> None:
-        """Put the global weights into the parameters; with ``wait=False``, without messages in flight."""
-        self._probes_again = self.probe is not None and self.probe.cancel()  # within a step
+        """Write the global weights into the parameters; with ``wait=False``, without messages in flight."""
+        self._probes_again = self.probe is not None and self.probe.cancel()  # true within a step
         self._own, self._waits = [piece.clone() for piece in self.state.slices.in_parameters()], wait
         self.state.slices.write(self._shown())
         self.gather()
 
     def put_back(self) -> None:
-        """Put this node's weights back. Nothing changed the weights that were shown."""
+        """Restore this node's weights. No hook has changed the global weights."""
         self._put(self._own or ())
         self._end_swap()
 
     def swap_in_local_weights(self, adopt: bool) -> None:
-        """Put this node's weights back, with the changes made to the weights that were shown.
+        """Restore this node's weights, plus the changes that hooks made to the global weights.
 
         Args:
-            adopt: whether all nodes made the same change, which then becomes part of the global weights. Otherwise a
-                change is an update of this node.
+            adopt: all nodes made the same change, so it becomes part of the global weights. Otherwise a change is an
+                update of this node.
         """
         state, changed_S = self.state, self.changed_weights() if adopt else None
         if changed_S is not None and self._waits:
-            # No later message may be added to the values that the hook left, so they become global exactly.
+            # Apply all messages first, so that the hook's values become global exactly.
             self._put(self._own or ())
             state.settle_now()
             state.set_global(changed_S)
@@ -221,20 +221,20 @@ class LocalOptimizer:
         self.gather()
 
     def changed_weights(self) -> Tensor:
-        """Return the global weights with the changes made while they were shown, a new tensor [S]."""
+        """Return the global weights with the changes of hooks, a new tensor [S]."""
         changed_S = self._shown().clone()
         for new, piece in zip(self.state.slices.of(changed_S), self.state.slices.in_parameters(), strict=True):
             torch.where(piece == new.to(piece.dtype), new, piece.float(), out=new)
         return changed_S
 
     def is_changed(self) -> bool:
-        """Return whether the parameters differ from the weights that were shown. Waits for the device."""
+        """Return whether the parameters differ from the global weights that were written. Waits for the device."""
         shown = self.state.slices.of(self._shown())
         pairs = zip(self.state.slices.in_parameters(), shown, strict=True)
         return not all(torch.equal(piece, each.to(piece.dtype)) for piece, each in pairs)
 
     def average_changes(self) -> None:
-        """Put the mean over nodes into the parameters. A collective of the world."""
+        """Write the mean over nodes into the parameters. A collective of the world."""
         pieces = self.state.slices.in_parameters()
         if not pieces:
             return
@@ -244,7 +244,7 @@ class LocalOptimizer:
         self.gather()
 
     def undo_changes(self) -> bool:
-        """Write the global weights again. Return whether the parameters held something else."""
+        """Write the global weights again. Return whether the parameters differed from them."""
         changed = self.is_changed()
         if changed:
             self.state.slices.write(self._shown())
@@ -258,7 +258,7 @@ class LocalOptimizer:
             piece.copy_(now)
 
     def _now(self) -> Iterator[Tensor]:
-        """Yield the pieces of this node's weights, with changes made while the global weights were shown."""
+        """Yield the pieces of this node's weights, plus the changes of hooks to the global weights."""
         slices = self.state.slices
         if self._own is None:
             yield from slices.in_parameters()
@@ -270,7 +270,7 @@ class LocalOptimizer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of this device's slice, on the CPU, where it is made, too. Waits for messages under way."""
+        """Return the state of this device's slice, made on the CPU. Waits for messages in flight."""
         self.state.receive()
         now = [piece.cpu() for piece in self._now()]
         now_S = torch.cat([piece.float() for piece in now]) if now else torch.empty(0)
@@ -283,18 +283,19 @@ class LocalOptimizer:
         return {**self.state.state_dict(now_S), **more}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on where it was saved."""
         probed = {name[6:]: float(value) for name, value in saved.items() if name.startswith("probe ")}
         if self.probe is not None and probed:
             self.probe.load_state_dict(probed)
-        if self.state.load_state_dict(saved) and "wide" in saved:  # between two exchanges these hold more than fp32
+        if (
+            self.state.load_state_dict(saved) and "wide" in saved
+        ):  # between two exchanges, fp64 parameters have more bits than fp32
             pieces = [piece for piece in self.state.slices.in_parameters() if piece.dtype == torch.float64]
             for piece, now in zip(pieces, torch.split(saved["wide"], list(map(len, pieces))), strict=True):
                 piece.copy_(now)
         self.gather()
 
     def restart(self) -> None:
-        """Go on from what the parameters hold, with nothing pending."""
+        """Start from the weights in the parameters, with nothing pending."""
         self.state.receive()
         self._own = None
         self.state = self._new_state()
@@ -303,8 +304,8 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def follow_groups(self) -> None:
-        """Take up parameters that were added by ``add_param_group()`` or unfrozen; all ranks begin with the values of
-        rank 0. Parameters that were taken out of the optimizer keep the global weights."""
+        """Add parameters that ``add_param_group()`` added or that were unfrozen, with the values of rank 0. Parameters
+        that were removed from the optimizer get the global weights."""
         known = self.parameters
         ids = set(map(id, known))
         now = trainable_params(self.optimizer, ids)
@@ -319,8 +320,8 @@ class LocalOptimizer:
         self.gather()
 
     def _leave_frozen(self) -> None:
-        """Give parameters that were frozen since the last step the global weights, and drop their pending updates:
-        otherwise these weights would still change."""
+        """Write the global weights into parameters that were frozen since the last step, and drop their pending
+        updates, because these would still change the weights."""
         frozen = {id(p) for p in self.parameters if not (p.requires_grad or _has_gradient(p))}
         new, self._frozen = frozen - self._frozen, frozen
         self._drop_pending(new)
@@ -335,12 +336,12 @@ class LocalOptimizer:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether ``Optimizer.__init__`` was ever called."""
+    """Return whether ``Optimizer.__init__`` was called."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Whether the parameter has a gradient that is not zero on this device."""
+    """Return whether the parameter has a gradient other than zero on this device."""
     return parameter.grad is not None and bool(local_of(parameter.grad).any())
 
 
@@ -365,13 +366,13 @@ class StepPartition:
     """How the devices of a node divide the step of one optimizer.
 
     Args:
-        step: shares the step: each device steps its part alone, and keeps the optimizer's state of that alone. None:
-            each device does the whole step, and exchanges any part of the result.
+        step: the sharded step, in which each device steps only its part and stores only the state of this part. None:
+            each device does the whole step.
 
     Attributes:
-        parameters: that are trained, in the order of the optimizer's groups.
+        parameters: trained parameters, in the order of the optimizer's groups.
         local_parts: the part of each parameter that this device exchanges, or None.
-        steps_all: each device does the whole step, so that they hold the same after it.
+        steps_all: each device does the whole step, so all devices have equal parameters after it.
     """
 
     def __init__(self, optimizer: Optimizer, inside: HierCommunicator, step: ShardedStep | None = None) -> None:
@@ -383,7 +384,6 @@ class StepPartition:
         self.follow_groups()
 
     def follow_groups(self) -> None:
-        """Take up what the optimizer steps now."""
         here, size = self._inside.node.place, self._inside.node.size
         now = trainable_params(self.optimizer, set(map(id, self.parameters)))
         if self._step is not None:
@@ -398,11 +398,11 @@ class StepPartition:
         self._gather = FlatGather(now, self._parts, here, size)
 
     def gather(self) -> None:
-        """Bring the parts of all devices to all devices. A collective of the node."""
+        """Gather the parts of all devices on all devices. A collective of the node."""
         self._gather(self._inside)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict()``, of a shared step on the node's first device alone. A collective of
+        """Return the optimizer's ``state_dict()``; of a sharded step, only on the node's first device. A collective of
         the node."""
         node = self._inside.node
         if self._step is not None:
@@ -412,13 +412,13 @@ class StepPartition:
         return dict(self.optimizer.state_dict())
 
     def release(self) -> None:
-        """The optimizer steps everything again. A collective of the node."""
+        """End the sharded step. A collective of the node."""
         if self._step is not None:
             self._step.release()
 
 
 class FSDPPartition(StepPartition):
-    """The parameters are sharded themselves (FSDP2): each device has its part alone."""
+    """FSDP2 has sharded the parameters: each device has only its part."""
 
     def __init__(self, optimizer: Optimizer, inside: HierCommunicator, module: nn.Module) -> None:
         self._module = module
@@ -430,18 +430,18 @@ class FSDPPartition(StepPartition):
         self.local_parts = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:
-        """FSDP2 does that in the next forward pass, unless it kept what an evaluation gathered: drop that."""
+        """Drop parameters that FSDP2 gathered for an evaluation. It gathers the new values in the next forward pass."""
         drop_gathered(self._module)
 
 
 def partition_of(
     optimizer: Optimizer, module: nn.Module, inside: HierCommunicator, names: Mapping[int, str], share: bool
 ) -> StepPartition:
-    """Return how the step of an optimizer is divided.
+    """Return how the devices divide the step of an optimizer.
 
     Args:
-        module: whose parameters it steps; an optimizer that steps one with sparse gradients is not shared.
-        share: let each device step its part, if the optimizer allows it with the result of a whole step.
+        module: owner of the parameters. An optimizer with sparse gradients is not sharded.
+        share: let each device step its part, if the optimizer then computes the result of a whole step.
     """
     parameters = parameters_of(optimizer)
     if any(isinstance(p, DTensor) for p in parameters):

@@ -1,4 +1,4 @@
-"""The state of a node's optimizers for a checkpoint: by pieces of parameters, which any division of a step takes up."""
+"""The state of a node's optimizers in a checkpoint, by pieces of parameters, so that any division can load it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ Stepped = Sequence[tuple[Optimizer, Sequence[tuple[Tensor, Part]]]]
 
 
 def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> State:
-    """Return this device's part of the state of all optimizers, on the CPU. ``own`` has by parameter what does not
-    follow its elements, such as counts of steps, and the options of groups."""
+    """Return this device's part of the state of all optimizers, on the CPU.
+
+    ``own`` has the values that do not follow a parameter's elements, such as step counts, and the options of groups.
+    """
     state, rest = State(), dict[str, dict[str, Any]]()
     for one in optimizers:
         for parameter, part in one.state.slices.pieces:
@@ -48,7 +50,8 @@ def _options(one: LocalOptimizer) -> list[dict[str, Any]]:
 
 
 def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
-    """Return what a device exchanges of a state that follows the parameter's elements; None for another one."""
+    """Return the part of a state tensor that belongs to this device's elements; None if it does not follow the
+    elements."""
     if not isinstance(value, Tensor) or not value.dim():
         return None
     if isinstance(value, DTensor):
@@ -60,7 +63,7 @@ def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
 
 @torch.no_grad()
 def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -> None:
-    """Go on with what the devices of one node had, whatever their number and their division of the step."""
+    """Load the state that the devices of one node saved, for any number of devices and any division."""
     rest = dict(chain.from_iterable(each.own["rest"].items() for each in devices))
     quantities = dict.fromkeys(quantity for each in devices for quantity in each.pieces)
     _load_options([optimizer for optimizer, _ in stepped], devices[0].own["groups"])
@@ -78,7 +81,7 @@ def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -
 
 
 def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
-    """Raise ValueError for optimizers that a checkpoint is not of, as far as their groups tell."""
+    """Raise ValueError if the checkpoint belongs to other optimizers, as far as their groups tell."""
     for number, (optimizer, saved) in enumerate(zip(optimizers, devices[0].own["groups"], strict=False)):
         now = optimizer.param_groups
         if len(now) != len(saved):
@@ -88,7 +91,7 @@ def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
             )
         for group, options in zip(now, saved, strict=True):
             lacks, foreign = optimizer.defaults.keys() - options.keys(), options.keys() - group.keys()
-            if lacks and foreign:  # one of the two alone: another version of torch, or a schedule
+            if lacks and foreign:  # only one of them: another version of torch, or a scheduler
                 raise ValueError(
                     f"optimizer {number} was saved with the option(s) {', '.join(sorted(foreign))}, and "
                     f"{type(optimizer).__name__} takes {', '.join(sorted(lacks))} instead: resume with the optimizer "
@@ -97,7 +100,7 @@ def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
 
 
 def _load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Give groups the options that they had, learning rates among them, unless there are others now."""
+    """Restore the options of groups, such as learning rates, unless they have other options now."""
     groups = [each.param_groups for each in optimizers]
     if list(map(len, groups)) != list(map(len, saved)):
         return
@@ -113,7 +116,7 @@ def _read(devices: Sequence[State], quantity: str, name: str, part: Part, parame
 
 
 def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
-    """Return a flat state in the form that the optimizer's step meets."""
+    """Return a flat state tensor in the form that the optimizer's step uses."""
     flat = flat.to(parameter.device)
     if isinstance(parameter, DTensor):
         local = torch.empty_like(parameter.to_local(), dtype=flat.dtype)
@@ -129,8 +132,8 @@ def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
 
 
 def _placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Counts of steps lie on the CPU, unless the optimizer runs without asking the host. What follows the elements of a
-    0-dim parameter has no dims either."""
+    """Return a state tensor on its device: step counts on the CPU, unless the optimizer runs without the host. The
+    state of a 0-dim parameter has no dims either."""
     group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
     all_there = group.get("capturable") or group.get("fused")
 
@@ -142,7 +145,7 @@ def _placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -
 
 
 def to_python(value: Any) -> Any:
-    """Return it with Python's numbers for NumPy's: a schedule may leave these in an optimizer, a safe load refuses."""
+    """Replace NumPy numbers by Python's. A scheduler may leave them in an optimizer, and a safe load refuses them."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):

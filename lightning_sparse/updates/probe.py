@@ -1,11 +1,11 @@
-"""Finds optimizers that undo received updates, by their effect on the parameters, not by their state.
+"""Finds optimizers that undo received updates, by their effect on the parameters.
 
-An optimizer with a copy of the weights (fp32 master weights) overwrites the parameters with the copy, and so removes
-received updates. Before an early step, the probe changes a few elements by much more than a step changes them. After
-the step, it measures the share of this change that is left, and removes the rest of the change. The share is 1 if the
-optimizer steps the parameters themselves; the first such step ends the search. The share is 0 with master weights, and
-between 0 and 1 if the optimizer pulls the weights back towards a copy. Early steps of schedule-free optimizers may
-leave little, so only several steps show that an optimizer overwrites the parameters.
+An optimizer with its own copy of the weights, such as fp32 master weights, overwrites the parameters with the copy. So
+it removes received updates. Before an early step, the probe changes a few elements by much more than a step does. After
+the step, it measures the fraction of this change that is left, and removes the rest. The fraction is 1 if the optimizer
+steps the parameters themselves; one such step ends the search. It is 0 with master weights, and between 0 and 1 if the
+optimizer pulls the weights back towards a copy. Early steps of schedule-free optimizers may leave little, so several
+steps are needed to show that an optimizer overwrites the parameters.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_sparse.updates.slices import Slices
 
-ELEMENTS = 4  # few, to change the norm of all weights little: some optimizers adapt to it
-WINDOW = 1 << 20  # elements of a piece that are probed at most
+ELEMENTS = 4  # few, because some optimizers use the norm of the weights
+WINDOW = 1 << 20  # limit of the probed elements of a piece
 LARGE = 8.0  # times the largest change of the last step
 CLEAR = 4.0  # times the largest change of this step
 STEPS = 24
@@ -30,16 +30,16 @@ KEEPS = 0.9
 """If a step leaves at least this share of a change, the optimizer steps the parameters themselves."""
 OVERWRITES = 0.4
 """If each step leaves less than this share, the optimizer overwrites the parameters."""
-MOST = 0.75  # a quantile: a step that clips weights takes up to half of the changes back, those beyond its bounds
+MOST = 0.75  # quantile; a step that clips weights undoes up to half of the changes
 
 
 @dataclass
 class _Tried:
-    """One piece of a parameter in a step.
+    """One piece of a parameter in a probed step.
 
     Attributes:
-        places: of the elements that are changed; at most a quarter of the piece.
-        before: the piece as it was.
+        places: indices of the changed elements, at most a quarter of the piece.
+        before: the piece before the change.
     """
 
     piece: Tensor
@@ -51,13 +51,14 @@ class _Tried:
         return (self.before[self.places].double() + size * self.signs).to(self.piece.dtype)
 
     def take_back(self, size: float) -> tuple[float, float]:
-        """Remove the rest of a change. Return the share that was left, and the largest change of other elements."""
+        """Remove the rest of the change. Return the fraction that was left, and the largest change of other
+        elements."""
         changes = self.piece.double() - self.before.double()
         shares = changes[self.places] * self.signs / size if size else torch.ones_like(self.signs)
         most = shares.quantile(MOST).item()
-        follows = shares >= min(most, 0.5 * most)  # others were clipped by a bound
+        follows = shares >= min(most, 0.5 * most)  # the others were clipped
         share = shares[follows].mean().item()
-        if share >= KEEPS:  # all is left, up to noise and weight decay
+        if share >= KEEPS:  # everything is left, up to noise and weight decay
             share = 1.0
         changes[self.places] = 0
         usual = changes.abs().max().item()
@@ -70,9 +71,9 @@ class Probe:
     """Changes elements before steps of one optimizer, in the largest piece of each dtype of this device's slice.
 
     Attributes:
-        steps: number of probed steps; `STEPS` at most.
-        found: number of steps that showed a share; `ENOUGH` at most.
-        most: the largest share of a change that a step left.
+        steps: number of probed steps, at most `STEPS`.
+        found: number of steps that showed a fraction, at most `ENOUGH`.
+        most: largest fraction that a step left.
         sizes: size of the change before the next step, by dtype; 0 until a step shows how much it changes.
     """
 
@@ -89,12 +90,11 @@ class Probe:
 
     @property
     def over(self) -> bool:
-        """Whether the search has ended."""
         return self.steps >= STEPS or self.found >= ENOUGH or self.most >= KEEPS
 
     @torch.no_grad()
     def begin(self, slices: Slices) -> None:
-        """Change elements of the parameters; call it before a step."""
+        """Change elements of the parameters before a step."""
         if self.over or self.under_way:
             return
         largest: dict[torch.dtype, Tensor] = {}
@@ -111,13 +111,15 @@ class Probe:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Remove the change inside, so that a closure that the step calls computes gradients without it."""
+        """Remove the change inside, for a closure of the step that computes gradients."""
         tried, self._tried, kept = self._tried, [], []
         with torch.no_grad():
             for each in tried:
                 now = each.piece[each.places]
                 kept.append(now)
-                moved = now - each.changed(self.sizes[each.piece.dtype])  # by the step so far; 0 in most optimizers
+                moved = now - each.changed(
+                    self.sizes[each.piece.dtype]
+                )  # change by the step so far; 0 in most optimizers
                 each.piece[each.places] = each.before[each.places] + moved
         yield
         with torch.no_grad():
@@ -127,7 +129,7 @@ class Probe:
 
     @torch.no_grad()
     def cancel(self) -> bool:
-        """Remove the change before the step. Return whether there was one; ``begin`` makes the same change again."""
+        """Remove the change before the step. Return whether there was a change; ``begin`` makes it again."""
         was_under_way = self.under_way
         for each in self._tried:
             each.piece[each.places] = each.before[each.places]
@@ -136,7 +138,7 @@ class Probe:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Remove the change after the step, and note the share that was left."""
+        """Remove the change after the step, and store the fraction that was left."""
         self.steps += 1
         shares = []
         for each in self._tried:
@@ -144,19 +146,17 @@ class Probe:
             share, usual = each.take_back(size)
             if size and 0 < usual <= size / CLEAR:
                 shares.append(max(0.0, share))
-            scale = each.before.double().square().mean().sqrt().item()  # a larger change would be another model
+            scale = each.before.double().square().mean().sqrt().item()  # limit: a larger change would ruin the step
             self.sizes[each.piece.dtype] = min(LARGE * usual, scale or math.inf)
         self._tried = []
         if shares:
             self.found, self.most = self.found + 1, max(self.most, min(shares))
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a resumed run."""
         sizes = {str(dtype): size for dtype, size in self.sizes.items()}
         return {"steps": float(self.steps), "found": float(self.found), "most": self.most, **sizes}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Continue from a saved state."""
         self.steps, self.found, self.most = int(saved["steps"]), int(saved.get("found", 0)), saved.get("most", 0.0)
         sizes = {name.partition(".")[2]: size for name, size in saved.items() if name.startswith("torch.")}
         self.sizes = {getattr(torch, name): size for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""The slice of an optimizer's parameters that a device keeps, as one flat fp32 tensor and as pieces of parameters."""
+"""The slice of an optimizer's parameters that a device owns, as one flat fp32 tensor and as pieces of parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CACHED = 1 << 16  # elements that stay in a core's cache
 
 
 class Slices:
-    """The pieces of parameters that one device owns, one behind the other.
+    """The pieces of parameters that one device owns, concatenated.
 
     Args:
-        mine: the part of each that this device owns, or None.
+        mine: the part of each parameter that this device owns, or None.
 
     Attributes:
-        numel: S, elements of all pieces together.
+        numel: S, number of elements of all pieces.
     """
 
     def __init__(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
@@ -35,24 +35,31 @@ class Slices:
         self._sizes = [part.end - part.begin for _, part in self.pieces]
         self.numel = sum(self._sizes)
         self._views: list[Tensor] = []
-        self._seen: list[object] = []  # where the parameters of the views were
+        self._seen: list[object] = []  # keys of the cached views
 
     def named(self, names: Mapping[int, str]) -> list[tuple[str, int, int]]:
-        """The pieces as (name, begin, end), given the parameters' names by ``id()``."""
+        """Return the pieces as (name, begin, end).
+
+        Args:
+            names: names of the parameters by ``id()``.
+        """
         return [(names[id(parameter)], part.begin, part.end) for parameter, part in self.pieces]
 
     def by_piece(self, flat_S: Tensor) -> dict[tuple[int, Part], Tensor]:
-        """The views of ``of`` by parameter, as its ``id()``, and part."""
+        """Return the views of ``of`` by (``id()`` of the parameter, part)."""
         keys = [(id(parameter), part) for parameter, part in self.pieces]
         return dict(zip(keys, self.of(flat_S), strict=True))
 
     def of(self, flat_S: Tensor) -> list[Tensor]:
-        """Views of a flat tensor of S elements, one a piece."""
+        """Return views of a flat tensor [S], one per piece."""
         return list(torch.split(flat_S, self._sizes)) if self._sizes else []
 
     def in_parameters(self) -> list[Tensor]:
-        """Views of the parameters' memory, one a piece. Kept while the parameters stay where they are: to make them
-        takes longer than to use them, for models of many small parameters."""
+        """Return views of the parameters' memory, one per piece.
+
+        They are cached while the parameters stay in place: with many small parameters, making them takes longer than
+        using them.
+        """
         places = [_place_of(parameter) for parameter, _ in self.pieces]
         if places != self._seen or None in places:
             self._views = [flat_view_of_part(parameter, part) for parameter, part in self.pieces]
@@ -60,25 +67,25 @@ class Slices:
         return self._views
 
     def read(self) -> Tensor:
-        """The parameters as they are, fp32."""
+        """Return the parameters, fp32 [S]."""
         device = self.pieces[0][0].device if self.pieces else torch.device("cpu")
         flat_S = torch.empty(self.numel, dtype=torch.float32, device=device)
         self.copy_to(flat_S)
         return flat_S
 
     def copy_to(self, flat_S: Tensor) -> None:
-        """Read the parameters into a flat tensor."""
+        """Copy the parameters into a flat tensor."""
         if self.pieces:
             torch._foreach_copy_(self.of(flat_S), self.in_parameters())
 
     def add_progress(self, start_S: Tensor, pending_S: Tensor) -> None:
-        """start_S += pending_S - the parameters."""
+        """Compute start_S += pending_S - parameters."""
         for start, pending, piece in _batches(self.of(start_S), self.of(pending_S), self.in_parameters()):
             torch._foreach_add_(start, pending)
             torch._foreach_sub_(start, piece)
 
     def accumulate_delta(self, local_S: Tensor, global_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
-        """local_S += the parameters - the values that ``lerp_into`` wrote for the same arguments.
+        """Compute local_S += parameters - the values that ``lerp_into`` wrote for the same arguments.
 
         Args:
             now_S: values to use instead of the parameters, in the precision of the parameters.
@@ -94,10 +101,10 @@ class Slices:
         model = self.in_parameters()
         if model:
             _kernels_for(model).lerp_into(local_S, global_S, model, ahead)
-            torch.autograd.graph.increment_version(model)  # kernels do not: a graph may have saved what was there
+            torch.autograd.graph.increment_version(model)  # as torch's own operators do, so that autograd detects it
 
     def between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> Tensor:
-        """Return what ``lerp_into`` writes, in fp32, on the device of the two."""
+        """Return the values that ``lerp_into`` writes, in fp32, on the device of the two models."""
         flat_S = torch.empty_like(local_S)
         model = [torch.empty_like(piece, device=local_S.device) for piece in self.in_parameters()]
         if model:
@@ -112,26 +119,28 @@ class Slices:
 
     @property
     def rounds(self) -> bool:
-        """Whether some parameter holds less than fp32."""
+        """Whether a parameter has another dtype than fp32."""
         return any(parameter.dtype != torch.float32 for parameter, _ in self.pieces)
 
 
 def _place_of(parameter: Tensor) -> object:
-    """What a view of its memory depends on; None of a sharded parameter, which tells it as slowly as it makes one."""
+    """Return the key of a view of the parameter's memory; None for a DTensor, whose key is as slow to compute as the
+    view."""
     if isinstance(parameter, DTensor):
         return None
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _kernels_for(model: Sequence[Tensor]) -> ModuleType:
-    """Compiled kernels take no float64, and no memory that is not aligned to its elements, such as a mapped file's."""
+    """Return the compiled kernels, or plain torch for float64 and for unaligned memory, such as that of a mapped
+    file."""
     odd = any(piece.dtype == torch.float64 or piece.data_ptr() % piece.element_size() for piece in model)
     return plain if odd else kernels
 
 
 def _batches(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:
-    """The same elements of all lists: on the CPU few at a time, so that the second pass reads the cache; on CUDA all,
-    for few launches."""
+    """Yield matching elements of all lists: on the CPU a few at a time, which stay in the cache; on CUDA all, in few
+    launches."""
     if lists[0] and lists[0][0].is_cuda:
         yield lists
         return

@@ -50,7 +50,7 @@ class UpdateState(ABC):
         spec = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
         self._path = exchange.choice.path(spec, config.density)
         self.local_fraction = config.ahead(exchange.topology.num_nodes)
-        self._running: tuple[TensorFuture, Any] | None = None  # the last exchange: its end, and its job
+        self._running: tuple[TensorFuture, Any] | None = None  # future and job of the exchange in flight
 
     @property
     @abstractmethod
@@ -105,7 +105,7 @@ class UpdateState(ABC):
         """Drop the pending updates of parameters, given by ``id()``, so that they hold the global weights."""
 
     def _start(self, job: Job) -> None:
-        """Run a job that has selected: beside the next step, or at once if ``delay=0``."""
+        """Run a job that has selected: during the next step, or at once if ``delay=0``."""
         if self._config.delay:
             self._running = self._exchange.runner.start(job, self.global_S, job.select()), job
             return
@@ -125,7 +125,7 @@ class UpdateState(ABC):
 
     @abstractmethod
     def _store_received(self, job: Any) -> None:
-        """Keep what a finished job did not add to the global weights."""
+        """Store the messages of a finished job that it did not add to the global weights."""
 
     def read_global(self) -> Tensor:
         """Return the global weights with every message. Do not write to them."""
@@ -169,7 +169,7 @@ class UpdateState(ABC):
 
     @abstractmethod
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        """Return what a resumed run needs. Nothing may be in flight.
+        """Return the state for a resumed run. Nothing may be in flight.
 
         ``shared`` and `unsent_of` serve any cluster. The other tensors make a resume on the same cluster exact. They
         are stored as patches (`sparse_diff`), which are large only for a save between two exchanges.
@@ -459,7 +459,7 @@ class SparseUpdateState(UpdateState):
             self._add_round(each, target_S)
 
     def _add_round(self, updates: RoundUpdates, target_S: Tensor) -> None:
-        """Subtract the mean of a round's updates; those of messages times ``outer_lr``."""
+        """Subtract the mean of a round's updates. Updates from messages count ``outer_lr`` times."""
         if len(updates.messages_MB):
             messages_MB = updates.messages_MB[:, : self._path.message_bytes].contiguous()
             self._path.add(messages_MB.to(target_S.device), target_S, -self._config.outer_lr / updates.num_nodes)
