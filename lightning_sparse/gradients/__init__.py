@@ -1,4 +1,5 @@
-"""The paper's front end: gradients are reduced before the optimizer, with error feedback, as a DDP hook."""
+"""Exchange gradients before the optimizer, with error feedback, as a DDP communication hook (Shi et al., MLSys
+2021)."""
 
 from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.gradients.reduction import hier_hook

@@ -1,8 +1,8 @@
-"""Residuals in a checkpoint: as pieces of parameters, by quantity. No collective.
+"""Residuals in a checkpoint, as pieces of parameters. Nothing here is a collective.
 
-On the same nodes a resumed run is exact. On other nodes the sum over nodes is kept: each new node starts with an equal
-share of the sum. The same holds for velocities of momentum correction. If the resumed run has no velocities (one node,
-or the option is off), residuals and velocities become gradients that have the same effect through SGD's own momentum.
+On the same nodes, a resumed run is exact. On other nodes, each new node starts with an equal share of the sum over the
+old nodes. Velocities of momentum correction are handled like residuals. If the resumed run has no velocities (one node,
+or the option is off), residuals and velocities become gradients with an equal effect through SGD's own momentum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PlainGroup = tuple[list[str], list[int]]
 
 
 def state_of(stores: Sequence[ResidualStore], parameters: Parameters) -> State:
-    """Return the content of stores that have no open round."""
+    """Return the state of stores without an open round."""
     by_quantity = dict(zip(QUANTITIES, stores, strict=False))
     pieces = {
         quantity: [
@@ -43,7 +43,6 @@ def state_of(stores: Sequence[ResidualStore], parameters: Parameters) -> State:
 
 
 def layouts_of(parameters: Parameters) -> dict[str, Layout]:
-    """Return the layout of each parameter."""
     return {name: layout_of(parameters[name]) for name in parameters.numels}
 
 
@@ -53,8 +52,8 @@ def load(
     """Fill empty stores with the state of this device.
 
     Args:
-        groups: of each store, the groups that any device of the node knew. They must be equal on all ranks, because
-            collectives follow from them.
+        groups: for each store, the groups that any device of the node knew, equal on all ranks, because collectives
+            follow from them.
         saved: state of this device; None: its residuals are zero.
     """
     for quantity, store, known in zip(QUANTITIES, stores, groups, strict=False):
@@ -81,8 +80,7 @@ def load_shares(
     parameters: Parameters,
     num_nodes: int,
 ) -> None:
-    """Fill empty stores with 1 / ``num_nodes`` of the sum over the saved nodes. It waits by parameter until groups take
-    it up."""
+    """Fill empty stores with 1 / ``num_nodes`` of the sum over the saved nodes, by parameter until groups exist."""
     totals = [_totals(nodes, quantity, parameters) for quantity, _ in zip(QUANTITIES, metadata["stores"], strict=False)]
     if len(totals) > len(stores):
         totals = [_without_velocity(totals[0], totals[1], metadata["momentum"])]
@@ -92,12 +90,12 @@ def load_shares(
 
 
 def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Parameters) -> dict[str, Tensor]:
-    """Return the sum over nodes of a quantity by parameter, flat in the order of buckets."""
+    """Return the sum over nodes of a quantity, by parameter, flat in bucket order."""
 
     def cut(device: State, name: str, begin: int, end: int) -> Iterator[Piece]:
         yield from device.cut(quantity, name, begin, end)
         parked = device.own["parked"].get(quantity, {})
-        if name in parked:  # the same on all devices of a node
+        if name in parked:  # equal on all devices of a node
             yield Piece(name, begin, end, parked[name][begin:end])
 
     numels = parameters.numels.items()
@@ -110,8 +108,7 @@ def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Paramet
 def _without_velocity(
     residual: dict[str, Tensor], velocity: dict[str, Tensor], momentum_equivalents: Mapping[str, Sequence[float]]
 ) -> dict[str, Tensor]:
-    """Return the gradients that have the same effect if SGD keeps its own momentum
-    (MomentumCorrection.momentum_equivalents)."""
+    """Return gradients with an equal effect through SGD's own momentum (`MomentumCorrection.momentum_equivalents`)."""
     sent = {name: value * momentum_equivalents.get(name, (1.0, 0.0))[0] for name, value in residual.items()}
     for name, value in velocity.items():
         tail = value * momentum_equivalents.get(name, (1.0, 0.0))[1]
@@ -124,10 +121,10 @@ def _cut(store: ResidualStore, group: ParamGroup) -> list[tuple[str, slice, slic
 
 
 def plain(groups: Iterable[ParamGroup]) -> list[PlainGroup]:
-    """Return groups as a checkpoint holds them."""
+    """Return groups in plain types, for a checkpoint."""
     return [(list(group.names), list(group.numels)) for group in groups]
 
 
 def groups_of(plain: Iterable[PlainGroup]) -> tuple[ParamGroup, ...]:
-    """Return the inverse of plain()."""
+    """Return the inverse of `plain`."""
     return tuple(ParamGroup(tuple(names), tuple(numels)) for names, numels in plain)

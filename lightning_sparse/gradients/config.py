@@ -1,4 +1,4 @@
-"""What a user chooses about the reduction of gradients, checked when it is chosen, and the density warm-up."""
+"""Options of the exchange of gradients, validated on creation, and the density warm-up."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEFAULT_EPOCHS, DEFAULT_SHARE = 4, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsConfig(ExchangeConfig):
-    """Options of every exchange of gradients, in addition to `ExchangeConfig`.
+    """Options of all exchanges of gradients, in addition to `ExchangeConfig`.
 
     Args:
         warmup_epochs: Number of epochs in which the density falls exponentially to ``density``; 0 disables the warm-up.
             See DGC (Lin et al. 2018, section 3.3). Default: ``warmup_steps`` decides.
         warmup_steps: Number of steps in which the density falls exponentially to ``density``. With both options, the
-            warm-up ends when the first of them is over. With neither, a Trainer uses the smaller of 4 epochs and 5% of
-            the expected steps; without a Trainer there is no warm-up.
+            shorter warm-up applies. With neither, a Trainer uses the smaller of 4 epochs and 5% of the expected steps;
+            without a Trainer there is no warm-up.
 
     Raises:
         ValueError: with the value, the rule and the fix.
@@ -41,7 +41,7 @@ class GradientsConfig(ExchangeConfig):
 
     @property
     def wants_warmup(self) -> bool:
-        """Whether entries may be left out from the first step on, and the user has not turned the warm-up off."""
+        """Whether entries may be left out, and the user has not disabled the warm-up."""
         given = self.warmup_epochs is not None or self.warmup_steps is not None
         return not given and (self.path is None or self.leaves_entries_out) and self.density < 1
 
@@ -51,8 +51,8 @@ class HierConfig(GradientsConfig):
     """Options of the hierarchical top-k reduction, in addition to `GradientsConfig`.
 
     Args:
-        momentum_correction: Keep the momentum of torch.optim.SGD together with the residual (DGC). The momentum of an
-            entry is cleared when the entry is sent (lightning_sparse.gradients.momentum).
+        momentum_correction: Keep the momentum of torch.optim.SGD together with the residual, and clear the momentum of
+            an entry when the entry is sent (DGC, Lin et al. 2018).
         exclude: Parameters that are always reduced densely: ``"none"``, ``"vectors"``, or name patterns such as
             ``("*.bias", "head.*")``. ``"vectors"`` are parameters of at most one dimension, such as biases and norms:
             they are small and matter much.
@@ -75,8 +75,8 @@ def _check_exclude(value: object) -> None:
         return
     if not isinstance(value, tuple) or not value or not all(isinstance(each, str) and each for each in value):
         raise ValueError(
-            f"exclude={value!r} must be 'none', 'vectors' (parameters of at most one dimension), or a tuple of "
-            f"patterns of parameter names such as ('*.bias', 'head.*')."
+            f"exclude={value!r} must be 'none', 'vectors' (parameters of at most one dimension), or a tuple of name "
+            f"patterns such as ('*.bias', 'head.*')."
         )
 
 
@@ -84,13 +84,13 @@ def _check_exclude(value: object) -> None:
 class Warmup:
     """The exponential density warm-up of Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3).
 
-    A pure function of round and epoch: the same on all ranks, and after a resume. In stage s of S, counted from 0, the
-    density is ``density ** ((s + 1) / (S + 1))``; afterwards ``density``. A stage is an epoch, or a quarter of
-    ``rounds``. With both, whichever is ahead counts, so the shorter one ends it.
+    A pure function of round and epoch. In stage s of S, counted from 0, the density is ``density ** ((s + 1) / (S +
+    1))``; afterwards ``density``. A stage is an epoch, or a quarter of ``rounds``. With both limits, the shorter
+    warm-up applies.
 
     Args:
-        epochs: length of the warm-up; None for no such limit.
-        rounds: length of the warm-up; None for no such limit. With neither there is none.
+        epochs: length of the warm-up in epochs; None for no such limit.
+        rounds: length of the warm-up in rounds; None for no such limit. Without limits, there is no warm-up.
 
     >>> [round(Warmup(epochs=2).density(0.001, epoch, 0), 6) for epoch in range(4)]
     [0.1, 0.01, 0.001, 0.001]
@@ -102,7 +102,7 @@ class Warmup:
     rounds: int | None = None
 
     def density(self, density: float, epoch: int, round_index: int) -> float:
-        """Return the density of a round, on the way to ``density``."""
+        """Return the density of a round."""
         exponents = [1.0] if (self.epochs, self.rounds) == (None, None) else []
         if self.epochs is not None:
             exponents.append((min(epoch, self.epochs) + 1) / (self.epochs + 1))
@@ -112,7 +112,7 @@ class Warmup:
         return float(density ** max(exponents))
 
     def describe(self) -> str:
-        """Return when it ends, for the log; empty for no warm-up."""
+        """Return the end of the warm-up, for the log; empty without a warm-up."""
         if 0 in (self.epochs, self.rounds) or (self.epochs, self.rounds) == (None, None):
             return ""
         ends = [] if self.rounds is None else [f"round {self.rounds}"]

@@ -1,12 +1,12 @@
-"""Compression groups: which parameters are reduced together and by which path, independent of DDP's buckets.
+"""Compression groups: the parameters that are reduced together, independent of DDP's buckets.
 
-DDP's buckets change: round 0 is one bucket, round 1 brings buckets rebuilt in the order in which gradients became
-ready, and every new wrap (a second fit, a resumed run) starts over. State kept by bucket index would silently go to
-other parameters. So a *group* is known by its content, the ordered (name, numel) of its parameters; the *layout* is the
-list of groups of one round. It settles when two rounds in a row had it; until then rounds are dense. It outlives the
-wrapper: one big bucket is split into the settled groups, which gives the same shards, hence the same bits.
+DDP's buckets change. Round 0 has one bucket. In round 1, DDP rebuilds the buckets in the order in which gradients
+became ready. A second fit and a resumed run start over. So residuals do not belong to buckets, but to *groups*, which
+are known by the names and sizes of their parameters. The *layout* is the list of groups of one round. It is settled
+when two rounds in a row had it; until then, rounds are dense. A settled layout outlives the DDP wrapper: one large
+bucket is split into the settled groups, with the same shards and bits.
 
-Parameters excluded from selection are groups of their own: each bucket is cut in two, the excluded ones and the rest.
+Excluded parameters have groups of their own, so each bucket is cut in two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BY_SHARD = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """An ordered set of parameters that is reduced as one flat tensor of ``numel`` elements."""
+    """An ordered set of parameters that is reduced as one flat tensor."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
@@ -39,39 +39,36 @@ class ParamGroup:
         return self._hash
 
     def __reduce__(self) -> tuple[type[ParamGroup], tuple[tuple[str, ...], tuple[int, ...]]]:
-        return ParamGroup, (self.names, self.numels)  # strings hash differently in each process
+        return ParamGroup, (self.names, self.numels)  # not the cached hash: strings hash differently in each process
 
     @cached_property
-    def _hash(self) -> int:  # groups are keys, and hold hundreds of names
+    def _hash(self) -> int:  # cached, because groups are keys and have hundreds of names
         return hash((self.names, self.numels))
 
     @cached_property
     def numel(self) -> int:
-        """N, the length of the flat tensor."""
+        """N, number of elements of the flat tensor."""
         return sum(self.numels)
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each parameter lies in the flat tensor."""
+        """The place of each parameter in the flat tensor."""
         ends = accumulate(self.numels)
         return {n: slice(end - numel, end) for n, numel, end in zip(self.names, self.numels, ends, strict=True)}
 
     def only(self, names: Iterable[str]) -> ParamGroup:
-        """The group's parameters of these names, in its order."""
+        """Return the group's parameters with these names, in the order of the group."""
         wanted = set(names)
         kept = [(n, numel) for n, numel in zip(self.names, self.numels, strict=True) if n in wanted]
         return ParamGroup(tuple(n for n, _ in kept), tuple(numel for _, numel in kept))
 
     def shard_numel(self, num_devices: int) -> int:
-        """S = ceil(N / L), the length of a device's part once the flat tensor is padded to L * S."""
+        """Return S = ceil(N / L), the number of elements of a device's shard of the padded tensor."""
         return -(-self.numel // num_devices)
 
     def shard_slices(self, names: Iterable[str], device_index: int, num_devices: int) -> list[tuple[str, slice, slice]]:
-        """What a device's shard holds of the named parameters.
-
-        Returns:
-            For each parameter met: its name, where the piece lies in the shard, and where in the parameter.
-        """
+        """Return, for each named parameter in a device's shard, its name, its place in the shard, and its place in the
+        parameter."""
         shard = self.shard_numel(num_devices)
         begin, end = device_index * shard, (device_index + 1) * shard
         places = self.slices
@@ -85,15 +82,15 @@ class ParamGroup:
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """id -> name for every parameter of the module; a shared parameter has its first name."""
+    """Return the name of each parameter by ``id()``; a shared parameter has its first name."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
 def in_bucket_order(tensor: Tensor) -> Tensor:
-    """A parameter, or its gradient, flat in the order in which DDP lays gradients into a bucket.
+    """Return a parameter, or its gradient, flat in the order of DDP's buckets.
 
-    It is the order of its memory, which for channels_last is not that of the dims; where elements share memory or leave
-    gaps it is that of the dims.
+    This is the order in memory, which for channels_last is not the order of the dims. If elements share memory or leave
+    gaps, it is the order of the dims.
     """
     tensor = tensor.detach()
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -102,10 +99,10 @@ def in_bucket_order(tensor: Tensor) -> Tensor:
 
 
 def excluded_names(module: nn.Module, exclude: Exclude) -> frozenset[str]:
-    """The parameters that ``exclude`` means.
+    """Return the names of the parameters that ``exclude`` selects.
 
     Raises:
-        ValueError: when a pattern matches no parameter.
+        ValueError: if a pattern matches no parameter.
     """
     named = dict(module.named_parameters())
     if exclude == "none":
@@ -117,69 +114,61 @@ def excluded_names(module: nn.Module, exclude: Exclude) -> frozenset[str]:
     if idle:
         raise ValueError(
             f"exclude={exclude!r}: {', '.join(map(repr, idle))} matches none of the module's {len(named)} parameters, "
-            f"whose names are like {', '.join(map(repr, list(named)[:3]))}. A pattern is held against the whole name; "
-            f"'*' stands for anything."
+            f"such as {', '.join(map(repr, list(named)[:3]))}. A pattern must match the whole name; '*' matches "
+            f"anything."
         )
     return frozenset(name for names in matched.values() for name in names)
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Sparse gradients have no fixed layout to shard.
-
-    Raises:
-        ValueError: naming the embeddings that would produce them.
-    """
+    """Raise ValueError for embeddings with sparse gradients, which have no fixed layout to shard."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     sparse = [name for name, each in module.named_modules() if isinstance(each, embeddings) and each.sparse]
     if sparse:
         raise ValueError(
-            f"the embedding(s) {', '.join(sparse)} have sparse=True: their gradients cannot be sharded over devices. "
-            f"Use sparse=False (only the largest entries are sent between nodes anyway), or strategy='ddp'."
+            f"embedding(s) {', '.join(sparse)}: sparse=True, whose gradients cannot be sharded over devices. Use "
+            f"sparse=False (nodes exchange only the largest entries anyway), or strategy='ddp'."
         )
 
 
 def refuse_python_reducer() -> None:
-    """It hands gradients over one by one while they are compiled, and never a bucket.
-
-    Raises:
-        ValueError: if torch is set to use it.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # who has set it has imported it
+    """Raise ValueError if torch uses its Python reducer, which passes single gradients instead of buckets."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: then nobody has set it
     if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
         raise ValueError(
-            "torch._dynamo.config.optimize_ddp='python_reducer' leaves no buckets to exchange, nor does compiled "
-            "autograd, which needs it: set it to True or False, and compile the model alone."
+            "torch._dynamo.config.optimize_ddp='python_reducer' (and compiled autograd, which needs it) makes no "
+            "buckets to exchange. Set it to True or False, and compile only the model."
         )
 
 
 def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
-    """The group of a bucket's parameters.
+    """Return the group of a bucket's parameters.
 
     Raises:
-        ValueError: when a parameter is not one of the module the names were taken from.
+        ValueError: if a parameter is not in ``names``.
     """
     unknown = [tuple(p.shape) for p in parameters if id(p) not in names]
     if unknown:
         raise ValueError(
-            f"the bucket holds parameters of shapes {unknown} that the module given to HierState does not have: "
-            f"build HierState from the very module that DistributedDataParallel wraps."
+            f"the bucket has parameters of shapes {unknown} that are not in the module of HierState. Create HierState "
+            f"with the module that DistributedDataParallel wraps."
         )
     return ParamGroup(tuple(names[id(p)] for p in parameters), tuple(map(flat_numel, parameters)))
 
 
 def flat_numel(parameter: Tensor) -> int:
-    """Elements of its gradient in a bucket: DDP lays a complex parameter out as pairs of real numbers."""
+    """Return the number of elements of a parameter's gradient in a bucket: DDP stores complex numbers as pairs."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 class Layout:
-    """Follows the groups of each round and tells which are settled.
+    """Follows the groups of each round, and knows the settled groups.
 
     Args:
-        excluded: parameters that share no group with others.
+        excluded: names of parameters that share no group with others.
 
     Attributes:
-        settled: groups seen in two rounds in a row, in the order in which they become ready.
+        settled: groups of two rounds in a row, in the order in which they become ready.
         previous: groups of the last round.
     """
 
@@ -190,12 +179,12 @@ class Layout:
         self.fix(())
 
     def fix(self, groups: Iterable[ParamGroup]) -> None:
-        """Take these groups as settled."""
+        """Set the settled groups."""
         self.settled = tuple(groups)
         self._known = frozenset(self.settled)
 
     def groups_in(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
-        """The settled groups that a bucket's group consists of, in settled order; the group itself if it is none."""
+        """Return the settled groups in a bucket, in settled order, or the bucket's own group."""
         if group in self._known:
             return (group,)
         names = set(group.names)
@@ -204,32 +193,30 @@ class Layout:
         return inside if len(covered) == len(names) and set(covered) == names else (group,)
 
     def is_settled(self, group: ParamGroup) -> bool:
-        """Whether the group may be sent sparsely: its layout was seen in two rounds."""
         return group in self._known
 
     def is_excluded(self, group: ParamGroup) -> bool:
-        """Whether the group is the excluded part of a bucket."""
         return bool(self.excluded) and self.excluded.issuperset(group.names)
 
     def split_excluded(self, groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
-        """Each group as two, without the excluded parameters and of them alone; what is empty is left out."""
+        """Split each group into its other parameters and its excluded parameters. Empty groups are left out."""
         if not self.excluded:
             return tuple(group for group in groups if group.names)
         halves = [(g.only(set(g.names) - self.excluded), g.only(self.excluded)) for g in groups]
         return tuple(half for pair in halves for half in pair if half.names)
 
     def record(self, group: ParamGroup) -> None:
-        """Note a bucket's group of the running round."""
+        """Add a bucket's group to the running round."""
         self._current.extend(self.split_excluded([group]))
 
     def abandon_round(self) -> bool:
-        """Forget a round that was cut short; True when there was one."""
+        """Forget an interrupted round. Return whether there was one."""
         cut_short = bool(self._current)
         self._current.clear()
         return cut_short
 
     def end_round(self) -> bool:
-        """Close the round; True when this settled a new layout."""
+        """End the round. Return whether this settled a new layout."""
         current, self._current = tuple(self._current), []
         repeated = current == self.previous
         self.previous = current
@@ -243,17 +230,17 @@ class Layout:
 
 
 class BucketGroup:
-    """One group of a bucket; what is written to ``grad_N`` reaches the bucket with write_back().
+    """One group of a bucket. ``write_back`` copies ``grad_N`` to the bucket.
 
-    Mostly a bucket *is* a group. It is several when the whole model comes as one bucket again (a second fit, a resumed
-    run): then each group is a copy that is written back.
+    Usually a bucket is one group. If the whole model is one bucket again (a second fit, a resumed run), it has several
+    groups, which are copies.
 
     Args:
-        group: a settled group inside it, or its own.
-        has_residual: False where it is reduced as DDP does.
+        group: a settled group in the bucket, or the bucket's own.
+        has_residual: False if it is reduced as DDP does.
 
     Attributes:
-        unused: those of its parameters that this rank did not use.
+        unused: parameters that this rank did not use.
     """
 
     def __init__(self, bucket: Bucket, group: ParamGroup, path: Path, *, has_residual: bool) -> None:
@@ -263,23 +250,22 @@ class BucketGroup:
         self._pieces = [bucket.gradient(name) for name in group.names] if group != bucket.group else []
 
     def read(self) -> None:
-        """Before the reduction, on its thread or stream: take a copy where the group is a part of the bucket."""
+        """Copy the group from the bucket, on the thread or stream of the reduction, if it is a part of the bucket."""
         if self._pieces:
             self.grad_N = torch.cat(self._pieces)
 
     def write_back(self) -> None:
-        """After the reduction: a copy is written to the bucket."""
         if self._pieces:
             torch._foreach_copy_(self._pieces, list(torch.split(self.grad_N, list(self.group.numels))))
 
 
 @dataclass
 class Bucket:
-    """What a bucket holds; DDP takes its own object back when the hook returns.
+    """The content of a DDP bucket. DDP takes back its own object when the hook returns.
 
     Attributes:
-        unused: those of its parameters that this rank did not use; empty unless DDP looks for them.
-        spends_parked: residuals of a run on several nodes join the sum, for there are no shards.
+        unused: parameters that this rank did not use, with DDP's ``find_unused_parameters``.
+        spends_parked: residuals of a run on several nodes join the sum, because one node has no shards.
     """
 
     group: ParamGroup
@@ -291,5 +277,5 @@ class Bucket:
     groups: list[BucketGroup] = field(default_factory=list)
 
     def gradient(self, name: str) -> Tensor:
-        """Return a parameter's gradient, flat; a view of the bucket."""
+        """Return a parameter's gradient, flat, as a view of the bucket."""
         return self.flat_N[self.group.slices[name]]

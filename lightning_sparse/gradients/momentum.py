@@ -1,21 +1,20 @@
 """Momentum correction and masking for torch's SGD (Deep Gradient Compression, Lin et al., ICLR 2018, 3.2 and 3.3).
 
-With error feedback alone, a gradient that waited in the residual for many rounds enters the optimizer's momentum at
-once and without the momentum it would have gathered meanwhile. Corrected, momentum comes first: each node keeps a
-velocity u beside its residual v, in shards as the residual is, and what is selected from is the velocity, added up:
+With error feedback alone, a gradient that waited in the residual enters the optimizer's momentum at once, without the
+momentum of the rounds in between. With the correction, momentum comes first. Each node keeps a velocity u and selects
+from the accumulated velocity, the residual v. Both are sharded like the residual:
 
     d = g + weight_decay / M * parameter        this node's share of the gradient of SGD
     u = momentum * u + d
     v = v + u                                   Nesterov: v + d + momentum * u
-    the K largest of v are sent; there v and u become zero (u: masking, where not everything is sent)
+    the K largest of v are sent; there v becomes zero, and u, too, unless everything is sent (masking)
 
-So the sum over nodes of what a *dense* round sends is what torch's SGD subtracts (times the learning rate), weight
-decay and Nesterov included; at density 1 a run equals that SGD to rounding. (Except for parameters that no rank uses
-while their gradient is zero rather than None: torch's SGD still moves them, here their velocity stays.) The optimizer's
-own momentum, weight decay and Nesterov are therefore out of its hands while it steps, and in their places at all other
-times: schedulers may change them, checkpoints hold what the user gave.
+So the sum over nodes of a *dense* round is the step of torch's SGD divided by the learning rate, and at density 1 a run
+equals SGD except for rounding. There is one difference: parameters that no rank uses, with a zero gradient instead of
+None, keep their velocity, while torch's SGD moves them.
 
-What callbacks, loggers and clipping see as gradient is the velocity. Parameters that are not stepped keep theirs.
+While the optimizer steps, its own momentum, weight decay and Nesterov are off. At all other times they have their
+values, for schedulers and checkpoints. Callbacks, loggers and clipping see the velocity as the gradient.
 """
 
 import logging
@@ -35,7 +34,7 @@ _TAKEN_OUT = {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
 
 
 class _Terms(NamedTuple):
-    """u = ``keep`` * u + d, and ``own`` * d + ``velocity`` * u joins the residual."""
+    """u = ``keep`` * u + d, and v = v + ``own`` * d + ``velocity`` * u."""
 
     keep: float
     own: float
@@ -50,34 +49,34 @@ class MomentumCorrection:
     """The velocities of one device.
 
     Args:
-        topology: a hierarchical one.
+        topology: a hierarchical topology.
 
     Raises:
-        ValueError: when a parameter's gradient would not be reduced by shards.
+        ValueError: if a parameter's gradient would not be reduced by shards.
     """
 
     def __init__(self, parameters: Parameters, topology: Topology, log_once: Callable[[str, int], None]) -> None:
         odd = [n for n, dtype in parameters.dtypes.items() if parameters[n].requires_grad and dtype not in BY_SHARD]
         if odd:
             raise ValueError(
-                f"momentum_correction=True with parameters of 64 bits or complex ones ({', '.join(odd[:3])}): these "
-                f"are reduced whole, without a velocity. Use float32 or 16 bits, or leave momentum_correction out."
+                f"momentum_correction=True with 64-bit or complex parameters ({', '.join(odd[:3])}): they are reduced "
+                f"whole, without a velocity. Use 32 or 16 bits, or omit momentum_correction."
             )
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self._topology, self._log_once = topology, log_once
         self._parameters = parameters
         self._optimizer: torch.optim.Optimizer | None = None
-        self._in_step: list[dict[str, Any]] = []  # what was taken out of each param group
+        self._in_step: list[dict[str, Any]] = []  # options removed from each param group
         self._handles: list[Any] = []
         self._proposed: dict[ParamGroup, Tensor] = {}
-        self._terms: dict[str, _Terms] = {}  # of the parameters of the optimizer, in the next round
-        self._decays: dict[str, float] = {}  # their weight decay, this node's share
+        self._terms: dict[str, _Terms] = {}  # by parameter, for the next round
+        self._decays: dict[str, float] = {}  # by parameter: this node's share of the weight decay
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take over the momentum of the one optimizer.
+        """Take over the momentum of the optimizer.
 
         Raises:
-            ValueError: for another optimizer than SGD, several, one without momentum, or one with dampening.
+            ValueError: for several optimizers, another optimizer than SGD, or one without momentum or with dampening.
         """
         optimizers = list(optimizers)
         way_out = "Leave momentum_correction out."
@@ -86,7 +85,7 @@ class MomentumCorrection:
         (optimizer,) = optimizers
         if type(optimizer).step is not torch.optim.SGD.step:
             raise ValueError(
-                f"momentum_correction=True with {type(optimizer).__name__}: the correction is that of torch.optim.SGD. "
+                f"momentum_correction=True with {type(optimizer).__name__}: the correction applies to torch.optim.SGD. "
                 f"{way_out}"
             )
         if not any(group["momentum"] for group in optimizer.param_groups):
@@ -95,7 +94,7 @@ class MomentumCorrection:
             raise ValueError(f"momentum_correction=True with SGD(dampening=...), which must be 0. {way_out}")
         self.unwatch()
         if self._optimizer not in (None, optimizer):
-            self.store.clear()  # a new optimizer begins without momentum
+            self.store.clear()  # a new optimizer has no momentum
         self._optimizer, self._terms = optimizer, {}
         self._handles = [
             optimizer.register_step_pre_hook(self._disable_momentum),
@@ -106,42 +105,42 @@ class MomentumCorrection:
         self._look_at_loaded(optimizer)
 
     def unwatch(self) -> None:
-        """Leave the optimizer as it was given."""
+        """Restore the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._restore_momentum()
 
     def begin_round(self, waiting: Set[str]) -> None:
-        """Read what the optimizer's options are now: schedulers change them at any step.
+        """Read the current options of the optimizer, which schedulers may have changed.
 
         Args:
-            waiting: parameters whose last gradient has been reduced and not been stepped.
+            waiting: parameters whose last gradient is reduced but not stepped.
 
         Raises:
-            ValueError: without an optimizer, or where a velocity is in the gradients already; naming the way out.
+            ValueError: without an optimizer, or if the gradients already contain a velocity.
         """
         self._read_options()
         stepped = waiting & self._terms.keys()
         if stepped:
             raise ValueError(
-                f"momentum_correction=True with another backward pass before the step, for which "
-                f"{', '.join(sorted(stepped)[:3])} wait: momentum moves once a step. Wrap all but the last pass in "
-                f"no_sync(), as Trainer(accumulate_grad_batches=...) does, or leave momentum_correction out."
+                f"momentum_correction=True with several backward passes per step ({', '.join(sorted(stepped)[:3])} "
+                f"wait for a step): the velocity moves once per step. Wrap all passes except the last in no_sync(), as "
+                f"Trainer(accumulate_grad_batches=...) does, or omit momentum_correction."
             )
 
     def momentum_equivalents(self) -> dict[str, tuple[float, float]]:
-        """By name, what a checkpoint must say so that another run can give SGD its momentum back: a gradient of
-        ``tail[0] * v + tail[1] * u``, met by SGD's own momentum, moves the parameter as far as v and u would have."""
+        """Return, by name, (a, b) so that a gradient of a * v + b * u, through SGD's own momentum, moves the parameter
+        as far as v and u would have. A checkpoint stores them for runs without the correction."""
         if self._optimizer is not None:
             self._read_options()
         return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in self._terms.items() if name}
 
     def advance(self, group: ParamGroup, sum_S: Tensor) -> Tensor:
-        """Move the group's velocity, and return what joins the residual.
+        """Update the group's velocity, and return the tensor to add to the residual.
 
         Args:
-            sum_S: the node's share of its mean gradient, fp32, unscaled; overwritten by the answer.
+            sum_S: the node's share of its mean gradient, fp32, unscaled; overwritten by the result.
         """
         device_index, num_devices = self._topology.device_index, self._topology.num_devices
         old_S, next_S = self.store.latest(group), self.store.buffer(group, sum_S.device)
@@ -171,7 +170,7 @@ class MomentumCorrection:
         return sum_S
 
     def stop(self, group: ParamGroup, sent: Tensor) -> None:
-        """Stop the velocity at the indices that are sent (section 3.3), for what it carried will be applied."""
+        """Set the velocity to zero at the sent indices (section 3.3)."""
         self._proposed[group].index_fill_(0, sent, 0.0)
 
     def stage(self, group: ParamGroup) -> Tensor:
@@ -181,14 +180,14 @@ class MomentumCorrection:
         return next_S
 
     def _read_options(self) -> None:
-        """Return how the velocity of each parameter moves, and its share of weight decay, by name."""
+        """Return, by name, the terms of each parameter's velocity, and its share of the weight decay."""
         if self._optimizer is None:
             raise ValueError(
-                "momentum_correction=True needs to know the optimizer: call state.watch([optimizer]) before the first "
-                "backward pass, and state.before_backward() before each one."
+                "momentum_correction=True without an optimizer. Call state.watch([optimizer]) before the first "
+                "backward pass, and state.before_backward() before each backward pass."
             )
         groups = self._optimizer.param_groups
-        given = [*self._in_step, *groups[len(self._in_step) :]]  # one may be added in a closure
+        given = [*self._in_step, *groups[len(self._in_step) :]]  # a closure may add a group
         self._terms, self._decays = {}, {}
         for options, group in zip(given, groups, strict=True):
             momentum, nesterov = float(options["momentum"]), bool(options["nesterov"])
@@ -199,7 +198,7 @@ class MomentumCorrection:
                 self._terms[name], self._decays[name] = moving, decay
 
     def _disable_momentum(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._restore_momentum()  # after a step that raised
+        self._restore_momentum()  # in case a step raised
         self._in_step = [{name: group[name] for name in _TAKEN_OUT} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group.update(_TAKEN_OUT)
@@ -211,15 +210,15 @@ class MomentumCorrection:
         self._in_step = []
 
     def _correct_saved(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """A state dict taken while a step is under way, or after one that raised, holds what the user gave."""
+        """Restore the user's options in a state dict that was made during a step, or after a step that raised."""
         for group, given in zip(state["param_groups"], self._in_step, strict=False):
             group.update(given)
 
     def _look_at_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Momentum that is there already is the mean of all nodes', and no node's: it is not taken over."""
+        """Warn about loaded momentum. It is the mean over nodes, so no node can continue with it."""
         if any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
             self._log_once(
-                "momentum_correction: the optimizer brings momentum along, of a run without the correction. It is not "
-                "used: momentum begins at zero",
+                "momentum_correction: the loaded optimizer state has momentum of a run without the correction. It is "
+                "not used, and momentum starts at zero",
                 logging.WARNING,
             )

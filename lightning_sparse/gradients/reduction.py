@@ -1,33 +1,22 @@
 """The reduction of a bucket: hierarchical top-k communication (HiTopKComm, Shi et al., MLSys 2021).
 
-M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to
-L * S, and K = ceil(density * S):
+M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to L *
+S, and K = ceil(density * S):
 
 ==================== =============== ======================================================= ======================
-step                 where           in -> out                                               received, slow link
+step                 where           in -> out                                               received between nodes
 ==================== =============== ======================================================= ======================
-1 reduce-scatter     inside node m   grad_N -> shard_S                                       0
-2 compress           the device      acc_S = shard_S / P + residual_S;                       0
+1 reduce-scatter     inside node m   grad_N -> shard_S                                       0 2 compress           the
+device      acc_S = shard_S / P + residual_S;                       0
                                      the K largest |acc_S| -> message;
-                                     residual_S = acc_S - what was sent
+                                     residual_S = acc_S - sent
 3 exchange           devices l of    message -> M messages, added in node order -> shard_S   (M-1) * message
                      all nodes
 4 gather             inside node m   shard_S -> grad_N                                       0
 ==================== =============== ======================================================= ======================
 
-Steps 2 and 3 are a path of the engine (lightning_sparse.exchange.paths): the one shown, a dense all-reduce of
-shard_S + residual_S, which leaves a zero residual, or another. All ranks choose the same one. Dense is what a layout
-that is not settled takes.
-
-A reduction has three stages, where the work changes place: inside the node, between nodes, inside the node again. The
-runner (lightning_sparse.exchange.lanes) may give each of the three a lane of its own, so that one bucket is on the slow
-network while the next is selected.
-
-With a loss scaler the gradients arrive scaled. Residuals are kept in unscaled units, so a change of the scale means
-nothing to them: step 2 divides by the scale and the result is multiplied by it again, both exact for powers of two.
-
-A non-finite gradient anywhere makes the whole shard NaN on every node, and step 4 carries it to every rank: all ranks
-see it in the same round.
+Steps 2 and 3 are a path (lightning_sparse.exchange.paths), such as the sparse path above. All ranks choose the same
+path, and a dense path until the layout is settled.
 """
 
 from collections.abc import Sequence
@@ -42,35 +31,35 @@ from lightning_sparse.gradients.state import HierState
 
 
 class Reduction:
-    """The job of reducing what a bucket holds, in place."""
+    """The job of reducing a bucket in place."""
 
     def __init__(self, state: HierState, bucket: Bucket) -> None:
         self._state, self._bucket = state, bucket
         self._transfers: list[Transfer] = []
-        self._used: Tensor | None = None  # of all parameters, which ones any rank used in this round
+        self._used: Tensor | None = None  # which parameters any rank used in this round
 
-    # -- what the lanes call -------------------------------------------------------------------------------------------
+    # -- stages of the job ---------------------------------------------------------------------------------------------
 
     def select(self) -> Sequence[Tensor]:
-        """Steps 1 and 2, and with the last bucket an agreement on what was used."""
+        """Steps 1 and 2. With the last bucket, all ranks agree on the unused parameters."""
         bucket, unused, comm = self._bucket, self._state.unused, self._state.exchange.communicator
         comm.error_context = f"in round {self._state.round}, bucket {bucket.index}"
         if unused is not None:
-            for name in bucket.unused:  # DDP will keep these gradients if no rank used their parameters
+            for name in bucket.unused:  # DDP keeps these gradients if no rank used their parameters
                 unused.save(name, bucket.gradient(name), bucket.gradient(name).clone())
         self._transfers = [self._begin(part) for part in bucket.groups]
         if unused is not None and bucket.last:
-            self._used = unused.agree(comm, bucket.flat_N.device)  # in the lane that alone uses the group of all ranks
+            self._used = unused.agree(comm, bucket.flat_N.device)  # here, because only this lane uses the world's group
         return self._used_later()
 
     def transfer(self) -> Sequence[Tensor]:
-        """Step 3."""
+        """Step 3, between nodes."""
         for each in self._transfers:
             each.transfer()
         return self._used_later()
 
     def apply(self) -> Sequence[Tensor]:
-        """The end of step 3, step 4, and what the round leaves."""
+        """Step 3, the sum, and step 4. Then propose the next residuals."""
         for part, transfer in zip(self._bucket.groups, self._transfers, strict=True):
             self._sum(part, transfer)
             if part.has_residual:
@@ -101,11 +90,10 @@ class Reduction:
         return transfer
 
     def _contribution(self, part: BucketGroup) -> Shard:
-        """Step 1, and what takes part in step 2."""
+        """Step 1, and the operands of step 2."""
         state, comm, path = self._state, self._state.exchange.communicator, part.path
         grad_N, share = part.grad_N, 1.0 / state.topology.world_size
-        # As DDP does: after the sum, the last bits would differ. And in fp16 a sum may pass 65,504 where the mean
-        # does not.
+        # Before the sum, as DDP does, for the same bits. In fp16, the sum could also exceed 65,504.
         if path.in_place or grad_N.dtype == torch.float16:
             grad_N.mul_(share)
             share = 1.0
@@ -119,9 +107,8 @@ class Reduction:
         return Shard(sum_S, None if residual_S is None else state.rescale(residual_S.clone()))
 
     def _residual(self, part: BucketGroup) -> Tensor | None:
-        """Return the group's residual shard for this round, fp32; None stands for zero. A collective inside the node
-        where its parameters had residuals in other groups. That of parameters which this rank did not use is withheld:
-        DDP may not take the result for them (lightning_sparse.gradients.tracking)."""
+        """Return the group's residual shard for this round, fp32; None stands for zero. A collective inside the node if
+        the parameters had residuals in other groups."""
         state = self._state
         if not part.has_residual:
             return None
@@ -130,13 +117,14 @@ class Reduction:
         latest = state.store.latest(part.group)
         if latest is None or not part.unused:
             return latest
+        # DDP may drop the result for parameters that this rank did not use, so withhold their residuals.
         sendable = latest.clone()
         state.store.copy_slices(part.group, part.unused, None, sendable)
         return sendable
 
     def _averaged(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Return what the residual is added to: a tensor, and what it is to be multiplied by. ``share`` of ``sum_S`` is
-        this node's share of the mean gradient; with momentum correction its velocity takes the place of it."""
+        """Return a tensor and its factor, to which the residual is added: the mean gradient, or with momentum
+        correction the velocity. ``share`` of ``sum_S`` is this node's share of the mean gradient."""
         factor, momentum = self._state.unscaled(share, sum_S.device), self._state.momentum
         if momentum is None:
             return sum_S, factor
@@ -146,23 +134,23 @@ class Reduction:
     # -- step 4 of a group, and its next residual ----------------------------------------------------------------------
 
     def _sum(self, part: BucketGroup, transfer: Transfer) -> None:
-        """Bring the sum over nodes to the bucket."""
+        """Write the sum over nodes to the bucket."""
         comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.sum()
         if not part.path.reduces_shards:
-            return  # it is in the bucket
+            return  # in place: the bucket has the sum
         shard_S = sum_S if part.path.in_place else self._state.rescale(sum_S).to(grad_N.dtype)
         grad_LS = comm.gather(shard_S, last=True, into=grad_N)
-        if grad_LS is not grad_N:  # it was padded; with one device a node the shard is the bucket itself
+        if grad_LS is not grad_N:  # it was padded
             grad_N.copy_(grad_LS[: grad_N.numel()])
 
     def _stage(self, part: BucketGroup, next_S: Tensor | None) -> None:
-        """Propose what the round left as the group's next residual, and its velocity."""
+        """Propose the group's next residual, and its velocity."""
         group, store, momentum = part.group, self._state.store, self._state.momentum
         if momentum is not None:
             before_S = momentum.store.latest(group)
             self._save_unused(part, momentum.stage(group), before_S)
         latest = store.latest(group)
-        if part.unused and latest is not None:  # it was withheld
+        if part.unused and latest is not None:  # `_residual` withheld it
             next_S = torch.zeros_like(latest) if next_S is None else next_S
             for _, here, _ in group.shard_slices(part.unused, store.device_index, store.num_devices):
                 next_S[here] += latest[here]
@@ -181,12 +169,13 @@ class Reduction:
 def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
 
-    In a loop of your own call ``state.watch([optimizer])`` once, ``state.before_backward()`` before each backward and
-    ``state.end()`` at the end. A gradient that is never stepped then leaves its residual as it was.
+    In a loop, call ``state.watch([optimizer])`` once, ``state.before_backward()`` before each backward pass, and
+    ``state.end()`` at the end. A gradient that is never stepped then leaves its residual unchanged.
 
     Raises:
-        CommunicationError: when a collective failed, naming the step, the ranks, the round and the bucket. With overlap
-            it is raised at the end of the backward pass.
+        CommunicationError: if a collective failed, with the step, ranks, round and bucket. With ``overlap``, it is
+            raised
+            at the end of the backward pass.
     """
     received = state.on_bucket(bucket)
     return state.exchange.runner.run(Reduction(state, received), received.flat_N)

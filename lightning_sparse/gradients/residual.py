@@ -1,12 +1,12 @@
 """Residuals: the entries of gradients that this device has not sent yet (error feedback).
 
-Each device keeps one shard of S elements per group, fp32, in units of the mean gradient. Nothing is lost:
+Each device keeps one shard [S] per group, fp32, in units of the mean gradient. Nothing is lost:
 
     1/P * sum over ranks of all gradients = sum of all applied gradients + sum over nodes of the residuals
 
-A round proposes the next residual of each group. The proposal is committed only after the optimizer has stepped the
-group's parameters, so a gradient that is thrown away leaves the residual as it was. When groups change, their residuals
-pass through ``by_name`` from the old groups to the new groups.
+A round proposes the next residual of each group. It is committed after the optimizer has stepped the group's
+parameters, so a dropped gradient leaves the residual unchanged. When groups change, residuals move from the old to the
+new groups through ``by_name``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass
 class Entry:
-    """The residual shards of one group, fp32 of S elements; None stands for zeros.
+    """The residual shards of one group, fp32 [S]; None stands for zeros.
 
     Attributes:
-        has_proposal: Whether ``proposed`` counts. It may be None because everything was sent.
+        has_proposal: whether ``proposed`` counts. It is None if everything was sent.
     """
 
     committed: Tensor | None = None
@@ -46,14 +46,13 @@ class ResidualStore:
     """The residuals of one device.
 
     Args:
-        device_index: l, the index of this device in its node.
+        device_index: l, index of this device in its node.
 
     Attributes:
-        entries: Records of the groups of which some device of the node may hold a residual. All devices of a node have
-            the same keys, because collectives follow from them.
-        by_name: Residuals of parameters in no group, flat and whole.
-        proposed_by_name: The same for proposals.
-        applied: Names whose residual in ``by_name`` was added to a gradient that has not been stepped yet.
+        entries: residuals by group. All devices of a node have the same keys, because collectives follow from them.
+        by_name: residuals of parameters in no group, flat and whole.
+        proposed_by_name: proposed residuals of these parameters.
+        applied: names whose residual in ``by_name`` was added to a gradient that is not stepped yet.
     """
 
     device_index: int
@@ -66,7 +65,7 @@ class ResidualStore:
 
     @property
     def committed(self) -> dict[ParamGroup, Tensor]:
-        """The committed residuals that are not zero."""
+        """The committed residuals other than zero."""
         entries = list(self.entries.items())
         return {group: entry.committed for group, entry in entries if entry.committed is not None}
 
@@ -82,14 +81,14 @@ class ResidualStore:
     # -- one round -----------------------------------------------------------------------------------------------------
 
     def buffer(self, group: ParamGroup, device: torch.device) -> Tensor:
-        """Return uninitialized memory for the group's next residual, to be given to `propose`."""
+        """Return uninitialized memory for the group's next residual."""
         free = self._free_buffers.pop(group, None)
         if free is not None and free.device == device:
             return free
         return torch.empty(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
 
     def propose(self, group: ParamGroup, shard_S: Tensor | None) -> None:
-        """Propose the group's next residual; None means that everything was sent."""
+        """Propose the group's next residual; None if everything was sent."""
         entry = self.entries.setdefault(group, Entry())
         if entry.proposed is not None:
             self._free_buffers[group] = entry.proposed
@@ -99,8 +98,8 @@ class ResidualStore:
         """Commit the proposals of stepped parameters.
 
         Args:
-            not_stepped: Parameters whose gradient was thrown away. They keep their committed residual.
-            undecided: Parameters whose gradient still waits for a step. They keep both residuals.
+            not_stepped: parameters whose gradient was dropped. They keep their committed residual.
+            undecided: parameters whose gradient still waits for a step. They keep both residuals.
         """
         for name in self.applied - not_stepped - undecided:
             self.by_name.pop(name, None)
@@ -120,7 +119,7 @@ class ResidualStore:
             entry.committed = self._with_slices(group, stepped, entry.proposed, entry.committed)
             entry.proposed = self._with_slices(group, kept, entry.committed, entry.proposed)
             return
-        if len(kept) < len(group.names):  # swap the two: mostly nothing is kept, and nothing is copied
+        if len(kept) < len(group.names):  # usually nothing is kept, so this copies nothing
             before = entry.committed
             entry.committed = self._with_slices(group, kept, before, entry.proposed)
             entry.proposed = before
@@ -129,13 +128,11 @@ class ResidualStore:
         entry.proposed, entry.has_proposal = None, False
 
     def drop_proposals(self) -> None:
-        """Forget the proposals of a round that was cut short."""
         for entry in self.entries.values():
             entry.proposed, entry.has_proposal = None, False
         self.proposed_by_name.clear()
 
     def clear(self) -> None:
-        """Forget all residuals."""
         for container in (self.entries, self.by_name, self.proposed_by_name, self.applied, self._free_buffers):
             container.clear()
 
@@ -159,10 +156,10 @@ class ResidualStore:
     def apply_by_name(
         self, group: ParamGroup, num_nodes: int, rescale: Callable[[Tensor], Tensor], grad_N: Tensor
     ) -> None:
-        """Add residuals in ``by_name`` to a gradient that is already summed over all ranks.
+        """Add residuals in ``by_name`` to a gradient that is summed over all ranks.
 
-        One node has no shards, so a residual that it loaded from a run on several nodes would never be sent otherwise.
-        The residual stays in ``by_name`` until the gradient is stepped.
+        One node has no shards, so it would never send residuals that it loaded from a run on several nodes. The
+        residual stays in ``by_name`` until the gradient is stepped.
         """
         for name, place in group.slices.items():
             if name in self.by_name and name not in self.applied:
@@ -174,14 +171,14 @@ class ResidualStore:
     def regroup(self, group: ParamGroup, gather: Gather, device: torch.device) -> None:
         """Give a new group the residuals that its parameters had in other groups.
 
-        A collective of the node if an old group overlaps. All ranks see the same layouts, so all of them call it.
-        Another thread may propose residuals of other groups at the same time, which hold other parameters.
+        A collective of the node if an old group overlaps. All ranks have the same layouts, so all of them call it.
+        Another thread may propose residuals of other groups at the same time.
         """
         if group in self.entries and not self.by_name and not self.proposed_by_name:
             return  # groups hold different parameters, so no other group overlaps
         names = set(group.names)
         overlapping = [old for old in list(self.entries) if old != group and not names.isdisjoint(old.names)]
-        for old in sorted(overlapping, key=lambda group: group.names):  # dicts may differ in order between ranks
+        for old in sorted(overlapping, key=lambda group: group.names):  # the order of dicts may differ between ranks
             entry = self.entries.pop(old)
             self._free_buffers.pop(old, None)
             self.by_name |= self._gather(old, entry.committed, gather, device)
@@ -211,8 +208,8 @@ class ResidualStore:
     def _scatter(
         self, group: ParamGroup, by_name: dict[str, Tensor], others_S: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Move the group's parameters from ``by_name`` into a shard of this device. Parameters that are not there have
-        their values in ``others_S``."""
+        """Move the group's parameters from ``by_name`` into a shard of this device. Other parameters get their values
+        in ``others_S``."""
         numel, names = group.shard_numel(self.num_devices), [name for name in group.names if name in by_name]
         shard_S = torch.zeros(numel, dtype=torch.float32, device=device) if others_S is None else others_S.clone()
         for name, here, there in group.shard_slices(names, self.device_index, self.num_devices):

@@ -1,14 +1,14 @@
-"""What the hook remembers between rounds.
+"""The state of the hook between rounds.
 
-One *round* is one reduction of all buckets:
+A *round* is one reduction of all buckets:
 
-    before_backward()            the last round's residuals are settled: kept, or dropped with a gradient thrown away,
-                                 or left open while the gradient accumulates further before the step
-    receive(bucket)              once a bucket, while backward runs: it is cut into groups, each with its path
+    before_backward()            settles the last round: its residuals count, or are dropped with their gradients, or
+                                 stay open while gradients accumulate before the step
+    on_bucket(bucket)            once per bucket, during backward: cuts it into groups, each with its path
     end_round(used)              with the last bucket, on the runner's threads
-    optimizer.step()             watch() notes which parameters were stepped, hence whose residual counts
+    optimizer.step()             watch() notes the stepped parameters, whose residuals then count
 
-Without a strategy before_backward() need not be called: then a round counts as used when the next one begins.
+Without a strategy, before_backward() is optional: a round then counts when the next round begins.
 """
 
 import logging
@@ -50,19 +50,18 @@ class HierState(Engine):
     """State of ``hier_hook``.
 
     Args:
-        module: the module that DDP wraps (not the wrapper).
-        topology: of the ranks; from ``topology.discover()``.
-        find_unused_parameters: give what DDP was given: residuals of unused parameters then stay as they are.
+        module: the module inside the DDP wrapper.
+        topology: topology of the ranks, from ``topology.discover()``.
+        find_unused_parameters: as for DDP. Residuals of unused parameters then stay unchanged.
 
     Attributes:
-        epoch: set it at the start of each epoch; the density warm-up reads it.
-        round: how many rounds are over.
-        layout: the groups of parameters that are reduced together.
-        store: the residuals.
-        momentum: of SGD, where the hook has taken it over.
-        unused: of DDP's ``find_unused_parameters``.
-        loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round. Residuals are in
-            unscaled units.
+        epoch: current epoch, for the density warm-up. Set it at the start of each epoch.
+        round: number of finished rounds.
+        layout: groups of parameters that are reduced together.
+        store: residuals.
+        momentum: momentum correction, if the hook has taken over the momentum of SGD.
+        unused: parameters unused in backward, with DDP's ``find_unused_parameters``.
+        loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round.
     """
 
     kind = "gradients"
@@ -88,15 +87,15 @@ class HierState(Engine):
         self.layout = Layout(excluded if self.active and config.exchange != "dense" else frozenset())
         self.store = ResidualStore(topology.device_index, topology.num_devices)
         self.momentum = self._momentum() if config.momentum_correction else None
-        self.exchange.choice.reduces_shards = self.momentum is not None  # a velocity moves by its node's sum
+        self.exchange.choice.reduces_shards = self.momentum is not None  # a velocity is kept with the node's sums
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.unused: UnusedParameters | None = None
-        self._shares: dict[tuple[float, torch.device], Tensor] = {}  # one fill less a bucket
+        self._shares: dict[tuple[float, torch.device], Tensor] = {}  # cached, to save a kernel per bucket
         if find_unused_parameters:
             self.track_unused(module)
         self._steps = StepTracker(self.parameters, self.store.undecided_names)
-        self._round_is_open = False  # buckets are to come
-        self._is_reducing = False  # from the first bucket on, until the last one was reduced
+        self._round_is_open = False  # waiting for buckets
+        self._is_reducing = False  # from the first bucket until the last bucket is reduced
         self._reason_for_dense = ""
 
     def _momentum(self) -> MomentumCorrection | None:
@@ -109,10 +108,10 @@ class HierState(Engine):
     # -- the life of a round ------------------------------------------------------------------------------------------
 
     def before_backward(self, reason_for_dense: str = "") -> None:
-        """Settle the last round and set how the next one goes. Call it before each backward, on all ranks.
+        """Settle the last round, and prepare the next. Call it before each backward pass, on all ranks.
 
         Args:
-            reason_for_dense: a reason to reduce the next round as DDP would, leaving residuals alone; empty for none.
+            reason_for_dense: reason to reduce the next round as DDP does, without residuals; empty for none.
         """
         self.exchange.refuse_capture()
         waiting = self.commit_round()
@@ -123,13 +122,13 @@ class HierState(Engine):
             self.log_once(f"reducing as plain DDP does, without residuals: {reason_for_dense}")
 
     def on_bucket(self, bucket: GradBucket) -> Bucket:
-        """Read a bucket while it is at hand: DDP takes it back when the hook returns."""
+        """Read a bucket. DDP takes it back when the hook returns."""
         self.exchange.refuse_capture()
         flat_N, last = bucket.buffer(), bucket.is_last()
         if not self._round_is_open:
             self.commit_round()
             if self.exchange.choice.needs_probe:
-                self.exchange.runner.wait()  # for another module, wrapped with the same topology
+                self.exchange.runner.wait()  # for another module with this topology
                 self.exchange.choice.measure(flat_N.device, self.round)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
@@ -148,10 +147,10 @@ class HierState(Engine):
         return BucketGroup(bucket, group, self.path(group), has_residual=self.is_sharded(group))
 
     def end_round(self, used: Tensor | None) -> None:
-        """After the last bucket was reduced.
+        """Finish a round after its last bucket.
 
         Args:
-            used: which parameters any rank used, where DDP looks for unused ones.
+            used: which parameters any rank used, with ``find_unused_parameters``.
         """
         if self.unused is not None and used is not None:
             self.unused.undo(used)
@@ -162,9 +161,11 @@ class HierState(Engine):
         self._is_reducing = False
 
     def commit_round(self) -> set[str]:
-        """Decide which residuals of the last rounds count: those of parameters that were stepped. Where the gradient is
-        gone they return to what they were; where it is still there to be stepped, the choice stays open. A round that
-        an exception cut short is as if it had not been. Returns the parameters whose choice stays open."""
+        """Commit the residuals of stepped parameters. Return the parameters that stay undecided.
+
+        If the gradient of another parameter is gone, its residual returns to the last value. If the gradient may still
+        be stepped, the residual stays undecided. A round that an exception interrupted does not count.
+        """
         if self._is_reducing:
             self.exchange.runner.drain()
             self._is_reducing = False
@@ -189,9 +190,8 @@ class HierState(Engine):
         """Watch the steps of all optimizers from now on, so that residuals are committed only after a step.
 
         If there is no optimizer, every round counts as used. With ``exchange="auto"``, no entries are left out for
-        optimizers that do not tolerate it (`lightning_sparse.optimizers`).
-
-        If you call this, also call before_backward(), because gradients are incomplete inside a backward pass.
+        optimizers that do not tolerate it (`lightning_sparse.optimizers`). If you call this, also call
+        before_backward(), because gradients are incomplete inside a backward pass.
 
         Raises:
             ValueError: for an optimizer that cannot report its steps, or whose momentum cannot be corrected.
@@ -204,17 +204,15 @@ class HierState(Engine):
         self.exchange.choice.forbid_sparse = bool(objected)
         if objected and self.config.exchange == "auto":
             self.log_once(
-                f"exchange='auto' sends everything: {objected}. To send only the largest entries all the same, use "
-                f"exchange='sparse'; with SGD, 'auto' may do so"
+                f"exchange='auto' sends all entries: {objected}. To send only the largest entries, use "
+                f"exchange='sparse', or SGD"
             )
         elif objected and self.config.leaves_entries_out:
             way_out = "exchange='auto', which sends everything here"
             self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
 
     def end(self) -> None:
-        """Take all hooks off module and optimizers, and end the runner's threads. The last round is settled when the
-        next one begins: only then is it known whether its gradient was stepped, and after an exception its buckets may
-        still be under way."""
+        """Remove all hooks from module and optimizers, and end the runner's threads."""
         self._steps.unwatch()
         self.exchange.runner.end()
         if self.momentum is not None:
@@ -224,7 +222,7 @@ class HierState(Engine):
             self.unused = None
 
     def track_unused(self, module: nn.Module) -> None:
-        """Watch from now on which parameters are used; call it again where other ones may be frozen."""
+        """Watch from now on which parameters are used. Call it again after parameters are frozen or unfrozen."""
         if self.unused is not None:
             self.unused.close()
         self.unused = UnusedParameters(module) if self.active else None
@@ -232,11 +230,11 @@ class HierState(Engine):
     # -- paths and units -----------------------------------------------------------------------------------------------
 
     def is_sharded(self, group: ParamGroup) -> bool:
-        """Whether devices reduce the group by shards, in settled rounds."""
+        """Return whether devices reduce the group by shards, in settled rounds."""
         return self.active and bool(group.numel) and self.parameters.dtypes[group.names[0]] in BY_SHARD
 
     def path(self, group: ParamGroup) -> Path:
-        """The group's path in a round that is not bypassed."""
+        """Return the group's path."""
         work, choice = self._work(group), self.exchange.choice
         if not self.is_sharded(group):
             return Flat(work)
@@ -251,11 +249,10 @@ class HierState(Engine):
 
     @property
     def _density(self) -> float:
-        """The density of this round."""
         return self.warmup.density(self.config.density, self.epoch, self.round)
 
     def unscaled(self, share: float, device: torch.device) -> Tensor:
-        """Return ``share`` over the loss scale, a 0-dim tensor."""
+        """Return ``share`` divided by the loss scale, a 0-dim tensor."""
         factor = self._shares.get((share, device))
         if factor is None:
             factor = self._shares[share, device] = torch.full((), share, dtype=torch.float32, device=device)
@@ -272,28 +269,28 @@ class HierState(Engine):
     def settled_stores(self) -> list[ResidualStore]:
         """Return copies of the stores for a checkpoint, as commit_round() would leave them.
 
-        Gradients that wait for a step do not survive a restart, so their round does not count."""
+        Gradients that wait for a step do not survive a restart, so their round does not count.
+        """
         pending = self.store.undecided_names() - self._steps.stepped()
         discarded = frozenset(pending) if self._steps.watching else frozenset()
         return [store.committed_copy(discarded) for store in self.stores]
 
     def residual_norm(self) -> Tensor:
-        """L2 norm of what this device has not sent yet, a 0-dim tensor on its device (no host sync)."""
+        """Return the L2 norm of this device's residuals, a 0-dim tensor on its device, without a host wait."""
         shards = [entry.latest for entry in self.store.entries.values() if entry.latest is not None]
         return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
 
     def norms(self) -> dict[str, Tensor]:
-        """Return the norm of the residual, and that over the norm of the gradient of the same entries: steps' worth."""
+        """Return the norm of the residual, and its ratio to the norm of the gradient of the same entries."""
         residual = self.residual_norm()
         gradient = self.gradient_norm().to(residual.device)
-        ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # a user may have dropped the gradient by now
+        ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # zero if the user has dropped the gradient
         return {"residual_norm": residual, "residual_to_gradient": ratio}
 
     def gradient_norm(self) -> Tensor:
-        """L2 norm of this device's shards of the gradients that the module has now, a 0-dim tensor (no host sync).
+        """Return the L2 norm of this device's shards of the current gradients, a 0-dim tensor, without a host wait.
 
-        It is the counterpart of ``residual_norm()``: both are of the same shards. Gradients that the user clips or
-        scales are met as they are then; of parameters without one nothing is counted.
+        It covers the same shards as ``residual_norm()``. Parameters without a gradient do not count.
         """
         module = self.parameters.module
         named = () if module is None else module.named_parameters()
@@ -318,12 +315,11 @@ class HierState(Engine):
 
     @property
     def stores(self) -> list[ResidualStore]:
-        """Those of the residuals, and of the velocities if there are."""
+        """The stores of residuals and, if there are any, of velocities."""
         return [self.store] if self.momentum is None else [self.store, self.momentum.store]
 
     @property
     def saves(self) -> bool:
-        """One node has nothing to send, and a warm-up to go on with."""
         return True
 
     def metadata(self) -> dict[str, Any]:
@@ -341,24 +337,24 @@ class HierState(Engine):
         }
 
     def state(self) -> State:
-        """Return this device's residuals as commit_round() would leave them now, without committing."""
+        """Return this device's residuals as commit_round() would leave them, without committing."""
         return checkpoint.state_of(self.settled_stores(), self.parameters)
 
     def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
-        """Return whether it was saved for these parameters in this memory order, and nothing that is not kept here."""
+        """Return whether a state was saved for these parameters in this memory order."""
         same = metadata["parameters"] == self.parameters.numels and len(metadata["stores"]) <= len(self.stores)
         return same and state.layouts == checkpoint.layouts_of(self.parameters)
 
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
-        """Go on where this device was saved; what the state holds is forgotten."""
+        """Continue from the state of this device."""
         self._load_metadata(metadata)
         choice = self.exchange.choice
         if choice.rates is None and metadata["rates"] is not None:
-            choice.rates = Rates.from_list(metadata["rates"])  # measured again, they might decide otherwise
+            choice.rates = Rates.from_list(metadata["rates"])  # new measurements could change the choice of paths
         checkpoint.load(self.stores, metadata["stores"], state, self.parameters)
 
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
-        """Go on with an equal share of what all nodes had not sent."""
+        """Continue with an equal share of the residuals of all nodes."""
         self._load_metadata(metadata)
         checkpoint.load_shares(self.stores, metadata, nodes, self.parameters, self.topology.num_nodes)
 
@@ -369,10 +365,10 @@ class HierState(Engine):
         self.layout.fix(self.layout.split_excluded(checkpoint.groups_of(metadata["settled"])))
         self.layout.previous = self.layout.split_excluded(checkpoint.groups_of(metadata["previous"]))
         if self.config.warmup_epochs is None and self.config.warmup_steps is None:
-            self.warmup = Warmup(*metadata["warmup"])  # by the estimate of the run that began it
+            self.warmup = Warmup(*metadata["warmup"])  # estimated by the first run
 
     def restart(self) -> None:
-        """Drop all residuals, and the round that may be open."""
+        """Drop all residuals, and an open round."""
         self.commit_round()
         for store in self.stores:
             store.clear()

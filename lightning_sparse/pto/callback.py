@@ -1,4 +1,4 @@
-"""The callback, as a mixin that does not import Lightning. It makes each optimizer share its step."""
+"""The callback as a mixin that does not import Lightning. It shards the step of each optimizer."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lightning_sparse.topology import discover
 
 
 class PTOMixin:
-    """Divides the optimizer step and the optimizer state among ranks.
+    """Shards the optimizer step and the optimizer state over ranks.
 
     Results and checkpoints are bit-identical to a run without it. Use it if the optimizer step takes longer than
     gathering the parameters, or if the optimizer state does not fit in memory.
@@ -42,7 +42,7 @@ class PTOMixin:
             trusted_optimizers = also
         if isinstance(trusted_optimizers, str):
             raise ValueError(
-                f"trusted_optimizers={trusted_optimizers!r} must be a list of names of optimizer classes: "
+                f"trusted_optimizers={trusted_optimizers!r} must be a list of class names. Use "
                 f"trusted_optimizers=[{trusted_optimizers!r}]."
             )
         self.scope: Scope = scope
@@ -51,7 +51,7 @@ class PTOMixin:
         self._communicator: HierCommunicator | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Share the optimizers' steps. Lightning has created the optimizers and not yet loaded their state."""
+        """Shard the steps. Lightning has created the optimizers, and not yet loaded their state."""
         if trainer.world_size == 1:
             log.info("PTOCallback: one rank, nothing to share")
             return
@@ -59,14 +59,13 @@ class PTOMixin:
         engine = getattr(strategy, "engine", None)
         if engine is not None and engine.has_local_weights:
             raise ValueError(
-                f"PTOCallback shares a step whose gradients are the same on every rank, and with "
-                f"{type(strategy).__name__} they are a node's own. Remove the callback: the strategy shares the step "
-                f"inside each node itself."
+                f"PTOCallback needs equal gradients on all ranks, but with {type(strategy).__name__} each node has its "
+                f"own. Remove the callback: the strategy shards the step inside each node itself."
             )
         if not isinstance(strategy.model, DistributedDataParallel) or getattr(strategy, "_model_averager", None):
             raise ValueError(
-                f"PTOCallback needs a strategy that leaves the same gradients on every rank, and "
-                f"{type(strategy).__name__} does not: use strategy='ddp' or 'mstopk_hier', or remove the callback."
+                f"PTOCallback needs equal gradients on all ranks, which {type(strategy).__name__} does not provide. "
+                f"Use strategy='ddp' or 'mstopk_hier', or remove the callback."
             )
         comm = self._shared_communicator(trainer)
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
@@ -83,7 +82,7 @@ class PTOMixin:
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())
 
     def _shared_communicator(self, trainer: Any) -> HierCommunicator:
-        """Return the communicator of all optimizers and fits. Process groups are expensive."""
+        """Return the communicator of all optimizers and fits, because process groups are expensive."""
         if self._communicator is None:
             timeout = getattr(trainer.strategy, "_timeout", None)
             topology = discover(node_rank=trainer.node_rank, local_rank=trainer.local_rank, timeout=timeout)

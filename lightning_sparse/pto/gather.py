@@ -1,16 +1,15 @@
 """Gather the updated parameters of all ranks, packed into flat buffers or in place.
 
-Rank w packs its parameters one after the other, aligned to `ALIGN` bytes. Shares are padded to B, the size of the
-largest one:
+Rank w packs its parameters, aligned to `ALIGN` bytes. Shares are padded to B, the size of the largest share:
 
     share_B of rank w     [ p0 | p4 | p7 | padding ]
     gathered              share_B of rank 0, share_B of rank 1, ... share_B of rank W-1
 
 Each collective gathers at most `PIECE` bytes to bound the size of the buffer; a parameter may span several. A buffer
-holds bytes and packs parameters of all dtypes on a device. All ranks compute the sizes from shapes and owners.
+has the parameters of all dtypes on a device, as bytes. All ranks compute the sizes from shapes and owners.
 
-On a CPU, parts of at least `LARGE` bytes are broadcast in place, all at once, because packing and Gloo's all-gather
-copy them. (100 MB between two ranks of a machine: 88 ms packed, 32 ms in place.)
+On a CPU, parts of at least `LARGE` bytes are broadcast in place, because packing and Gloo's all-gather copy them: 88 ms
+packed and 32 ms in place for 100 MB between two ranks of a machine.
 """
 
 import pickle
@@ -35,14 +34,14 @@ LARGE = 2**18
 
 @dataclass
 class Piece:
-    """One all-gather. For each owner, the bytes that it sends (`segments`) and their place in its buffer."""
+    """One all-gather: for each owner, the bytes that it sends (`segments`) and their place in its buffer."""
 
     nbytes: int
     segments: list[list[Tensor]]
     places: list[list[slice]]
 
     def exchange(self, communicator: HierCommunicator, index: int, buffer_B: Tensor) -> None:
-        """Send the segments of rank `index`, and overwrite those of other ranks with what they send."""
+        """Send the segments of rank `index`, and overwrite those of other ranks."""
         _copy([buffer_B[place] for place in self.places[index]], self.segments[index])
         gathered_WB = communicator.gather(buffer_B[: self.nbytes]).view(len(self.segments), self.nbytes)
         for owner, received_B in enumerate(gathered_WB):
@@ -93,7 +92,7 @@ class FlatGather:
         """Update all parameters from their owners. Collectives of the scope."""
         if self._size == 1:
             return
-        if [p.data_ptr() for p in self._parameters] != self._addresses:  # p.data was replaced
+        if [p.data_ptr() for p in self._parameters] != self._addresses:  # the user replaced p.data
             self._prepare()
         under_way = [communicator.broadcast(flat, owner) for owner, flat in self._large]
         for device, pieces in self._pieces.items():
@@ -139,7 +138,6 @@ class FlatGather:
 
 
 def aligned(nbytes: int) -> int:
-    """Round up to a multiple of `ALIGN`."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
@@ -150,35 +148,26 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
 
 # -- optimizer state ---------------------------------------------------------------------------------------------------
 #
-# State of a shared optimizer: the part of a parameter's state that a rank keeps, and all of it on one rank.
-#
-# State is any nesting of dicts, lists and tuples of tensors and plain values. For a checkpoint, each rank sends its own
-# as a pickled object with meta tensors, then all tensors in one flat buffer. The receiving rank assembles them on the
-# CPU.
+# State is any nesting of dicts, lists and tuples of tensors and plain values. For a checkpoint, each rank sends its
+# state as a pickled object with meta tensors, then all tensors in one flat buffer. The receiver assembles them on the CPU.
 
 State = dict[tuple[int, int], Any]
 """State by (index of the parameter in the optimizer, first element of the part)."""
 
 
 def collect(state: State, group: Group, device: torch.device, to: int) -> State | None:
-    """Collect the state of all ranks. A collective of the ranks of the scope.
-
-    Args:
-        to: rank that receives.
-
-    Returns:
-        All state, on the CPU, on rank `to`; None elsewhere.
+    """Collect the state of all ranks on rank `to`, on the CPU; return None on other ranks. A collective of the scope.
 
     Raises:
-        ValueError: on the rank whose state cannot be pickled.
-        RuntimeError: on rank `to` then.
+        ValueError: on a rank whose state cannot be pickled.
+        RuntimeError: on rank `to` if another rank's state cannot be pickled.
     """
     ranks = group.ranks
     if group.rank != to:
         described = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), state)
         refused = _refused(described)
         dist.gather_object(refused or described, None, dst=to, group=group.handle)
-        if refused:  # else rank `to` would wait for it
+        if refused:  # otherwise rank `to` would wait for it
             raise ValueError(refused)
         tensors = _tensors(state)
         flat_B = _buffer(tensors, device)
@@ -202,12 +191,12 @@ def collect(state: State, group: Group, device: torch.device, to: int) -> State 
 
 
 def _refused(described: State) -> str:
-    """Return why a state cannot be sent; empty where it can."""
+    """Return the reason if a state cannot be sent, or an empty string."""
     try:
         pickle.dumps(described)
     except Exception as error:  # an object's own methods can raise any type
         return (
-            f"the state of an optimizer cannot be collected ({type(error).__name__}: {error}): keep plain values in it"
+            f"the state of an optimizer cannot be collected ({type(error).__name__}: {error}). Store only plain values"
         )
     return ""
 
@@ -272,7 +261,7 @@ def join_states(states: Sequence[Any], parameter: Tensor, parts: Sequence[Part])
 
 
 def placed_like(state: Any, like: Mapping[str, Any], device: torch.device) -> Any:
-    """Move state to `device`; scalar entries go to the device that they have in `like`, another parameter's state."""
+    """Move state to `device`; scalars go to the device that they have in `like`, another parameter's state."""
 
     def place(key: Any, value: Any) -> Any:
         known = like.get(key)

@@ -30,7 +30,7 @@ STEPS = 6
 """Steps of each kind that ``scope="auto"`` times. The first one allocates state and memory, and does not count."""
 
 UNTESTED = (
-    "nobody has tested that it steps each parameter from its own gradient and state alone. If it does, name it: "
+    "it is not tested. If it computes each parameter from the parameter's gradient and state alone, use "
     "PTOCallback(trusted_optimizers=['{}'])"
 )
 Scope = Literal["auto", "node", "world"]
@@ -41,17 +41,17 @@ def check_scope(scope: object) -> None:
     """Raise ValueError if the scope is unknown."""
     if scope not in get_args(Scope):
         raise ValueError(
-            f"scope={scope!r} is unknown: use 'auto' to share the optimizer step if that is faster, 'node' to share it "
-            f"inside each node, over fast links, or 'world' to share it among all ranks, which saves the most memory "
+            f"scope={scope!r} is unknown. Use 'auto' to shard the optimizer step if that is faster, 'node' to shard it "
+            f"inside each node, over fast links, or 'world' to shard it over all ranks, which saves the most memory "
             f"and gathers over slow links."
         )
 
 
 def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | None = None) -> HierCommunicator:
-    """Return a communicator whose ``gather`` spans the scope. A collective if the nodes are of unequal size.
+    """Return a communicator whose ``gather`` spans the scope. A collective if nodes have different numbers of devices.
 
-    ``"auto"`` is the node, or the world if every node has one rank. It is a communicator of the reduction's class; the
-    ranks that count as its node are the scope, in groups that no reduction uses in another thread.
+    ``"auto"`` is the node, or the world if every node has one rank. The groups are separate from those of the
+    reduction, which runs in other threads.
 
     Args:
         topology: from ``topology.discover()``, with process groups for this communicator only.
@@ -64,18 +64,18 @@ def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | No
     alone = all(len(node) == 1 for node in topology.nodes)
     if scope == "world" or (scope == "auto" and alone) or topology.kind in ("one node", "one rank"):
         return HierCommunicator(topology, node=Group(tuple(range(topology.world_size)), topology.rank, topology.world))
-    # a group gathers in ascending order of ranks, whatever the order of a node's devices
+    # A group gathers in ascending order of ranks, even if the node's devices have another order.
     nodes = tuple(tuple(sorted(node)) for node in topology.nodes)
     handle = topology.intra
-    if topology.kind == "unequal nodes":  # the reduction makes no groups for them
+    if topology.kind == "unequal nodes":  # the topology has no groups for them
         handle = new_subgroup(nodes, timeout, "the shared step")
     return HierCommunicator(topology, node=Group(nodes[topology.node_index], topology.rank, handle))
 
 
 class ShardedStep:
-    """Shares the step of `optimizer`: each rank steps its parameters and gathers the others. Create it on all ranks.
+    """Shards the step of `optimizer`: each rank steps its parameters and gathers the others. Create it on all ranks.
 
-    An optimizer that is not tested is left alone, with a warning, unless it is trusted.
+    An untested optimizer is not sharded, with a warning, unless it is trusted.
 
     Args:
         optimizer: the optimizer. It gets a method ``consolidate_state_dict(to=0)``: call it on all ranks before
@@ -83,9 +83,9 @@ class ShardedStep:
         communicator: from ``communicator_of()``.
         names: names of the parameters by ``id()``, for messages.
         uncut: ``id()`` of each parameter with sparse gradients, which is not divided.
-        auto: time the full step, then the shared one, and keep the faster.
-        gather: gather the parameters after each step. False: the caller does, on every rank.
-        trusted: the optimizer steps each parameter from its own gradient and state alone, though nobody has tested it.
+        auto: time the full step, then the sharded step, and keep the faster one.
+        gather: gather the parameters after each step. False: the caller gathers, on every rank.
+        trusted: the optimizer computes each parameter from its own gradient and state alone, although it is untested.
 
     Raises:
         ValueError: if the optimizer is not supported.
@@ -116,11 +116,11 @@ class ShardedStep:
         self._compared = False
         self._gathers = gather
         self._share = LocalShard()
-        self._depth = 0  # of nested steps
+        self._depth = 0  # number of nested steps
         self._unfinished = False
         self._consolidated: dict[int, Any] | None = None
         self.follow_groups()
-        self.device = self.parameters[0].device  # of the collectives, also if the module moves to the CPU
+        self.device = self.parameters[0].device  # for the collectives, even if the module moves to the CPU
         if not (trusted or is_tested(optimizer)):
             self._turn_off(UNTESTED.format(type(optimizer).__name__))
             return
@@ -129,7 +129,7 @@ class ShardedStep:
 
     @property
     def sharing(self) -> bool:
-        """Whether the next step is shared: not while ``auto`` times the full step, nor after sharing is turned off."""
+        """Whether the next step is sharded."""
         return self.active and (self._choice is None or self._choice.sharing)
 
     @property
@@ -145,9 +145,9 @@ class ShardedStep:
         unbalance = max(loads) * size / max(1, sum(loads))
         cut = sum(len(parts) > 1 for parts in self.parts)
         return (
-            f"{size} ranks share the step of {type(self.optimizer).__name__}: {len(self.parameters)} parameters, {cut} "
-            f"of them split between ranks. The largest share is {unbalance:.2f} times the mean. A rank receives "
-            f"{human_bytes(self._gather.nbytes)} per step"
+            f"{size} ranks share the step of {type(self.optimizer).__name__}: {len(self.parameters)} parameters, of "
+            f"which {cut} are split between ranks. The largest share is {unbalance:.2f} times the mean. A rank "
+            f"receives {human_bytes(self._gather.nbytes)} per step"
         )
 
     # -- around the step -----------------------------------------------------------------------------------------------
@@ -158,19 +158,19 @@ class ShardedStep:
 
         @wraps(getattr(step, "__func__", step))
         def outermost(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._depth = 0  # whatever a step that raised has left
+            self._depth = 0  # in case a step raised
             try:
                 return step(*args, **kwargs)
             except BaseException:
-                self._share.put_back()  # parameters keep their shapes after any exception
+                self._share.put_back()  # restore the shapes after any exception
                 raise
 
-        # A subclass may call super().step(), which runs the hooks once more: only what is called here is a step.
-        # It is a bound method because learning rate schedulers wrap its __func__.
+        # A subclass may call super().step(), which runs the hooks again, so only the outermost call is a step. It is a
+        # bound method because learning rate schedulers wrap its __func__.
         optimizer.step = MethodType(outermost, optimizer)  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before)
         post = optimizer.register_step_post_hook(self._after)
-        runs_first(optimizer, post.id)  # so that all other hooks see all parameters and gradients
+        runs_first(optimizer, post.id)  # before all other hooks, which see all parameters and gradients
         optimizer.register_state_dict_post_hook(self._complete)
         optimizer.register_load_state_dict_pre_hook(self._select)
         optimizer.consolidate_state_dict = self.consolidate_state_dict  # type: ignore[attr-defined]
@@ -212,17 +212,16 @@ class ShardedStep:
             self._share.put_back()
             raise RuntimeError(
                 f"step {self.steps} of {type(self.optimizer).__name__} raised an exception before the parameters were "
-                f"gathered: ranks hold different parameters. Resume from the last checkpoint."
+                f"gathered, so ranks have different parameters. Resume from the last checkpoint."
             )
 
     def _turn_off(self, reason: str) -> None:
-        """Let every rank run the full step from now on."""
         self.active, self._choice = False, None
         if self.group.rank == 0:
             log.warning("PTO is off for %s; every rank runs the full step: %s.", type(self.optimizer).__name__, reason)
 
     def follow_groups(self) -> None:
-        """Assign owners to parameters of add_param_group(). Known parameters keep theirs, and so their state."""
+        """Assign owners to parameters of add_param_group(). Known parameters keep their owners, and so their state."""
         parameters = parameters_of(self.optimizer)
         if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
@@ -243,14 +242,14 @@ class ShardedStep:
             index, what = place // 2, ("parameter", "gradient")[place % 2]
             name = self._names.get(id(self.parameters[index]), f"number {index}")
             raise ValueError(
-                f"parameter {name}: its {what} differs between ranks, and a shared step needs the same on all. Let "
-                f"DDP reduce every gradient (no no_sync() around the backward before a step, no parameter outside the "
-                f"module), or remove PTOCallback."
+                f"parameter {name}: its {what} differs between ranks, but a sharded step needs it equal. Let DDP "
+                f"reduce every gradient (no no_sync() before a step, no parameter outside the module), or remove "
+                f"PTOCallback."
             )
         self._compared = True
 
     def release(self) -> None:
-        """Give all state to all ranks, and let each run the full step from now on. Collectives of the scope."""
+        """Give all state to all ranks, and let each rank run the full step from now on. Collectives of the scope."""
         if self.sharing:
             self._return_state()
             self.active, self._choice = False, None
@@ -259,7 +258,7 @@ class ShardedStep:
     # -- scope "auto" --------------------------------------------------------------------------------------------------
 
     def _choose(self, choice: AutoScope) -> None:
-        """After a timed step, start the next phase, or keep the faster step at the end."""
+        """After a timed step, start the next phase, or keep the faster step."""
         choice.end(self.device)
         if choice.left == STEPS:
             self._drop_unowned_state()
@@ -295,7 +294,7 @@ class ShardedStep:
         """Collect all state on rank `to`, for ``state_dict()`` before the next step. All ranks call it."""
         self._refuse_if_unfinished()
         if not self.sharing or to not in self.group.ranks:
-            return  # every rank, or another scope, has all state
+            return  # every rank has all state
         state = self.optimizer.state
         owned = [
             (i, part) for i, part in enumerate(self.local_parts) if part is not None and self.parameters[i] in state
@@ -318,26 +317,30 @@ class ShardedStep:
             return
         if self._consolidated is None:
             raise RuntimeError(
-                f"state_dict() of {type(self.optimizer).__name__}: this rank holds only the state of its own share. "
-                f"Call optimizer.consolidate_state_dict(to=rank) on all ranks first, and state_dict() on that rank."
+                f"state_dict() of {type(self.optimizer).__name__}: this rank has only the state of its share. Call "
+                f"optimizer.consolidate_state_dict(to=rank) on all ranks first, then state_dict() on that rank."
             )
         known = range(len(self.parameters))
         general = {key: value for key, value in state_dict["state"].items() if key not in known}
         state_dict["state"] = {**self._consolidated, **general}
 
     def _select(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Keep only this rank's share of the state that is loaded."""
+        """Keep only this rank's share of loaded state."""
         self.follow_groups()
         self._consolidated = None
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        if not self.sharing or len(ids) != len(self.parts):  # the optimizer raises for the last
+        if not self.sharing or len(ids) != len(self.parts):  # for a wrong number, the optimizer raises
             return None
         places = {key: place for place, key in enumerate(ids)}
         kept = {key: self._own_state(state, places.get(key)) for key, state in state_dict["state"].items()}
         return {**state_dict, "state": {key: state for key, state in kept.items() if state is not None}}
 
     def _own_state(self, state: Any, place: int | None) -> Any:
-        """Return this rank's share of a parameter's state, or None. place: None for state of no parameter."""
+        """Return this rank's share of a parameter's state, or None.
+
+        Args:
+            place: index of the parameter; None for state of no parameter.
+        """
         if place is None:
             return state
         part = self.local_parts[place]
@@ -362,7 +365,8 @@ def has_unfinished_step(optimizer: Optimizer) -> bool:
 
 
 class LocalShard:
-    """Restricts the optimizer to this rank's share: removes gradients of other parameters and narrows divided ones."""
+    """Restricts the optimizer to this rank's share: hides gradients of other parameters, and narrows divided
+    parameters."""
 
     def __init__(self) -> None:
         self._whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its data, its gradient
@@ -379,8 +383,8 @@ class LocalShard:
                 continue
             if part is not None and grad.is_sparse:
                 raise ValueError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse and cannot be divided: "
-                    f"use sparse=False, or pass its id() to ShardedStep in `uncut`."
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse and cannot be divided. "
+                    f"Use sparse=False, or pass its id() to ShardedStep in `uncut`."
                 )
             self._whole.append((parameter, parameter.data, grad))
             parameter.grad = None
@@ -402,12 +406,12 @@ class LocalShard:
 
 
 class CachedClosure:
-    """A closure that has already run. The first call returns its result, later calls run it again."""
+    """A closure that has already run. The first call returns its result; later calls run it again."""
 
     def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
         self.result, self.closure = result, closure
         self.calls = 0
-        self.only_once = ""  # name of the optimizer, if a second call is an error: its step is shared
+        self.only_once = ""  # name of an optimizer with a sharded step, for which a second call is an error
 
     def __call__(self) -> Any:
         self.calls += 1
@@ -415,8 +419,8 @@ class CachedClosure:
             return self.result
         if self.only_once:
             raise RuntimeError(
-                f"{self.only_once} evaluates its closure more than once per step, so its step cannot be shared: "
-                f"remove PTOCallback."
+                f"{self.only_once} evaluates its closure more than once per step, so its step cannot be sharded. "
+                f"Remove PTOCallback."
             )
         return self.closure()
 
@@ -439,7 +443,7 @@ def closure_first(
 
 
 class Timing(NamedTuple):
-    """Seconds per step of the slowest rank: the full step, and the shared step with its gather."""
+    """Seconds per step of the slowest rank: the full step, and the sharded step with its gather."""
 
     plain: float
     shared: float
@@ -450,27 +454,25 @@ class Timing(NamedTuple):
 
 @dataclass
 class AutoScope:
-    """Times `STEPS` full steps, then `STEPS` shared ones."""
+    """Times `STEPS` full steps, then `STEPS` sharded steps."""
 
     _taken: list[float] = field(default_factory=list)
     _since: float = 0.0
 
     @property
     def sharing(self) -> bool:
-        """Whether the next step is shared."""
+        """Whether the next step is sharded."""
         return self.left <= STEPS
 
     @property
     def left(self) -> int:
-        """Steps to time."""
+        """Number of steps to time."""
         return 2 * STEPS - len(self._taken)
 
     def begin(self, device: torch.device) -> None:
-        """Start timing a step."""
         self._since = _now(device)
 
     def end(self, device: torch.device) -> None:
-        """Stop timing, after the gather of a shared step."""
         self._taken.append(_now(device) - self._since)
 
     def verdict(self, communicator: HierCommunicator, device: torch.device) -> Timing:
