@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 
 
 def _module_of(name: str) -> str:
-    """The module that provides `name`. ImportError, since ``from ... import`` drops an AttributeError's message."""
+    """Return the module that provides `name`."""
     imported = [root for root in _FLAVOURS if root in sys.modules]
     if len(imported) > 1:
         imports = " or ".join(f"`from {module} import {name}`" for module in _FLAVOURS.values())

@@ -1,6 +1,6 @@
-"""What ranks agree on: each decision that more than one rank acts upon is made here, from what all of them said.
+"""Decisions of several ranks, from the values of all of them.
 
-``reduce`` is an all-reduce in place, ``reduce(tensor, op=...)``, over the ranks that are to agree: a method of
+``reduce`` is an all-reduce in place, ``reduce(tensor, op=...)``, over the deciding ranks: a method of
 `lightning_sparse.exchange.HierCommunicator`, whose errors name the ranks, or ``torch.distributed.all_reduce``.
 """
 
@@ -27,7 +27,7 @@ def largest(number: float, reduce: Reduce, device: torch.device) -> float:
 
 
 def extremes(numbers: Sequence[int], reduce: Reduce, device: torch.device) -> tuple[list[int], list[int]]:
-    """Return the largest and the smallest of all ranks' numbers, place by place. A collective."""
+    """Return the largest and the smallest of all ranks' numbers, elementwise. A collective."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     both = torch.stack([mine, -mine])
     reduce(both, op=dist.ReduceOp.MAX)
@@ -40,7 +40,7 @@ def all_agree(condition: bool, reduce: Reduce, device: torch.device) -> bool:
 
 
 def differing(tensors: Sequence[Tensor | None], reduce: Reduce, device: torch.device) -> list[int]:
-    """Return the indices of the tensors whose bits differ between ranks, the same list on all. A collective."""
+    """Return the indices of the tensors whose bits differ between ranks, equal on all ranks. A collective."""
     sums = torch.stack([fingerprint(each).to(device) for each in tensors])
     extremes = torch.stack([sums, -sums])
     reduce(extremes, op=dist.ReduceOp.MAX)
@@ -58,14 +58,14 @@ def fingerprint(tensor: Tensor | None) -> Tensor:
 
 
 def same_options(mine: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks unless they all have the same options. A collective of the world."""
+    """Raise ValueError on all ranks unless all of them have equal options. A collective of the world."""
     stated: list[Mapping[str, Any]] = [mine] * dist.get_world_size()
     dist.all_gather_object(stated, dict(mine))
     compare(stated)
 
 
 def compare(options: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for ranks with other options than rank 0: they would call other collectives, and hang."""
+    """Raise ValueError if a rank has other options than rank 0: it would call other collectives, and hang."""
     first = options[0]
     for rank, given in enumerate(options):
         different = [name for name in {**first, **given} if given.get(name) != first.get(name)]
@@ -75,14 +75,14 @@ def compare(options: Sequence[Mapping[str, Any]]) -> None:
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group."""
+    """Return whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def on_first(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on all ranks. Raises on all ranks if it fails. A collective.
+    """Call `make` on rank 0 and return its result on all ranks. If it fails, raise on all ranks. A collective.
 
-    Without a process group, this process is the only rank; the same holds for `on_all`.
+    Without a process group, this process is the only rank.
     """
     if not is_distributed():
         return make()
@@ -95,7 +95,7 @@ def on_first(make: Callable[[], T]) -> T:
 
 
 def on_all(make: Callable[[], T]) -> list[T]:
-    """Call `make` on each rank and return all results in rank order. Raises on all ranks if one fails. A collective."""
+    """Call `make` on each rank and return all results in rank order. If one fails, raise on all ranks. A collective."""
     if not is_distributed():
         return [make()]
     own = _result_of(make)

@@ -1,15 +1,15 @@
-"""What a training loop calls, and a strategy on its behalf: the same methods, whatever is exchanged between nodes.
+"""Engines: the interface between a training loop, or a strategy, and the exchange between nodes.
 
 ========= ============================================== ===================== ===============================
-kind      engine                                         between nodes travel  inside a node
+kind      engine                                         nodes exchange        inside a node
 ========= ============================================== ===================== ===============================
-gradients `lightning_sparse.gradients.HierState`         gradients, in a hook  DDP over all ranks
-updates   `lightning_sparse.updates.LocalUpdates`        parameter updates     DDP of the node, or FSDP2
-shards    `lightning_sparse.fsdp.ShardedGradients`       gradients of shards   FSDP2
+gradients `lightning_sparse.gradients.HierState`         gradients, in a hook  DDP over all ranks updates
+`lightning_sparse.updates.LocalUpdates`        parameter updates     DDP of the node, or FSDP2 shards
+`lightning_sparse.fsdp.ShardedGradients`       gradients of shards   FSDP2
 ========= ============================================== ===================== ===============================
 
-A method that an engine has no use for does nothing. A checkpoint holds the `State` of each device: flat pieces of
-parameters, so that another number of nodes or devices can take them up.
+A method that an engine does not need does nothing. A checkpoint has the `State` of each device: flat pieces of
+parameters, which another number of nodes or devices can load.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Engine(ABC):
     """Exchanges gradients or updates of one module between nodes.
 
     Attributes:
-        exchange: between nodes; it exists where ``active``.
-        active: whether there is anything to exchange; False on one node.
-        requires_all_ranks: a restore needs the state of every rank. Otherwise a rank without its own begins anew.
-        has_local_weights: each node trains local weights; validation sees the global weights.
+        exchange: the exchange between nodes; exists if ``active``.
+        active: whether nodes exchange anything; False on one node.
+        requires_all_ranks: a restore needs the state of every rank. Otherwise, a rank without state starts anew.
+        has_local_weights: each node trains local weights; validation uses the global weights.
         in_step: all nodes take the same steps.
-        batches: number of batches begun, if counted. Nodes then notice that a node skipped a step.
+        batches: number of batches begun, if counted, to detect a node that skipped a step.
     """
 
     kind: ClassVar[str]
-    reshard_message: ClassVar[str]  # for the log: state that another number of nodes keeps
-    loss_message: ClassVar[str]  # for the log: consequence of missing files
+    reshard_message: ClassVar[str]  # log line: state that another number of nodes keeps
+    loss_message: ClassVar[str]  # log line: consequence of missing files
     requires_all_ranks: ClassVar[bool] = False
     has_local_weights: ClassVar[bool] = False
     in_step: ClassVar[bool] = True
@@ -58,25 +58,25 @@ class Engine(ABC):
 
     @property
     def rounds(self) -> int:
-        """Exchanges, or steps, so far."""
+        """Number of exchanges, or steps, so far."""
         return self.steps
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def before_backward(self, reason_for_dense: str = "") -> None:
-        """Call it before each backward pass, on all ranks.
+        """Prepare for a backward pass. Every rank calls it before each backward pass.
 
         Args:
-            reason_for_dense: a reason to reduce the next round's gradients as DDP would; empty for none.
+            reason_for_dense: reason to reduce the next round's gradients as DDP does; empty for none.
         """
         return
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Call it before a step of the optimizer, or of all."""
+        """Prepare for a step of one optimizer, or of all."""
         return
 
     def step(self, optimizer: Optimizer | None = None) -> None:
-        """Call it after a step of the optimizer, or of all. Every rank does, those that skipped the step included."""
+        """Follow a step of one optimizer, or of all. Every rank calls it, even if it skipped the step."""
         return
 
     def send_unsent(self) -> None:
@@ -84,29 +84,29 @@ class Engine(ABC):
         return
 
     def finish(self) -> None:
-        """Send everything that is pending; afterwards all ranks hold the same weights. Every rank calls it."""
+        """Send all pending updates; afterwards all ranks have equal weights. Every rank calls it."""
         return
 
     def warn_of_no_step(self) -> None:
-        """Log once that batches were trained without an optimizer step."""
+        """Warn once if batches were trained without an optimizer step."""
         return
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
     def swap_in_global_weights(self, wait: bool = True) -> None:
-        """Put the global weights into the module, and buffers averaged over all ranks. Every rank calls it.
+        """Write the global weights and averaged buffers into the module. Every rank calls it.
 
         Args:
-            wait: False shows the weights without messages in flight, and this rank's own buffers. Nothing is sent.
+            wait: False writes the weights without messages in flight, keeps this rank's own buffers, and sends nothing.
         """
         return
 
     def swap_in_local_weights(self) -> None:
-        """Put this node's own weights back. Every rank calls it."""
+        """Restore this node's own weights. Every rank calls it."""
         return
 
     def adopt_changes(self) -> None:
-        """Add changes of the module to the global weights that it shows. Every rank calls it."""
+        """Add changes of the shown global weights to the global weights. Every rank calls it."""
         return
 
     def average_changes(self) -> None:
@@ -115,7 +115,7 @@ class Engine(ABC):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Hold the global weights inside, and averaged buffers, as in validation. Every rank enters it."""
+        """Return a context in which the module holds the global weights and averaged buffers. Every rank enters it."""
         self.swap_in_global_weights()
         try:
             yield
@@ -130,78 +130,79 @@ class Engine(ABC):
 
     @property
     def saves(self) -> bool:
-        """Whether there is anything to save."""
+        """Whether there is state to save."""
         return self.active
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a checkpoint says of all ranks alike, in plain types."""
+        """Return the checkpoint entries that are equal on all ranks, in plain types."""
         return {"steps": self.steps}
 
     def checkpoint_metadata(self) -> dict[str, Any]:
-        """Return the metadata, with the entries that all engines have."""
+        """Return the metadata, with the entries of all engines."""
         nodes = [list(node) for node in self.topology.nodes]
         told = {"version": VERSION, "kind": self.kind, "nodes": nodes, "config": self.config.to_dict()}
         return {**told, **(self.metadata() if self.saves else {})}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``torch.distributed.checkpoint.save`` and ``async_save`` write of this device, given the engine
-        itself; ``lightning_sparse.strategy.resume`` reads it. Every rank calls it."""
+        """Return this device's part for ``torch.distributed.checkpoint.save`` and ``async_save``. Every rank calls it.
+
+        ``lightning_sparse.strategy.resume`` loads it.
+        """
         mine = {f"rank{self.topology.rank}": self.device_state()} if self.saves else {}
         return {"metadata": (self.checkpoint_metadata(),), **mine}
 
     def device_state(self) -> dict[str, Any]:
-        """Return what a loop without Lightning saves of this device."""
+        """Return the state of this device for a loop without Lightning."""
         return {"engine": for_folder(self.state())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse it: ``torch.distributed.checkpoint.load`` wants to know what a checkpoint holds before it reads.
+        """Refuse: ``torch.distributed.checkpoint.load`` must know the entries of a checkpoint before it reads them.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            f"{type(self).__name__} is not among what torch.distributed.checkpoint.load can fill, which knows neither "
-            f"the nodes nor the pieces that were saved: leave it out, and call "
-            f"lightning_sparse.strategy.resume(engine, folder, key) afterwards."
+            f"torch.distributed.checkpoint.load cannot load {type(self).__name__}, because it does not know the saved "
+            f"nodes and pieces. Omit it, and call lightning_sparse.strategy.resume(engine, folder, key) afterwards."
         )
 
     @abstractmethod
     def state(self) -> State:
-        """Return what this device alone knows."""
+        """Return the state that only this device has."""
 
     @abstractmethod
     def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
-        """Return whether this device can go on exactly where that state was saved."""
+        """Return whether this device can continue exactly from that state."""
 
     @abstractmethod
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
-        """Go on where this device was saved, on the same nodes; None: with nothing pending. Every rank calls it."""
+        """Continue from this device's state, on the same nodes; None: with nothing pending. Every rank calls it."""
 
     @abstractmethod
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
-        """Take up what another cluster saved, or this one under other options: the states of its devices, by node.
-        Every rank calls it."""
+        """Continue from the states of all devices, by node, of another cluster or other options. Every rank calls
+        it."""
 
     def global_parts(self) -> list[Tensor]:
-        """Return tensors that devices of the same place hold alike on all nodes, to be compared after a restore."""
+        """Return tensors that are equal on devices with the same index of all nodes, for a check after a restore."""
         return []
 
     def restart(self) -> None:
-        """Go on from the weights that the module holds now, with nothing pending. Every rank calls it."""
+        """Start from the weights in the module, with nothing pending. Every rank calls it."""
         return
 
     def owns_any(self, parameters: Collection[int]) -> bool:
-        """Return whether one of these parameters, given by ``id()``, is of this engine's module."""
+        """Return whether the module has one of these parameters, given by ``id()``."""
         return any(id(p) in parameters for p in self.module.parameters())
 
     def tracks_optimizer(self, optimizer: Optimizer) -> bool:
-        """Return whether it is to be told of the optimizer's steps."""
+        """Return whether the engine follows the optimizer's steps."""
         return self.owns_any({id(parameter) for parameter in parameters_of(optimizer)})
 
     # -- what a callback reports ---------------------------------------------------------------------------------------
 
     def norms(self) -> dict[str, Tensor]:
-        """Return L2 norms of what this device has not sent, by name: 0-dim tensors (no host sync)."""
+        """Return L2 norms of the unsent state, by name: 0-dim tensors, without a host wait."""
         return {}
 
     def gauges(self) -> dict[str, float]:
@@ -211,10 +212,9 @@ class Engine(ABC):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Take hooks off the module and end threads, for training is over; it may begin again."""
+        """Remove hooks from the module and end threads. Training may start again."""
         return
 
     def detach(self, reused: Sequence[Optimizer] = ()) -> None:
-        """Leave module and optimizers to another engine. ``reused`` optimizers get all their state: collectives of the
-        node."""
+        """Release module and optimizers. ``reused`` optimizers get all their state: collectives of the node."""
         self.end()

@@ -1,9 +1,8 @@
-"""FSDP2 inside each node, for models that one device cannot hold: its mesh, what to shard, and gradients between nodes.
+"""FSDP2 inside each node, for models that are too large for one device: mesh, sharding, and gradients between nodes.
 
-FSDP2 is given the mesh of one node. In the backward pass of each module that it manages it averages the gradients over
-the node's devices, and hands this device's shard S to a hook, padded parameter by parameter; `ShardedGradients`
-replaces it by the mean over nodes, by a path of `lightning_sparse.exchange`. What is not sent stays in the residual of
-the module. `lightning_sparse.updates.LocalUpdates` exchanges updates of shards as it does those of whole parameters.
+FSDP2 gets the mesh of one node. In the backward pass of each module that it manages, it averages the gradients over the
+node's devices, and passes this device's shard [S], padded per parameter, to a hook. `ShardedGradients` replaces it by
+the mean over nodes, through a path of `lightning_sparse.exchange`. Unsent entries stay in the residual of the module.
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ from lightning_sparse.topology import Topology, device_type, undisturbed
 
 
 def mesh_of(topology: Topology) -> DeviceMesh:
-    """The ranks as a mesh of axes "replicate" (the nodes) and "shard" (the devices of a node), over the topology's
-    groups; on one node, of one row.
+    """Return a mesh with the axes "replicate" (nodes) and "shard" (devices of a node), over the topology's groups.
 
     Raises:
-        ValueError: for nodes of unequal size.
+        ValueError: if nodes have different numbers of devices.
     """
     if topology.kind == "unequal nodes":
         raise ValueError(
-            f"nodes of {sorted({len(node) for node in topology.nodes})} devices cannot hold the same shards: start the "
-            f"same number of processes on each node, or name groups of equal size with LIGHTNING_SPARSE_NODE."
+            f"nodes have {sorted({len(node) for node in topology.nodes})} devices, so their shards differ. Start the "
+            f"same number of processes on each node, or define nodes of equal size with LIGHTNING_SPARSE_NODE."
         )
     mesh = topology.mesh_of_axes("replicate", "shard")
     if mesh is not None:
@@ -55,18 +53,18 @@ def mesh_of(topology: Topology) -> DeviceMesh:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Shard a model over the devices of each node: each block that repeats, then the whole.
+    """Shard a model over the devices of each node: first its repeated blocks, then the rest.
 
     Blocks are the children of the outermost ``ModuleList`` and ``Sequential`` whose class occurs there more than once,
-    as the layers of a Transformer do. A model that is sharded already stays as it is.
+    such as the layers of a Transformer. A sharded model stays unchanged.
 
     Args:
         model: on the CPU, a device, or the meta device.
         mesh: from ``mesh_of``, or its axis "shard".
-        **options: of ``fully_shard``.
+        **options: options of ``fully_shard``.
 
     Raises:
-        ValueError: for a model that has to be sharded by hand.
+        ValueError: for a model that must be sharded by hand.
     """
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return model
@@ -84,7 +82,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def by_hand(model: nn.Module) -> str:
-    """Return advice for an error message: how to shard a model by hand."""
+    """Return advice about sharding a model by hand, for an error message."""
     return (
         f"shard {type(model).__name__} as a whole with fully_shard(model, mesh=mesh['shard']). In a LightningModule, "
         f"import fully_shard and register_fsdp_forward_method from torch.distributed.fsdp, and write:\n"
@@ -97,11 +95,7 @@ def by_hand(model: nn.Module) -> str:
 
 @contextmanager
 def explained_if_mixed() -> Iterator[None]:
-    """Add advice to torch's error for parameters that are used without the ``forward()`` that gathers them.
-
-    Raises:
-        RuntimeError: instead of torch's error.
-    """
+    """Add advice to torch's error about parameters that are used without the ``forward()`` that gathers them."""
     try:
         yield
     except RuntimeError as error:
@@ -118,7 +112,7 @@ def explained_if_mixed() -> Iterator[None]:
 def options_for(precision: Any) -> dict[str, Any]:
     """Return the options of ``fully_shard`` for a precision of Lightning.
 
-    With ``"bf16-mixed"`` weights are gathered in bf16, half the bytes; gradients are still summed in fp32.
+    With ``"bf16-mixed"``, weights are gathered in bf16, and gradients are summed in fp32.
     """
     if precision != "bf16-mixed":
         return {}
@@ -126,7 +120,7 @@ def options_for(precision: Any) -> dict[str, Any]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield each block that repeats once. Blocks that share parameters with others stay with the whole model.
+    """Yield each repeated block once. Blocks that share parameters with others stay with the whole model.
 
     >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)), nn.Linear(2, 1))
     >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
@@ -149,7 +143,7 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield each module once; for lists and dicts, which have no ``forward()``, the modules inside them."""
+    """Yield each module once. Lists and dicts have no ``forward()``, so yield the modules inside them."""
     seen: set[int] = set()
     waiting = list(modules)[::-1]
     while waiting:
@@ -162,7 +156,7 @@ def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _is_alone(part: nn.Module, model: nn.Module) -> bool:
-    """Whether no other part of the model shares its parameters: FSDP2 would give each part its own copy."""
+    """Return whether no other part of the model shares its parameters. FSDP2 would give each part its own copy."""
     uses = _uses(model)
     return all(uses[key] == count for key, count in _uses(part).items())
 
@@ -172,16 +166,16 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 class FSDPParamGroup:
-    """What one FSDP2 module reduces at once.
+    """The parameters that FSDP2 reduces together.
 
     Args:
-        name: of the module.
-        managed: parameters that it manages, and no module inside it, by name and in order. Those that are frozen now
-            take no part.
+        name: name of the module.
+        managed: parameters of the module without those of FSDP2 modules inside it, by name and in order. Frozen
+            parameters take no part.
 
     Attributes:
-        numel: S, elements of this device's shards, each padded to the size of the largest of all devices.
-        residual_S: fp32, what was not sent; None before the first exchange.
+        numel: S, number of elements of this device's shards, each padded to the largest shard of all devices.
+        residual_S: unsent entries, fp32; None before the first exchange.
     """
 
     def __init__(self, name: str, managed: dict[str, DTensor]) -> None:
@@ -198,27 +192,27 @@ class FSDPParamGroup:
         self._spare_S: Tensor | None = None
 
     def check(self, numel: int) -> None:
-        """Raise ValueError unless the hook was given the gradients of all parameters that were trained at set-up."""
+        """Raise ValueError unless the hook got the gradients of all parameters that were trainable at set-up."""
         changed = [name for name, (each, trained) in self._trained.items() if each.requires_grad != trained]
         if changed:
             raise ValueError(
-                f"{changed[0]} was frozen or unfrozen within the fit, and the places of gradients in a message were "
-                f"agreed at its start: do that between two fits, or use send='updates'."
+                f"{changed[0]} was frozen or unfrozen during the fit, but the layout of messages is fixed at its "
+                f"start. Freeze or unfreeze between two fits, or use send='updates'."
             )
         if numel != self.numel:
             raise ValueError(
-                f"{numel} of {self.numel} gradients of {self.name or 'the model'} came out of this backward pass: some "
-                f"parameters took no part in it, which this torch does not pad with zeros. Use torch 2.15 or later, "
-                f"freeze them before the fit, or use send='updates'."
+                f"{numel} of {self.numel} gradients of {self.name or 'the model'} came out of this backward pass, "
+                f"because it did not use some parameters, and this torch does not pad with zeros. Use torch 2.15 or "
+                f"later, freeze them before the fit, or use send='updates'."
             )
 
     def views(self, flat_S: Tensor) -> Iterator[tuple[str, DTensor, Tensor]]:
-        """Each parameter, and its shard in a flat tensor, without padding."""
+        """Yield each parameter, and its shard in a flat tensor, without padding."""
         for (name, each), begin in zip(self.parameters.items(), self._begins, strict=True):
             yield name, each, flat_S[begin : begin + local_of(each).numel()]
 
     def take_accumulated(self, flat_S: Tensor) -> None:
-        """Add the gradients of earlier backward passes, which no other node has seen, and take them away."""
+        """Add the gradients of earlier backward passes, which no other node has, and remove them."""
         for _, parameter, view in self.views(flat_S):
             if parameter.grad is not None:
                 earlier = local_of(parameter.grad)
@@ -227,25 +221,23 @@ class FSDPParamGroup:
                 parameter.grad = None
 
     def new_residual(self) -> Tensor:
-        """One of zeros."""
         device = local_of(next(iter(self.parameters.values()))).device
         self.residual_S = torch.zeros(self.numel, dtype=torch.float32, device=device)
         return self.residual_S
 
     def residuals(self) -> tuple[Tensor, Tensor]:
-        """This round's, and room for the next one's."""
+        """Return this round's residual, and memory for the next residual."""
         residual_S = self.new_residual() if self.residual_S is None else self.residual_S
         if self._spare_S is None:
             self._spare_S = torch.empty_like(residual_S)
         return residual_S, self._spare_S
 
     def swap(self) -> None:
-        """The next round's are this round's now."""
         self.residual_S, self._spare_S = self._spare_S, self.residual_S
 
 
 def residual_of(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
-    """What a device has not sent of a range of a parameter."""
+    """Yield the residual of a device for a range of a parameter."""
     return state.cut("residual", name, begin, end)
 
 
@@ -256,20 +248,20 @@ class ShardedGradients(Engine):
         model = shard(model, mesh_of(topology))
         gradients = ShardedGradients(model, ExchangeConfig(exchange="dense16"), topology)
 
-    and the loop stays as it is. FSDP2's own ``set_requires_gradient_sync(False)`` accumulates without communication;
-    inside ``accumulating()`` gradients are averaged inside the node alone.
+    The training loop does not change. To accumulate gradients, use FSDP2's ``set_requires_gradient_sync(False)``, which
+    does not communicate, or ``accumulating()``, which averages inside the node.
 
     Args:
-        model: sharded along dim 0 over the devices of each node; all nodes begin with the weights of the first.
-        config: of the exchange, except ``"auto"``, which is for DDP. With a `GradientsConfig` the density may warm up.
-        topology: of the ranks, with its groups.
+        model: sharded along dim 0 over the devices of each node. All nodes start with the weights of the first node.
+        config: options of the exchange, except ``"auto"``. With a `GradientsConfig`, the density may warm up.
+        topology: topology of the ranks, with groups.
 
     Attributes:
-        epoch: set it at the start of each epoch; the density warm-up reads it.
-        warmup: the warm-up of the density.
+        epoch: current epoch, for the density warm-up. Set it at the start of each epoch.
+        warmup: warm-up of the density.
 
     Raises:
-        ValueError: for parameters that are sharded otherwise, or an exchange that has to measure first.
+        ValueError: for parameters that are sharded in another way, or an exchange that must measure first.
     """
 
     kind = "gradients of shards"
@@ -279,8 +271,7 @@ class ShardedGradients(Engine):
     def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
         if config.path is None:
             raise ValueError(
-                f"exchange={config.exchange!r} is measured in DDP's buckets: choose 'sparse', 'regional', 'dense16' or "
-                f"'dense'."
+                f"exchange={config.exchange!r} needs DDP's buckets. Use 'sparse', 'regional', 'dense16' or 'dense'."
             )
         topology = undisturbed(topology)
         self.module, self.config, self.topology = model, config, topology
@@ -310,7 +301,7 @@ class ShardedGradients(Engine):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes inside leave the exchange between nodes to the next one outside."""
+        """Return a context in which backward passes leave the exchange between nodes to the next pass outside."""
         self._accumulating = True
         try:
             yield
@@ -318,7 +309,7 @@ class ShardedGradients(Engine):
             self._accumulating = False
 
     def adopt_residuals(self, before: ShardedGradients) -> None:
-        """Go on with the residuals of an earlier set-up of the same parameters, and with its warm-up."""
+        """Continue with the residuals and the warm-up of an earlier set-up of the same parameters."""
         if before.module is self.module:
             self.steps, self.epoch, self.warmup = before.steps, before.epoch, before.warmup
         of = {tuple(map(id, each.parameters.values())): each for each in before.managed}
@@ -336,8 +327,8 @@ class ShardedGradients(Engine):
 
     @torch.no_grad()
     def swap_in_global_weights(self, wait: bool = True) -> None:
-        """Give all ranks the mean of their floating-point buffers, such as the statistics of batch norm; weights are
-        the same anyway. A collective of the world, if there are any."""
+        """Average floating-point buffers, such as batch norm statistics, over all ranks. A collective of the world, if
+        there are any. Weights are equal anyway."""
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
         if not self.active or not buffers:
             return
@@ -345,7 +336,7 @@ class ShardedGradients(Engine):
         average(buffers, all_reduce, ranks, is_first=self.topology.rank == 0)
 
     def step(self, optimizer: Optimizer | None = None) -> None:
-        """Call it after the optimizer's step, for the statistics."""
+        """Update the statistics after the optimizer's step."""
         self.steps += 1
         if self.active:
             self.exchange.stats.end_round()
@@ -384,7 +375,7 @@ class ShardedGradients(Engine):
     @torch.no_grad()
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         if not self.active:
-            if metadata["config"]["exchange"] != "dense":  # which leaves nothing
+            if metadata["config"]["exchange"] != "dense":  # "dense" leaves no residual
                 self.log_once("the saved residuals are lost: one node has nothing to send", logging.WARNING)
             return
         self.steps = metadata["steps"]
@@ -397,7 +388,7 @@ class ShardedGradients(Engine):
 
     @torch.no_grad()
     def _reduce(self, managed: FSDPParamGroup, flat_S: Tensor) -> None:
-        """The hook: the mean over nodes takes the place of this node's gradients."""
+        """Replace this node's gradients by the mean over nodes. FSDP2 calls it as a hook."""
         self.exchange.refuse_capture()
         managed.check(flat_S.numel())
         if self._accumulating:
@@ -418,23 +409,25 @@ class ShardedGradients(Engine):
 
 
 def record_stream_use(tensor: Tensor) -> None:
-    """Tell the allocator that the current stream uses the tensor: FSDP2's hook runs on another stream than the one that
-    owns its memory, and once it is dropped the next reduce-scatter could take that memory too early."""
+    """Tell the allocator that the current stream uses the tensor.
+
+    FSDP2's hook runs on another stream than the owner of its memory. Otherwise, the next reduce-scatter could reuse the
+    memory too early.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def params_of(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
-    """The parameters that FSDP2 manages with a module: those that it holds and no FSDP2 module inside it does, in the
-    order in which FSDP2 lays out their gradients.
+    """Return the parameters that FSDP2 manages with a module, in the order in which it lays out their gradients.
 
     Raises:
-        ValueError: for one that is not sharded along dim 0 over one axis.
+        ValueError: for a parameter that is not sharded along dim 0 over one axis.
     """
     found: dict[str, DTensor] = {}
 
     def visit(each: nn.Module) -> None:
-        for child in each.children():  # first, as in FSDP2's buffer
+        for child in each.children():  # children first, as in FSDP2's buffer
             if not isinstance(child, FSDPModule):
                 visit(child)
         for parameter in each.parameters(recurse=False):

@@ -1,6 +1,6 @@
-"""What training uses of torch that torch does not promise to keep: here alone, and looked for when this is imported.
+"""The private API of torch that training uses. All of it is here, and checked on import.
 
-Lightning's side of it is `lightning_sparse.strategy.adapter.Adapter`, whose annotations name what is relied upon.
+`lightning_sparse.strategy.adapter.Adapter` lists the private API of Lightning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ USED = (
 
 
 def missing(names: Iterable[str] = USED) -> list[str]:
-    """Return which of these this torch does not have."""
+    """Return the names that this torch lacks."""
 
     def there(name: str) -> bool:
         try:
@@ -47,8 +47,8 @@ def missing(names: Iterable[str] = USED) -> list[str]:
 
 if _lacking := missing():
     raise ImportError(
-        f"torch {torch.__version__} has no {', '.join(_lacking)}, which lightning_sparse uses: it was tested with "
-        f"torch {TESTED}. Install one of these, or a later lightning_sparse."
+        f"torch {torch.__version__} has no {', '.join(_lacking)}, which lightning_sparse uses. Install torch {TESTED}, "
+        f"or a later lightning_sparse."
     )
 
 tree_leaves = torch.utils._pytree.tree_leaves
@@ -58,17 +58,17 @@ default_timeout = torch.distributed.distributed_c10d.default_pg_timeout
 
 
 def current_backward() -> int:
-    """Return the id of the backward pass that runs in this thread; -1 outside of one."""
+    """Return the id of the running backward pass of this thread; -1 outside."""
     return int(torch._C._current_graph_task_id())
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call it at the end of the backward pass that runs in this thread."""
+    """Register a callback for the end of the running backward pass of this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def default_store() -> Store:
-    """Return the store that the default process group was made with."""
+    """Return the store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -86,8 +86,10 @@ def nccl_options(parent: Any, max_ctas: int, timeout: timedelta | None) -> Any:
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> torch.distributed.ProcessGroup:
-    """Return a Gloo group that listens on the given address of this machine. By default Gloo takes the address of the
-    host name, which may be a loopback address."""
+    """Return a Gloo group that listens on the given address of this machine.
+
+    By default, Gloo uses the address of the host name, which may be a loopback address.
+    """
     options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]
@@ -101,11 +103,12 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, host: str
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """Return the scale as a 0-dim tensor on its device, which ``get_scale()`` would wait for; None before the first."""
+    """Return the scale as a 0-dim tensor on its device, without the wait of ``get_scale()``; None before the first
+    step."""
     scale: Tensor | None = scaler._get_scale_async()
     return scale
 
 
 def runs_first(optimizer: Optimizer, hook: int) -> None:
-    """Put a hook of after the step, by its id, before those that were registered earlier."""
+    """Move a post-step hook, given by its id, before hooks that were registered earlier."""
     optimizer._optimizer_step_post_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]

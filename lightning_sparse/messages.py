@@ -1,4 +1,4 @@
-"""How the package speaks to its user: its logger, and what is said where the flavours of Lightning meet."""
+"""The logger of the package, and formats of log lines."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from heapq import nsmallest
 from typing import Any
 
 log = logging.getLogger("lightning_sparse")
-SHOWN = 3  # names in a log line
+SHOWN = 3  # number of names in a log line
 SLOW_AFTER = timedelta(seconds=10)
 """After so long a rank says what it waits for."""
 CONNECT_SECONDS = 5.0
@@ -18,7 +18,7 @@ CONNECT_SECONDS = 5.0
 
 
 def ensure_log_handler() -> None:
-    """As Lightning does for its own: notices of one line are seen unless the program has set up logging itself."""
+    """Show log lines unless the program has set up logging itself, as Lightning does."""
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
@@ -29,7 +29,7 @@ def log_ignored(where: str, names: Collection[str], kind: str) -> None:
 
     Args:
         where: the folder of the files.
-        kind: kind of the files that are not ignored, such as "images".
+        kind: kind of the files that are used, such as "images".
     """
     if names:
         more = ", ..." if len(names) > SHOWN else ""
@@ -52,7 +52,7 @@ def human_bytes(number: float) -> str:
 
 @contextmanager
 def log_if_slow(what: str) -> Iterator[None]:
-    """Log the current task if it takes longer than `SLOW_AFTER`. This rank may wait for another rank."""
+    """Log the current task if it takes longer than `SLOW_AFTER`."""
     seconds = SLOW_AFTER.total_seconds()
     line = "%s has taken %.0f s so far: this rank works on it, or waits for others"
     with _later(seconds, log.warning, line, what, seconds):
@@ -61,7 +61,7 @@ def log_if_slow(what: str) -> Iterator[None]:
 
 @contextmanager
 def log_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
-    """Log where this node waits for others, if the ranks of a job do not connect within `CONNECT_SECONDS`.
+    """Log that this node waits for others, if the ranks do not connect within `CONNECT_SECONDS`.
 
     Args:
         nodes: number of nodes of the job.
@@ -78,7 +78,7 @@ def log_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
 
 @contextmanager
 def _later(seconds: float, function: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Call a function after some seconds, unless the block ends before."""
+    """Call a function after some seconds, unless the block ends first."""
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
@@ -92,9 +92,9 @@ _OTHER = {"pytorch_lightning": ("lightning", "lightning.pytorch"), "lightning": 
 
 
 def class_repr(cls: type, options: Mapping[str, Any]) -> str:
-    """Return the text for an object of one of our classes.
+    """Return the repr of an object of one of our classes.
 
-    Lightning prints it in its error about an object of the other package. So it names the right class, if the other
+    Lightning prints it in its error about an object of the other package. So it names the right class if the other
     package is imported.
     """
     other, root = _OTHER.get(cls.__module__.rpartition(".")[2], ("", ""))
@@ -107,7 +107,7 @@ class LogOnce:
     """Logs each line once.
 
     Args:
-        rank: of this process; lines are logged by rank 0, unless they concern one rank alone.
+        rank: rank of this process. Rank 0 logs, and other ranks only lines about themselves.
     """
 
     def __init__(self, rank: int) -> None:
@@ -115,7 +115,6 @@ class LogOnce:
         self._logged: set[str] = set()
 
     def __call__(self, line: str, level: int = logging.INFO, *, every_rank: bool = False) -> None:
-        """Log it, if this is the first time."""
         if (every_rank or self._rank == 0) and line not in self._logged:
             self._logged.add(line)
             log.log(level, line)

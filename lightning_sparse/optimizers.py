@@ -1,11 +1,10 @@
-"""Which optimizers tolerate sparse gradients, whose entries arrive rarely and as sums.
+"""Properties of optimizers: whether they tolerate sparse gradients, and whether their step can be sharded.
 
-Error feedback sends an entry of the gradient once in many rounds, as the sum of its values in these rounds. SGD
-is linear, so the sum moves the parameter as far as its terms would have. Adam and similar optimizers divide by the
-size of recent gradients, so a sum of 100 steps moves the parameter by about 10 steps instead of 100. The loss is then
-worse than the single-node baseline (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019).
-
-LARS scales a layer as a whole, so the entries of a layer keep their proportions; the paper trains with it.
+Error feedback sends an entry of the gradient once in many rounds, as the sum of its values. SGD is linear, so the sum
+moves the parameter as far as its terms would. Adam and similar optimizers divide by the size of recent gradients, so a
+sum of 100 steps moves the parameter by about 10 steps instead of 100. The loss is then worse than the single-node
+baseline (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019). LARS scales a layer as a whole, so the
+entries of a layer keep their proportions; the paper trains with it.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +25,7 @@ _INNER = ("base_optimizer", "_base_optimizer", "optimizer", "inner_optimizer", "
 
 
 def gradient_scaling_of(optimizer: Optimizer) -> Scaling:
-    """How an optimizer, or the one inside it, responds to the size of a gradient."""
+    """Return how an optimizer, or the optimizer inside it, responds to the size of a gradient."""
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls not in (Optimizer, object)]
     if any(word in name for name in names for word in _ADAPTIVE):
         return "adaptive"
@@ -37,7 +36,7 @@ def gradient_scaling_of(optimizer: Optimizer) -> Scaling:
 
 
 def sparse_gradient_objection(optimizers: Iterable[Optimizer]) -> str:
-    """Why entries of gradients should not be left out for these optimizers; empty where nothing is known against it."""
+    """Return the reason to send all entries with these optimizers; empty if none is known."""
     found = {type(each).__name__: gradient_scaling_of(each) for each in optimizers}
     adaptive = [name for name, response in found.items() if response == "adaptive"]
     unknown = [name for name, response in found.items() if response == "unknown"]
@@ -65,18 +64,18 @@ _TESTED |= {"timm.optim.lars.Lars", "timm.optim.lamb.Lamb"}
 
 _REFUSED = {
     "LBFGS": "it evaluates the closure several times per step and mixes all parameters",
-    "ZeroRedundancyOptimizer": "it already shares the step",
-    "PostLocalSGDOptimizer": "ranks hold different parameters between its averages",
+    "ZeroRedundancyOptimizer": "it already shards the step",
+    "PostLocalSGDOptimizer": "ranks have different parameters between its averages",
 }
 
 
 def is_tested(optimizer: Optimizer) -> bool:
-    """Whether tests show that the shared step of exactly this class is bit-identical in every variant."""
+    """Return whether tests show that the sharded step of exactly this class is bit-identical in every variant."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in _TESTED
 
 
 def step_cost(optimizer: Optimizer, parameter: Tensor) -> int:
-    """Return the cost of a parameter's step: its elements, or the multiplications of a Newton-Schulz step of Muon.
+    """Return the cost of a parameter's step: its elements, or the multiplications of Muon's Newton-Schulz step.
 
     For a matrix of m rows and n >= m columns, these are two products of m x m x n and one of m x m x m.
     """
@@ -91,7 +90,7 @@ def refuse(optimizer: Optimizer) -> None:
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _REFUSED:
             raise ValueError(
-                f"PTOCallback cannot share the step of {type(optimizer).__name__}: {_REFUSED[cls.__name__]}. Use an "
+                f"PTOCallback cannot shard the step of {type(optimizer).__name__}: {_REFUSED[cls.__name__]}. Use an "
                 f"optimizer that steps each parameter independently, or remove the callback."
             )
     limits = {group["max_grad_norm"] for group in optimizer.param_groups if group.get("max_grad_norm")}
@@ -102,6 +101,6 @@ def refuse(optimizer: Optimizer) -> None:
         )
     if isinstance(getattr(optimizer, "consolidate_state_dict", None), Callable):  # type: ignore[arg-type]
         raise ValueError(
-            f"the step of {type(optimizer).__name__} is already shared: use one PTOCallback, and create optimizers in "
+            f"the step of {type(optimizer).__name__} is already sharded. Use one PTOCallback, and create optimizers in "
             f"configure_optimizers()."
         )

@@ -16,7 +16,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 def whole(
     config: Any, name: str, *, low: int | None = None, high: int | None = None, optional: bool = False, hint: str = ""
 ) -> None:
-    """Check that an option is a whole number from `low` to `high`; or None, if it is optional."""
+    """Check that an option is a whole number from `low` to `high`, or None if it is optional."""
     value = _value(config, name)
     if value is None and optional:
         return
@@ -63,7 +63,7 @@ def flag(config: Any, name: str, *, hint: str = "") -> None:
 
 
 def function(config: Any, name: str, *, optional: bool = False, hint: str = "") -> None:
-    """Check that an option can be called."""
+    """Check that an option is callable."""
     value = _value(config, name)
     if not callable(value) and not (value is None and optional):
         _refuse(name, value, "a function", optional, hint)
@@ -91,12 +91,12 @@ def _range(low: float | None, high: float | None, above: float | None = None, be
 def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: bool = False) -> Callable[[Init], Init]:
     """Decorate a constructor that takes the fields of `configs` among its ``**options``.
 
-    The signature and the docstring then contain the options, for LightningCLI and help(). Fields without a default
-    are for the constructor to give.
+    The signature and the docstring then contain the options, for LightningCLI and help(). The constructor supplies
+    fields without a default.
 
     Args:
-        without: Fields that are no options.
-        takes_others: Whether ``**options`` also has options of other classes.
+        without: fields that are not options.
+        takes_others: whether ``**options`` also has options of other classes.
     """
 
     def decorate(init: Init) -> Init:
@@ -118,7 +118,7 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
 
 
 def split_options(given: Mapping[str, Any], *configs: type) -> list[dict[str, Any]]:
-    """Return the given options by config. Raises TypeError for an option that none of them has."""
+    """Return the options by config. Raise TypeError for an unknown option."""
     names = [{field.name for field in fields(config)} for config in configs]
     unknown = sorted(given.keys() - set().union(*names))
     if unknown:

@@ -1,9 +1,8 @@
-"""Who holds which elements of a parameter: their order in memory, the division of a step over ranks, FSDP2's shards.
+"""Which rank holds which elements of a parameter: order in memory, division of a step, shards of FSDP2.
 
-All flat tensors of this package are in *memory order*: the elements of a parameter as they lie in memory, which can
-differ from the order of its dims (channels_last). A `Part` is a range of these elements. Parts come from two functions.
-`partition` assigns the parameters of an optimizer to ranks that all hold them whole; all ranks compute the same result.
-`part_of` returns the shard of a parameter that FSDP2 has sharded.
+All flat tensors of this package are in *memory order*, which can differ from the order of the dims (channels_last). A
+`Part` is a range of these elements. `partition` divides the parameters of an optimizer among ranks that hold all of
+them; all ranks compute the same result. `part_of` returns the shard of a parameter that FSDP2 has sharded.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Parts = tuple[Part, ...]
 
 
 def dim_order(tensor: Tensor) -> list[int]:
-    """Return the dims as they are in memory, the outermost first."""
+    """Return the dims in memory order, the outermost first."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
@@ -59,18 +58,18 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def flatten_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Flatten the tensor in the order of the parameter's memory; a view if the layouts match."""
+    """Flatten the tensor in the memory order of the parameter; a view if the layouts match."""
     return tensor.detach().permute(dim_order(parameter)).reshape(-1)
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:
-    """Return the ``id()`` of each embedding weight with sparse gradients. These cannot be divided."""
+    """Return the ``id()`` of each embedding weight with sparse gradients, which cannot be divided."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return its parameters in the order of its groups, as they are now: groups are added while training."""
+    """Return the optimizer's current parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -121,7 +120,7 @@ def partition_new(
     cost: Callable[[Tensor], int],
     cuttable: Callable[[Tensor], bool],
 ) -> list[Parts]:
-    """Return the parts of all parameters: those known, by ``id()``, keep theirs, and the others are divided.
+    """Return the parts of all parameters: known parameters keep their parts, and new parameters are divided.
 
     Args:
         size: number of ranks.
@@ -189,7 +188,7 @@ def _bounds(numel: int, count: int) -> list[tuple[int, int]]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what this device holds of a tensor: its shard, or all of one that is not sharded."""
+    """Return this device's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -228,6 +227,6 @@ def check_sharded(name: str, parameter: Tensor) -> None:
     else:
         return
     raise ValueError(
-        f"parameter {name} {reason}, and what nodes exchange are shards along dim 0 over a node's devices: give "
-        f"fully_shard() the node's mesh, device_mesh['shard'], for the whole model."
+        f"parameter {name} {reason}, but nodes exchange shards along dim 0 over a node's devices. Pass fully_shard() "
+        f"the node's mesh, device_mesh['shard'], for the whole model."
     )

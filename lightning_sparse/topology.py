@@ -1,26 +1,23 @@
-"""Which ranks share a node, and the process groups that follow from it. Resolved once, passed explicitly.
+"""Which ranks share a node, and their process groups. Resolved once, and passed explicitly.
 
-With M nodes of L devices each, the ranks form a mesh of axes *node* and *device*. In addition to the world, rank (m, l)
-belongs to two groups:
+M nodes of L devices form a mesh of the axes *node* and *device*. Rank (m, l) belongs to the world and to two groups:
 
 ====== ============================== ==================================================
-group  its ranks                      use
+group  ranks                          use
 ====== ============================== ==================================================
-intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fast links
-inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
+intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fast links inter  (0, l) ... (M-1, l)
+the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
-``intra_gather`` has the ranks of ``intra`` again, for the all-gather that ends one bucket while the reduce-scatter of
-the next begins. Two threads must not share a Gloo group, and NCCL executes the collectives of one communicator in turn.
-With Gloo, ``world`` is a second group of all ranks, because DDP uses the default group at the same time. NCCL makes all
-groups of an axis by one split of its communicator.
+``intra_gather`` is a second group of the ranks of ``intra``: the all-gather of one bucket overlaps with the
+reduce-scatter of the next, but two threads must not share a Gloo group, and NCCL runs the collectives of a communicator
+in turn. With Gloo, ``world`` is a second group of all ranks, because DDP uses the default group at the same time. NCCL
+makes all groups of an axis by one split of its communicator.
 
-Ranks of a node need not be contiguous: SLURM's cyclic distribution and MPI's ``--map-by node`` assign them
-round-robin, and some launchers give every process the local rank 0. So nothing is computed from the rank number. Every
-rank publishes its node rank, host name and local rank. Ranks with equal node rank and host name form a node. Instead,
-each rank can name its node (``LIGHTNING_SPARSE_NODE``), for racks with fast links between hosts, for sites, or for
-several nodes on one machine.
-Devices of a node are ordered by global rank, as torch orders the members of a group.
+Ranks of a node need not be contiguous (SLURM's cyclic distribution, MPI's ``--map-by node``), and some launchers give
+every process the local rank 0. So each rank publishes its node rank, host name and local rank; ranks with equal node
+rank and host name form a node. Alternatively, each rank names its node (``LIGHTNING_SPARSE_NODE``), for racks, sites,
+or several nodes on one machine. Devices of a node are ordered by global rank, as torch orders the members of a group.
 """
 
 import os
@@ -54,11 +51,12 @@ MAX_CTAS = 4
 
 
 class Traffic:
-    """Counts the collectives between nodes that a topology's groups have begun and ended. An interrupted or failed
-    collective has not ended.
+    """Counts the collectives between nodes that a topology's groups have begun and ended.
+
+    An interrupted or failed collective has not ended.
 
     Attributes:
-        successor: the topology with new groups that replaces this one, once its groups cannot be used again.
+        successor: topology with new groups that replaces this one after a failure.
     """
 
     def __init__(self) -> None:
@@ -67,12 +65,11 @@ class Traffic:
         self.successor: Topology | None = None
 
     def begin(self) -> None:
-        """Count a collective that begins, or that is queued."""
+        """Count a collective that begins or is queued."""
         with self._lock:
             self._begun += 1
 
     def end(self) -> None:
-        """Count a collective that has ended."""
         with self._lock:
             self._ended += 1
 
@@ -87,17 +84,17 @@ class Topology:
     """The place of this rank among all ranks.
 
     Args:
-        nodes: global ranks, one tuple a node in node order, each in device order.
-        rank: the global rank of this process.
-        intra: the ranks of this node; None where the hierarchy is not used.
-        intra_gather: the ranks of this node again, for the last all-gather of a bucket.
-        inter: the ranks of equal device index on all nodes; None where the hierarchy is not used.
-        world: all ranks; None stands for the default group.
-        timeout: of the groups; None: the timeout of the default group.
-        traffic: of the groups.
+        nodes: global ranks, one tuple per node in node order, each in device order.
+        rank: global rank of this process.
+        intra: ranks of this node; None if the hierarchy is not used.
+        intra_gather: second group of the ranks of this node, for the last all-gather of a bucket.
+        inter: ranks with this device index on all nodes; None if the hierarchy is not used.
+        world: all ranks; None for the default group.
+        timeout: timeout of the groups; None for that of the default group.
+        traffic: counts the collectives of the groups.
 
     Raises:
-        ValueError: when the nodes do not hold each rank 0 ... P-1 exactly once, or ``rank`` is not among them.
+        ValueError: if the nodes do not contain each rank 0 ... P-1 exactly once, or ``rank`` is not among them.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -113,8 +110,8 @@ class Topology:
         ranks = sorted(rank for node in self.nodes for rank in node)
         if not ranks or ranks != list(range(len(ranks))):
             raise ValueError(
-                f"nodes={self.nodes} does not describe a world: each rank 0 ... P-1 must stand in exactly one node. "
-                f"Leave the topology to lightning_sparse.topology.discover() unless you know better."
+                f"nodes={self.nodes} is not a valid world: each rank 0 ... P-1 must be in exactly one node. Use "
+                f"lightning_sparse.topology.discover()."
             )
         if self.rank not in ranks:
             raise ValueError(f"rank={self.rank} is in none of the nodes {self.nodes}.")
@@ -141,12 +138,12 @@ class Topology:
 
     @cached_property
     def device_index(self) -> int:
-        """l, the place of this rank inside its node."""
+        """l, the index of this rank in its node."""
         return self.nodes[self.node_index].index(self.rank)
 
     @cached_property
     def kind(self) -> Kind:
-        """Which of the defined paths this world takes; only "hierarchical" has a slow link to save."""
+        """The kind of the world. Only "hierarchical" has a slow link."""
         if self.world_size == 1:
             return "one rank"
         if self.num_nodes == 1:
@@ -156,7 +153,7 @@ class Topology:
         return "hierarchical"
 
     def mesh_of_axes(self, node: str, device: str) -> DeviceMesh | None:
-        """Return the groups as a mesh with these names of its axes; None if the hierarchy is not used."""
+        """Return the groups as a mesh with these axis names; None if the hierarchy is not used."""
         if self.intra is None or self.inter is None:
             return None
         kind = device_type(dist.get_backend_config(self.intra))
@@ -164,7 +161,7 @@ class Topology:
         return DeviceMesh.from_group([self.inter, self.intra], kind, mesh=ranks, mesh_dim_names=(node, device))
 
     def describe(self) -> str:
-        """One line for the log: what was found and which path follows from it."""
+        """Return a line for the log about the topology and its reduction."""
         path = {
             "hierarchical": "reduces inside each node, then between nodes",
             "one node": "plain all-reduce (no link between nodes to save)",
@@ -175,14 +172,14 @@ class Topology:
 
     @property
     def shape(self) -> str:
-        """For logs: how many nodes of how many devices."""
+        """Return the numbers of nodes and devices for the log."""
         sizes = sorted({len(node) for node in self.nodes})
         devices = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
         return f"{self.num_nodes} node(s) x {devices} device(s)"
 
 
 class RankInfo(NamedTuple):
-    """What a process states of itself."""
+    """The place of a process, as it states it."""
 
     node_rank: int
     host: str
@@ -194,14 +191,14 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | RankInfo]) -> tupl
     """Group ranks into nodes.
 
     Args:
-        places: of each rank in order.
+        places: the places of all ranks in order.
 
     Returns:
         Global ranks by node, each node in device order; nodes by node rank and host name. With names, both are in the
         order of ranks.
 
     Raises:
-        ValueError: when some ranks name their node and others do not.
+        ValueError: if only some ranks name their node.
 
     >>> nodes_from_places([(0, "a", 0), (1, "b", 0), (0, "a", 1), (1, "b", 1)])  # assigned round-robin
     ((0, 2), (1, 3))
@@ -212,7 +209,7 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | RankInfo]) -> tupl
     nameless = [rank for rank, place in enumerate(stated) if not place.node_name]
     if 0 < len(nameless) < len(stated):
         raise ValueError(
-            f"rank(s) {', '.join(map(str, nameless))} do not name their node and the others do: set {NODE_VARIABLE} "
+            f"rank(s) {', '.join(map(str, nameless))} do not name their node, but the others do. Set {NODE_VARIABLE} "
             f"(or node_name) on every rank, or on none."
         )
     by_node: dict[tuple[int, str], list[tuple[int, int]]] = {}
@@ -231,16 +228,16 @@ def discover(
     config: Mapping[str, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> Topology:
-    """Find out which ranks share a node and create the groups. A collective: every rank of the world calls it.
+    """Find the ranks that share a node, and create the groups. A collective of the world.
 
     Args:
         node_rank, local_rank: of this process; default: from torchrun's, Lightning's or SLURM's environment, else 0.
-        node_name: the node of this process by name, on every rank; default: ``LIGHTNING_SPARSE_NODE``, if it is set.
-        config: options that must be the same on all ranks.
-        timeout: of the new groups; default: that of the default group.
+        node_name: name of this process's node, on every rank; default: ``LIGHTNING_SPARSE_NODE``, if it is set.
+        config: options that must be equal on all ranks.
+        timeout: timeout of the new groups; default: that of the default group.
 
     Raises:
-        ValueError: when torch.distributed is not initialised, or ranks differ in ``config``.
+        ValueError: if torch.distributed is not initialized, or ranks differ in ``config``.
     """
     found = find_nodes(node_rank=node_rank, local_rank=local_rank, node_name=node_name, config=config)
     return with_groups(found.nodes, timeout=timeout)
@@ -253,7 +250,7 @@ def find_nodes(
     node_name: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Topology:
-    """As discover(), without creating groups. A collective: every rank of the world calls it."""
+    """Find the nodes as ``discover`` does, without groups. A collective of the world."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("topology.discover() needs an initialised process group: call init_process_group() first.")
     place = RankInfo(
@@ -269,20 +266,20 @@ def find_nodes(
 
 
 def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None = None) -> Topology:
-    """The topology of given nodes, with its groups created. A collective: every rank of the world calls it.
+    """Return the topology of given nodes, with new groups. A collective of the world.
 
     Raises:
-        ValueError: when the nodes do not hold the ranks of the running world.
+        ValueError: if the nodes do not contain the ranks of the world.
     """
     rank = dist.get_rank()
-    nodes = tuple(tuple(sorted(node)) for node in nodes)  # a device's shard follows its place in the group
+    nodes = tuple(tuple(sorted(node)) for node in nodes)  # a device's shard depends on its index in the group
     plain = Topology(nodes, rank)
     if plain.world_size != dist.get_world_size():
         raise ValueError(
-            f"nodes={nodes} hold {plain.world_size} ranks but the world has {dist.get_world_size()}: "
-            f"describe every rank, or leave it to topology.discover()."
+            f"nodes={nodes} have {plain.world_size} ranks, but the world has {dist.get_world_size()}. List every rank, "
+            f"or use topology.discover()."
         )
-    in_threads = "cpu:" in dist.get_backend_config()  # some collectives, on CPU tensors
+    in_threads = "cpu:" in dist.get_backend_config()  # collectives on CPU tensors run in threads
     world = new_subgroup([tuple(range(plain.world_size))], timeout, "all ranks") if in_threads else None
     if plain.kind != "hierarchical":
         return Topology(nodes, rank, world=world)
@@ -300,9 +297,11 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
 
 
 def undisturbed(topology: Topology) -> Topology:
-    """Return the topology, with new groups if transfers of an earlier training are still in flight. After an exception
-    on nodes at different steps, a collective would otherwise be paired with an earlier collective of another node.
-    Every rank of the world calls it.
+    """Return the topology, with new groups if transfers of an earlier training are still in flight. A collective of the
+    world.
+
+    After an exception on nodes at different steps, a collective would otherwise be paired with an earlier collective of
+    another node.
     """
     while topology.traffic.successor is not None:
         topology = topology.traffic.successor
@@ -317,8 +316,8 @@ def undisturbed(topology: Topology) -> Topology:
         return topology
     if topology.rank == 0 and len(begun) > 1:
         log.info(
-            "an earlier training ended after %d transfers between nodes on one rank and %d on another: this one uses "
-            "new process groups, so that no transfer meets one of the earlier training",
+            "an earlier training ended after %d transfers between nodes on one rank and %d on another. This training "
+            "uses new process groups, so that the transfers are not mixed",
             begun[0],
             begun[-1],
         )
@@ -329,16 +328,19 @@ def undisturbed(topology: Topology) -> Topology:
 
 
 def _abort(group: ProcessGroup) -> None:
-    """Abort the pending collectives of a group that is not used again. With NCCL they would block their stream, and
-    NCCL's watchdog would end the process at the timeout. Gloo cannot abort: its transfers end with an unread error."""
+    """Abort the pending collectives of an abandoned group.
+
+    With NCCL they would block their stream, and NCCL's watchdog would end the process at the timeout. Gloo cannot
+    abort: its transfers end with an unread error.
+    """
     if "cuda:nccl" in dist.get_backend_config(group):
         group.abort()
 
 
 def device_type(backends: str) -> str:
-    """Return the device that ranks train on, from the backends of their process group: "cuda" or "cpu".
+    """Return the device that ranks train on, "cuda" or "cpu", from the backends of their process group.
 
-    A group may have one for each device: ``init_process_group()`` without a name makes it so where there is a GPU.
+    ``init_process_group()`` without a backend makes one per device if there is a GPU.
 
     Args:
         backends: as of ``torch.distributed.get_backend_config()``.
@@ -352,17 +354,17 @@ def device_type(backends: str) -> str:
 def new_subgroup(
     partition: Iterable[tuple[int, ...]], timeout: timedelta | None, name: str, *, max_ctas: int | None = None
 ) -> ProcessGroup | None:
-    """This rank's group, of groups that have no rank in common. A collective: every rank of the world calls it.
+    """Return this rank's group among disjoint groups. A collective of the world.
 
     Args:
-        name: which NCCL's watchdog tells when a collective of the group does not end.
-        max_ctas: blocks of a kernel of NCCL, at most; default: NCCL's own. NCCL_MAX_CTAS takes precedence.
+        name: description of the group for NCCL's watchdog.
+        max_ctas: maximum number of blocks of an NCCL kernel; default: that of NCCL. NCCL_MAX_CTAS takes precedence.
     """
     cells, default, nccl_alone = [list(ranks) for ranks in partition], dist.group.WORLD, dist.get_backend() == "nccl"
     options: dict[str, Any] = {"timeout": timeout, "group_desc": f"lightning_sparse: {name}"}
     if max_ctas and "cuda:nccl" in dist.get_backend_config() and not os.environ.get("NCCL_MAX_CTAS"):
         options["pg_options"] = nccl_options(default, max_ctas, timeout)
-        if not nccl_alone:  # otherwise each backend would get the options
+        if not nccl_alone:  # otherwise, each backend would get the options
             options["backend"] = "nccl"
     with waiting("at the creation of process groups"):
         if default is not None and default.bound_device_id is not None and nccl_alone:

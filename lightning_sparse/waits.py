@@ -21,10 +21,10 @@ MOST_NAMED = 4
 
 @contextmanager
 def waiting(place: str) -> Iterator[None]:
-    """Log where this rank and others wait: once the wait has taken `SLOW_AFTER`, and again after changes.
+    """Log where this rank and others wait, after `SLOW_AFTER`, and again after changes.
 
     Args:
-        place: where this rank is, such as "in step 7".
+        place: place of this rank, such as "in step 7".
     """
     over, published = threading.Event(), threading.Event()
     watch = threading.Thread(target=_watch, args=(over, published, place), name="lightning_sparse", daemon=True)
@@ -35,7 +35,7 @@ def waiting(place: str) -> Iterator[None]:
         over.set()
         if published.is_set():
             watch.join()
-            with suppress(RuntimeError):  # the store has gone with its rank
+            with suppress(RuntimeError):  # the rank with the store has ended
                 default_store().set(_key(dist.get_rank()), "")  # reading a deleted key would block
 
 
@@ -62,8 +62,8 @@ def _others(place: str) -> str:
     named = ", ".join(f"rank {rank} {there}" for rank, there in list(found.items())[:MOST_NAMED])
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return (
-        f"Also waiting: {named}{more}. If their step differs, a rank has skipped a step that others made: let "
-        f"every rank make the same number of steps, even a rank without a gradient"
+        f"Also waiting: {named}{more}. If their step differs, a rank has skipped a step. Let every "
+        f"rank make the same number of steps, even a rank without a gradient"
     )
 
 

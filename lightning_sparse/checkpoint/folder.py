@@ -1,11 +1,11 @@
 """Verifies checkpoints before they are read, and writes checkpoint folders completely or not at all.
 
     last.ckpt/                      files of `torch.distributed.checkpoint`, and Lightning's ``meta.pt``
-    last.ckpt/lightning_sparse/     the side files (`lightning_sparse.checkpoint.side_files`)
+    last.ckpt/lightning_sparse/     side files (`lightning_sparse.checkpoint.side_files`)
     .last.ckpt.part/                an unfinished save; the next save removes it
 
 torch.save writes archives with CRC-32 checksums, also inside the files of `torch.distributed.checkpoint`. Neither
-looks at them when it reads.
+verifies them when it reads.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ META = "meta.pt"  # Lightning's name
 
 @contextmanager
 def atomic_directory(path: Path, device: torch.device) -> Iterator[Path]:
-    """Yield the temporary name of a folder that all ranks write; when all have, it takes the place of ``path``. A
-    collective of the world.
+    """Yield a temporary name for a folder that all ranks write, and rename it to ``path`` at the end. A collective of
+    the world.
 
     Args:
-        device: of the collective.
+        device: device of the collective.
 
     Raises:
-        RuntimeError: when another rank could not write, or nodes do not share the folder. ``path`` is then unchanged.
+        RuntimeError: if another rank could not write, or nodes do not share the folder. ``path`` is then unchanged.
     """
     partial, rank = path.with_name(f".{path.name}.part"), dist.get_rank()
     with raise_on_all_ranks(path, device):
@@ -60,9 +60,9 @@ def atomic_directory(path: Path, device: torch.device) -> Iterator[Path]:
 
 
 def _require_shared_directory(made: Path) -> None:
-    """Raise where a folder that rank 0 has made is not there."""
+    """Raise RuntimeError if a folder that rank 0 has made is missing on this rank."""
     try:
-        made.mkdir()  # asks the server, where exists() may answer from what a client of NFS remembers
+        made.mkdir()  # asks the server; exists() may use the cache of an NFS client
     except FileExistsError:
         return
     except FileNotFoundError:
@@ -70,19 +70,19 @@ def _require_shared_directory(made: Path) -> None:
     else:
         made.rmdir()
     raise RuntimeError(
-        f"{made.parent} on this node is not the folder that rank 0 writes to: a distributed checkpoint needs one that "
-        "all nodes share. Set default_root_dir, or the checkpoint callback's dirpath, to a path on shared storage."
+        f"{made.parent} on this node is not the folder that rank 0 writes to: a distributed checkpoint needs a folder "
+        "that all nodes share. Set default_root_dir, or the checkpoint callback's dirpath, to a path on shared storage."
     )
 
 
 @contextmanager
 def raise_on_all_ranks(path: Path, device: torch.device) -> Iterator[None]:
-    """Leave when all ranks do; where one raises inside, all do."""
+    """Return a context that raises on all ranks if one rank raises inside. A collective of the world."""
     error: Exception | None = None
     with log_if_slow(f"writing {path}"):
         try:
             yield
-        except CheckpointException as raised:  # torch's, of the ranks that failed, is no Exception
+        except CheckpointException as raised:  # a BaseException of torch, with the failed ranks
             error = RuntimeError(f"a rank could not write {path}, what stood there stays: {raised}")
         except Exception as raised:
             error = raised
@@ -90,29 +90,30 @@ def raise_on_all_ranks(path: Path, device: torch.device) -> Iterator[None]:
     if error is not None:
         raise error
     if not whole:
-        raise RuntimeError(f"another rank could not write {path}, and its error says why: what stood there stays.")
+        raise RuntimeError(f"another rank could not write {path}, and its error says why: the existing file stays.")
 
 
 def verify(path: Path, device: torch.device) -> None:
-    """Compare all checksums of a folder, each by one rank. A collective of the world.
+    """Verify all checksums of a folder, each on one rank. A collective of the world.
 
     Raises:
-        RuntimeError: on all ranks, for one that is damaged.
+        RuntimeError: on all ranks, if an archive is damaged.
     """
     with log_if_slow(f"verifying {path}"):
         damaged = _damaged(path)
         whole = all_agree(not damaged, dist.all_reduce, device)
     if not whole:
         raise RuntimeError(
-            f"the checkpoint {path} is damaged: {damaged or 'another rank says where'}. Resume from another one."
+            f"the checkpoint {path} is damaged: {damaged or 'another rank reports where'}. Resume from another "
+            f"checkpoint."
         )
 
 
 def _damaged(path: Path) -> str:
-    """Return where this rank's share of the checksums is wrong; empty where none is."""
+    """Return the damaged file of this rank's share, or an empty string."""
     try:
         items = _items(path)
-    except Exception as error:  # a rank that cannot see it tells the others
+    except Exception as error:  # reported to the other ranks
         return f"{type(error).__name__}: {error}"
     for index, (file, offset, length) in enumerate(items):
         if index % dist.get_world_size() != dist.get_rank():
@@ -137,17 +138,16 @@ def _wrong_entry(content: io.BytesIO) -> str | None:
     with zipfile.ZipFile(content) as archive:
         wrong = archive.testzip()
     content.seek(0)
-    with contextlib.suppress(pickle.UnpicklingError):  # of types that are loaded by others
+    with contextlib.suppress(pickle.UnpicklingError):  # types that a safe load refuses
         torch.load(content, map_location="cpu", weights_only=True)
     return wrong
 
 
 def verify_file(path: Path) -> None:
-    """Compare all checksums of a file of torch.save(). No collective: where nodes do not share it some ranks may have
-    none.
+    """Verify all checksums of a file of torch.save(). Not a collective, because some ranks may not see the file.
 
     Raises:
-        RuntimeError: for one that is damaged.
+        RuntimeError: if the file is damaged.
     """
     if not (path.is_file() and zipfile.is_zipfile(path)):
         return
@@ -161,7 +161,7 @@ def verify_file(path: Path) -> None:
 
 
 def _items(path: Path) -> list[tuple[str, int, int]]:
-    """Return file, offset and length of each torch.save() archive in a folder."""
+    """Return the file, offset and length of each torch.save() archive in a folder."""
     stored = FileSystemReader(path).read_metadata().storage_data
     items = sorted({(each.relative_path, each.offset, each.length) for each in stored.values()})
     meta = path / META
@@ -180,7 +180,7 @@ def _replace(path: Path, whole: Path) -> None:
         return
     if not _swap_atomically(path, whole):
         old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)  # from a kill between the two renames; the folder at path is newer
+        shutil.rmtree(old, ignore_errors=True)  # left by a kill between the two renames; the folder at path is newer
         path.rename(old)
         whole.rename(path)
         old.rename(whole)
@@ -188,7 +188,7 @@ def _replace(path: Path, whole: Path) -> None:
 
 
 def _swap_atomically(one: Path, other: Path) -> bool:
-    """Exchange two names at once, on Linux; return whether that worked."""
+    """Exchange two names atomically, on Linux; return whether it worked."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -1,7 +1,7 @@
-"""Checkpoints after an exception: only if all ranks save, because collectives gather the checkpoint.
+"""Checkpoints after an exception: only if all ranks save, because a checkpoint needs collectives.
 
-If only one rank met the exception, the others are in a training step. So the ranks decide without a collective, and
-wait 10 s at most.
+If only one rank met the exception, the other ranks are in a training step. So the ranks decide without a collective,
+and wait at most 10 s.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from lightning_sparse.messages import SLOW_AFTER
 
 
 def why_not_saved(steps: int, broken: str) -> str:
-    """Wait for all ranks, and return why they cannot save; empty if they can. Every rank calls it.
+    """Return the reason why ranks cannot save, or an empty string. Every rank calls it, and waits for all ranks.
 
     Args:
-        steps: optimizer steps so far. Ranks that stopped in different steps cannot exchange anything.
-        broken: why this rank cannot save; empty if it can.
+        steps: number of optimizer steps so far. Ranks that stopped in different steps cannot exchange anything.
+        broken: reason why this rank cannot save, or an empty string.
     """
     try:
         number = default_store().add(f"lightning_sparse/interruptions/{dist.get_rank()}", 1)
         return decide(f"lightning_sparse/interruption {number}", f"{steps} {broken}", _reason, SLOW_AFTER)[0]
-    except RuntimeError as error:  # the process that has the store is gone
+    except RuntimeError as error:  # the process with the store has ended
         return f"the store of the process group does not answer ({error})"
 
 

@@ -22,14 +22,14 @@ def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> di
     """Load an engine from a checkpoint. A collective of the world.
 
     Args:
-        device: of the collective.
+        device: device of the collective.
 
     Returns:
-        The side file of this rank, if this device continues exactly where it was saved; else None.
+        The side file of this rank if the device continues exactly, else None.
 
     Raises:
-        ValueError: when it was saved in another format.
-        RuntimeError: when nodes hold different global weights afterwards.
+        ValueError: if the checkpoint has another format.
+        RuntimeError: if nodes have different global weights afterwards.
     """
     check_version(saved)
     agree = partial(all_agree, reduce=partial(dist.all_reduce, group=engine.topology.world), device=device)
@@ -40,9 +40,9 @@ def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> di
         alike = agree(not differ)
     if not alike:
         raise RuntimeError(
-            f"nodes hold different global weights after {saved.path} was loaded, so they would train different "
-            f"models. See that all nodes read the same files, resume from another checkpoint, or remove the entry "
-            f"{CHECKPOINT_KEY!r} from this one to go on from its weights alone."
+            f"nodes have different global weights after loading {saved.path}, so they would train different models. "
+            f"Make sure that all nodes read the same files, resume from another checkpoint, or remove the entry "
+            f"{CHECKPOINT_KEY!r} from this checkpoint to continue from its weights alone."
         )
     return side
 
@@ -104,7 +104,7 @@ def _log_changes(engine: Engine, metadata: Mapping[str, Any]) -> None:
 
 
 def check_loaded_by_all(saved: EngineCheckpoint | None) -> None:
-    """Raise ValueError unless all ranks have loaded the same save, or none of them one. A collective of the world."""
+    """Raise ValueError unless all ranks have loaded the same save, or none. A collective of the world."""
     mine = None if saved is None else saved.metadata["save_id"]
     loaded: list[str | None] = [mine] * dist.get_world_size()
     with log_if_slow("comparing which checkpoint each rank has loaded"):
@@ -112,9 +112,9 @@ def check_loaded_by_all(saved: EngineCheckpoint | None) -> None:
     other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
     if other:
         raise ValueError(
-            f"rank(s) {_listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 "
-            f"{loaded[0] or 'none'}: the nodes do not share the checkpoint folder, or ckpt_path names another file "
-            f"there. Resume from a path at which all of them see the same file."
+            f"rank(s) {_listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 {loaded[0] or 'none'}: "
+            f"the nodes do not share the checkpoint folder, or ckpt_path differs. Resume from a path at which all "
+            f"nodes see the same file."
         )
 
 
@@ -123,6 +123,6 @@ def check_version(saved: EngineCheckpoint) -> None:
     version = saved.metadata["version"]
     if version != VERSION:
         raise ValueError(
-            f"{saved.path} was written in format {version} of lightning_sparse, this one reads {VERSION}: use the "
-            f"version that wrote it, or remove the entry {CHECKPOINT_KEY!r} to go on from its weights alone."
+            f"{saved.path} has format {version} of lightning_sparse, but this version reads format {VERSION}. Use the "
+            f"version that wrote it, or remove the entry {CHECKPOINT_KEY!r} to continue from its weights alone."
         )

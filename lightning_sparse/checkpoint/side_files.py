@@ -1,19 +1,17 @@
-"""Side files: the state of each rank next to a checkpoint, for any number of ranks that resume.
+"""Side files: the state of each rank next to a checkpoint, readable by any number of ranks.
 
     epoch=3.ckpt                                  ["lightning_sparse"]: metadata of each engine, with a save id
     epoch=3.ckpt.residual/<save id>/rank00002.pt  the `State` of one device
 
-A checkpoint that is a folder has them inside (`lightning_sparse.checkpoint.folder`).
+A checkpoint folder contains its side files (`lightning_sparse.checkpoint.folder`).
 
-They are written without a collective, because a save may come from a signal handler or from an exception on one rank.
-The main file and its side files have the same save id, so an old main file never meets newer side files.
+Ranks write them without a collective, because a save may come from a signal handler, or from an exception on one rank.
+Each rank writes its side files under a temporary name and renames them. Rank 0 then writes the main file, and removes
+the side files of earlier saves. The main file and its side files have the same save id. So a job that is killed during
+a save leaves a complete checkpoint, old or new.
 
-Each rank first writes its side files, under a temporary name that it renames. Rank 0 writes the main file after all
-side files, and then removes the side files of earlier saves. So a job that is killed at any point of a save leaves a
-complete checkpoint, either the old one or the new one.
-
-A side file is a zip archive, as torch.save writes it, whose entries carry CRC-32 checksums. torch.load does not verify
-them; here they are, so a damaged file counts as missing. Local files are mapped, not read.
+A side file is a zip archive of torch.save with CRC-32 checksums. torch.load does not verify them, but this module does:
+a damaged file counts as missing. Local files are mapped into memory.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ class EngineCheckpoint:
 
     Attributes:
         metadata: entries that are equal on all ranks.
-        path: of the main file.
-        side: the side file of this rank; None if it is missing, damaged, or of another save.
+        path: path of the main file.
+        side: side file of this rank; None if it is missing, damaged, or of another save.
     """
 
     metadata: dict[str, Any]
@@ -63,11 +61,10 @@ class EngineCheckpoint:
 
     @property
     def kind(self) -> str:
-        """Kind of the engine."""
         return str(self.metadata["kind"])
 
     def is_of(self, topology: Topology) -> bool:
-        """Return whether it is of a cluster of the same ranks in the same nodes."""
+        """Return whether the checkpoint has the same ranks in the same nodes."""
         return tuple(map(tuple, self.metadata["nodes"])) == topology.nodes
 
     def read(self, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
@@ -75,8 +72,10 @@ class EngineCheckpoint:
         return read_side_file(self.path, self.metadata["save_id"], rank, verify=verify)
 
     def read_all(self, device: torch.device) -> list[list[State]]:
-        """Return the states of all ranks by node, except states that some rank cannot read. Local files are mapped.
-        One rank verifies each file, so no rank reads all files. A collective of the world."""
+        """Return the states of all ranks by node, without states that a rank cannot read. A collective of the world.
+
+        One rank verifies each file, so no rank reads all files.
+        """
         here, size, nodes = dist.get_rank(), dist.get_world_size(), self.metadata["nodes"]
         files = {rank: self.read(rank, verify=rank % size == here) for node in nodes for rank in node}
         unread = torch.tensor([files[rank] is None for rank in sorted(files)], dtype=torch.uint8, device=device)
@@ -90,11 +89,11 @@ class SideFiles:
     """Side files of the checkpoints of one strategy on one rank.
 
     Args:
-        kind: of the strategy's engines.
+        kind: kind of the strategy's engines.
 
     Attributes:
         run_id: part of each save id; equal on all ranks.
-        loaded: engines of the last loaded checkpoint, until they are restored.
+        loaded: parts of the last loaded checkpoint, until engines load them.
     """
 
     def __init__(self, kind: str) -> None:
@@ -111,18 +110,18 @@ class SideFiles:
     def saving(
         self, path: Any, engines: Sequence[Engine], timeout: timedelta | None, entries: Mapping[str, Any]
     ) -> Iterator[list[dict[str, Any]] | None]:
-        """Write this rank's side files, and yield the metadata for the main file, which the caller writes. Then
-        remove the side files of earlier saves.
+        """Write this rank's side files, and yield the metadata for the main file, which the caller writes. Then remove
+        the side files of earlier saves.
 
         Args:
-            path: of the main file.
-            engines: the engines to save. Without any, only weights are saved, and None is yielded.
-            timeout: how long to wait for the files of all ranks.
+            path: path of the main file.
+            engines: engines to save. Without any, only weights are saved, and None is yielded.
+            timeout: time limit for the files of all ranks.
             entries: entries that a strategy adds to the first file of this rank.
 
         Raises:
-            RuntimeError: on all ranks, when one could not write, or when side files of some are missing and the main
-                file would replace a whole checkpoint.
+            RuntimeError: on all ranks, if a rank could not write, or if side files are missing and the main file would
+                replace a complete checkpoint.
         """
         path = os.fspath(path)
         metadata_list = [self.metadata_of(engine, index) for index, engine in enumerate(engines)]
@@ -158,7 +157,7 @@ class SideFiles:
         key, task = f"lightning_sparse/{'/'.join(ids)}", "write what they know beside a checkpoint"
         verdict, reports = decide(key, json.dumps(report), partial(_verdict, path), timeout, task)
         if len(self._decided) == 2:
-            forget(self._decided[0])  # all ranks have left it, because all have reported in the save after it
+            forget(self._decided[0])  # no rank waits for it, because all have reported for a later save
         self._decided.append(key)
         if failure is not None:
             raise failure
@@ -167,11 +166,11 @@ class SideFiles:
         if rank == 0:
             paths = [json.loads(each)["path"] for each in reports if each is not None]
             _warn_of_reports(path, paths, len(reports))
-            if len(set(paths)) == 1:  # a launcher that gives each rank a folder of its own collects them
+            if len(set(paths)) == 1:  # otherwise, a launcher has given each rank its own folder
                 self._warn_if_not_shared(path, ids[0])
 
     def _warn_if_not_shared(self, path: str, save_id: str) -> None:
-        """On rank 0, at the first save: warn if it does not see the files of other nodes."""
+        """Warn on rank 0, at the first save, if it does not see the files of other nodes."""
         if self._looked:
             return
         self._looked = True
@@ -182,13 +181,13 @@ class SideFiles:
             log.warning(
                 "the side files of rank(s) %s are not in %s on rank 0's node: nodes do not share this folder. So a "
                 "resume is exact only on the same nodes, and another number of nodes loses the residuals of these "
-                "ranks. Save to a folder that all nodes share.",
+                "ranks. Save to a folder that all nodes share",
                 _listed(unseen),
                 folder,
             )
 
     def metadata_of(self, engine: Engine, index: int = 0) -> dict[str, Any]:
-        """Return an engine's entry of the main file. Each call makes a new save id."""
+        """Return an engine's entry of the main file, with a new save id."""
         self._counts[index, engine.rounds] += 1  # a later fit may reach the same round again
         return {
             "save_id": f"{self.run_id}-{index}-{engine.rounds}-{self._counts[index, engine.rounds]}",
@@ -207,15 +206,15 @@ class SideFiles:
         other = next((each.kind for each in found if each.kind != self._kind), None)
         if other is not None and rank == 0:
             log.warning(
-                "%s was saved by a strategy that exchanges %s: its weights are loaded, but its pending updates or "
+                "%s was saved by a strategy that exchanges %s: only its weights are loaded, and its pending updates or "
                 "residuals are lost",
                 path,
                 other,
             )
 
     def entries(self, topology: Topology) -> dict[str, Any]:
-        """Return the extra entries of this node's first side file. Empty on another cluster, and for another format,
-        which `restore` refuses."""
+        """Return the additional entries of this node's first side file; empty on another cluster, and for another
+        format."""
         if not self.loaded or not self.loaded[0].is_of(topology) or self.loaded[0].metadata["version"] != VERSION:
             return {}
         side = self.loaded[0].read(topology.nodes[topology.node_index][0])
@@ -223,7 +222,7 @@ class SideFiles:
 
 
 def new_run_id() -> str:
-    """Return an id that rank 0 makes and all ranks share."""
+    """Return an id from rank 0 for all ranks. A collective of the world."""
     return uuid.uuid4().hex[:8]
 
 
@@ -234,7 +233,7 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
     """Write this rank's side file.
 
     Raises:
-        ValueError: for content that a safe load would refuse when it is needed.
+        ValueError: for content that a safe load would refuse.
     """
     buffer = serialize_checked({**content, "save_id": save_id})
     fs, path = _side_path(checkpoint_path, save_id, rank)
@@ -252,7 +251,7 @@ def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str,
 
 
 def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> None:
-    """Remove the side files of a checkpoint, except the saves with the ids in ``but``."""
+    """Remove the side files of a checkpoint, except the saves ``but``."""
     fs, folder = _folder(os.fspath(checkpoint_path))
     with contextlib.suppress(FileNotFoundError):
         for each in fs.ls(folder, detail=False):
@@ -277,7 +276,7 @@ def _remove_stale_local_saves(checkpoint_path: str, *, but: Collection[str]) -> 
 
 
 def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[EngineCheckpoint]:
-    """Return the part of each engine, with this rank's side file. Empty if another strategy saved the checkpoint."""
+    """Return the part of each engine, with this rank's side file; empty if another strategy saved the checkpoint."""
     metadata_list = checkpoint.get(CHECKPOINT_KEY) or []
     return [
         EngineCheckpoint(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank))
@@ -286,10 +285,10 @@ def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list
 
 
 def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
-    """Return one rank's side file; None when the file is missing, damaged, or of another save.
+    """Return one rank's side file; None if it is missing, damaged, or of another save.
 
     Args:
-        verify: Read the whole file, compare its checksums, and log damage. False if another rank verifies it.
+        verify: read the whole file, compare its checksums, and log damage. False if another rank verifies it.
     """
     for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
         fs, path = _side_path(place, save_id, rank)
@@ -311,7 +310,7 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: boo
 
 
 def _content(file: Path | IO[bytes], verify: bool) -> dict[str, Any]:
-    """Load a file of torch.save(), whose checksums are right; one with a path is mapped."""
+    """Load a verified file of torch.save(); a path is mapped into memory."""
     if verify:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -333,7 +332,7 @@ def _folder(checkpoint_path: str) -> tuple[Any, str]:
 def _target(checkpoint_path: str) -> str:
     """Return the path, or the target of a link: save_last may link to another checkpoint, which has the side files.
 
-    For reading only, because a save replaces the link by a file.
+    Only for reading, because a save replaces the link by a file.
     """
     return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
@@ -348,9 +347,9 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _verdict(path: str, reports: Reports) -> str:
-    """Return why no main file may be written; empty if it may.
+    """Return the reason why no main file may be written, or an empty string.
 
-    A main file that replaces a complete checkpoint must be complete itself. Only rank 0 knows whether it replaces one.
+    A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
     """
     told = [None if report is None else json.loads(report) for report in reports]
     error = next((report["error"] for report in told if report is not None and report["error"]), "")
@@ -359,8 +358,8 @@ def _verdict(path: str, reports: Reports) -> str:
     missing = [rank for rank, report in enumerate(told) if report is None]
     if missing and (told[0] is None or told[0]["replaces"]):
         return (
-            f"rank(s) {_listed(missing)} did not write their residuals of {path} in time: the checkpoint of that name "
-            f"stays as it was. Look for what stopped them."
+            f"rank(s) {_listed(missing)} did not write their residuals of {path} in time, so the existing checkpoint "
+            f"stays. Look for errors of these ranks."
         )
     return ""
 
@@ -369,14 +368,13 @@ def _warn_of_reports(path: str, paths: Sequence[str], world_size: int) -> None:
     names = sorted({os.path.basename(each) for each in paths})
     if len(names) > 1:
         log.warning(
-            "ranks save a checkpoint under different names (%s), so a resume will not find all residuals. Log the "
+            "ranks save a checkpoint under different names (%s), so a resume cannot find all residuals. Log the "
             "metrics in the file name with sync_dist=True",
             ", ".join(names),
         )
     if len(paths) < world_size:
         log.warning(
-            "%d rank(s) did not write their residuals of %s in time: it is saved without them, and they are lost on "
-            "resume",
+            "%d rank(s) did not write their residuals of %s in time: it is saved without them, and a resume loses them",
             world_size - len(paths),
             path,
         )

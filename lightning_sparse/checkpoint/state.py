@@ -1,5 +1,4 @@
-"""The state of one device in a checkpoint: flat pieces of parameters, so that another number of nodes or devices can
-load them."""
+"""The state of one device in a checkpoint: flat pieces of parameters, for any number of nodes and devices."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ class Piece(NamedTuple):
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Which elements these are."""
         return self[:3]
 
 
@@ -41,8 +39,8 @@ class State:
     """The state of one device between two steps, on the CPU, in types that ``torch.load(weights_only=True)`` reads.
 
     Attributes:
-        pieces: by quantity, such as "residual".
-        layouts: of the parameters, by name.
+        pieces: pieces of parameters, by quantity, such as "residual".
+        layouts: layouts of the parameters, by name.
         own: state that no other device can use.
     """
 
@@ -51,8 +49,8 @@ class State:
     own: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return each tensor under a name of its own, and the rest in a tuple, because
-        `torch.distributed.checkpoint` does not look into tuples."""
+        """Return a dict with each tensor under its own name, because `torch.distributed.checkpoint` does not look into
+        tuples."""
         places = {quantity: [piece.place for piece in pieces] for quantity, pieces in self.pieces.items()}
         tensors = {
             _name_of(quantity, *piece.place): piece.tensor
@@ -63,7 +61,6 @@ class State:
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> State:
-        """Return the inverse of to_dict()."""
         (rest,) = saved["rest"]
         state = State(layouts=rest["layouts"], own=rest["own"])
         for quantity, places in rest["pieces"].items():
@@ -84,7 +81,7 @@ def serialize_checked(content: Any) -> io.BytesIO:
     """Serialize with torch.save(), and check that a safe load reads the result.
 
     Raises:
-        ValueError: for content that a safe load would refuse when it is needed.
+        ValueError: for content that a safe load would refuse.
     """
     buffer = io.BytesIO()
     torch.save(content, buffer)
@@ -92,15 +89,15 @@ def serialize_checked(content: Any) -> io.BytesIO:
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if refused:
         raise ValueError(
-            f"the state of an optimizer, a scheduler or a loss scaler holds {', '.join(sorted(refused))}, which a safe "
-            f"load refuses, so this checkpoint could not be resumed exactly: keep tensors and plain Python values "
-            f"there (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
+            f"the state of an optimizer, scheduler or loss scaler has values of {', '.join(sorted(refused))}, which a "
+            f"safe load refuses, so this checkpoint could not be resumed exactly. Store tensors and plain Python "
+            f"values (array.tolist()), or allow the types with torch.serialization.add_safe_globals."
         )
     return buffer
 
 
 def for_folder(state: State) -> dict[str, Any]:
-    """Return the state for `torch.distributed.checkpoint`, and check that a safe load reads it."""
+    """Return the state for `torch.distributed.checkpoint`, after the check of `serialize_checked`."""
     saved = state.to_dict()
     serialize_checked(saved["rest"])
     return saved
@@ -132,15 +129,14 @@ SliceReader = Callable[[State, str, int, int], Iterable[Piece]]
 def read_slice(
     devices: Sequence[State], cut: SliceReader, name: str, begin: int, end: int, layout: Layout
 ) -> Tensor | None:
-    """Read elements of a parameter from the pieces of a node's devices, no others: files may be mapped, and larger than
-    this machine's memory.
+    """Read elements of a parameter from the pieces of a node's devices, and no others: mapped files may be larger than
+    memory.
 
     Args:
-        layout: Memory order that begin and end refer to. If the parameter was saved in another order, all of its
-            elements are read.
+        layout: memory order of begin and end. If the parameter was saved in another order, all elements are read.
 
     Returns:
-        A flat tensor, zero where no device has a piece; None where none has any, or its shape was another.
+        A flat tensor, zero where no device has a piece; None if there are no pieces, or the shape was different.
     """
     saved = next((each.layouts[name] for each in devices if name in each.layouts), None)
     if saved is None or saved[0] != layout[0]:

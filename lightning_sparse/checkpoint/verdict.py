@@ -1,7 +1,7 @@
-"""Lets ranks decide together without a collective, through the store of the process group.
+"""Decisions of all ranks without a collective, through the store of the process group.
 
-A save may come from a signal handler, or from an exception that only one rank met. The other ranks are in a training
-step then, and a collective of the save would be paired with one of the step.
+A save may come from a signal handler, or from an exception on one rank. The other ranks are then in a training step,
+and a collective of the save would be paired with one of the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_sparse.messages import SLOW_AFTER, log
 
 Reports = Sequence[str | None]
 """By rank; None for a rank that did not report in time."""
-_NONE = "\0"  # stands for an empty text, which the store does not hold
+_NONE = "\0"  # an empty text, which the store cannot hold
 
 
 def decide(
@@ -28,10 +28,10 @@ def decide(
     Ranks that stop waiting at different times may see different reports. So the first rank that judges decides for all.
 
     Args:
-        key: Equal on all ranks, and unique to this decision.
-        judge: Returns the verdict.
-        timeout: How long to wait for reports. Default: the timeout of the process group.
-        task: The task of the ranks that have not reported, for the log. Empty: log nothing.
+        key: unique to this decision, equal on all ranks.
+        judge: returns the verdict.
+        timeout: time limit for reports. Default: the timeout of the process group.
+        task: task of the ranks that have not reported, for the log. Empty: log nothing.
 
     Returns:
         The verdict, equal on all ranks, and the reports that this rank saw.
@@ -54,7 +54,7 @@ def decide(
 
 
 def forget(key: str) -> None:
-    """Remove this rank's report and the verdict from the store. Call it when no rank waits for them any more."""
+    """Remove this rank's report and the verdict from the store, once no rank waits for them."""
     store = default_store()
     store.delete_key(f"{key}/{dist.get_rank()}")
     store.delete_key(f"{key}/verdict")

@@ -1,1 +1,1 @@
-"""The public classes bound to each flavour of Lightning, whose own classes do not mix; nothing else is in here."""
+"""The public classes for each package of Lightning, whose own classes do not mix."""

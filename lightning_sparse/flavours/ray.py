@@ -1,6 +1,6 @@
-"""The strategies for Ray Train, whose ``prepare_trainer`` takes none but subclasses of its own.
+"""The strategies for Ray Train, whose ``prepare_trainer`` accepts only subclasses of its own.
 
-Ray uses ``lightning.pytorch`` where that is installed, else ``pytorch_lightning``; so must the program.
+Ray uses ``lightning.pytorch`` if that is installed, else ``pytorch_lightning``. Use the same package in the program.
 """
 
 import ray.train.torch
@@ -26,11 +26,14 @@ class RayMSTopKLocalStrategy(MSTopKLocalMixin, RayDDPStrategy):
 
 
 class RayMSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):
-    """Ray has no class for FSDP2 to derive from, so ``prepare_trainer`` does not know this one. It only checks: leave
-    it out. Options are those of ``MSTopKFSDPStrategy``."""
+    """FSDP2 between nodes and inside a node, for Ray Train. Options are those of ``MSTopKFSDPStrategy``.
+
+    Ray has no FSDP2 class to derive from, so ``prepare_trainer`` does not accept this strategy. Omit
+    ``prepare_trainer``, which only checks.
+    """
 
     def setup_environment(self) -> None:
-        """Lightning takes the world for the nodes and devices of its Trainer, which are one each under Ray."""
+        """Set the world size, because under Ray each Trainer has one node and one device."""
         assert self.cluster_environment is not None
         self._data_parallel_size, self._tensor_parallel_size = self.cluster_environment.world_size(), 1
         super().setup_environment()

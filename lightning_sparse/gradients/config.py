@@ -51,8 +51,8 @@ class HierConfig(GradientsConfig):
     """Options of the hierarchical top-k reduction, in addition to `GradientsConfig`.
 
     Args:
-        momentum_correction: Keep the momentum of torch.optim.SGD together with the residual, and clear the momentum of
-            an entry when the entry is sent (DGC, Lin et al. 2018).
+        momentum_correction: Keep the momentum of torch.optim.SGD with the residual (DGC). The momentum of an entry is
+            cleared when the entry is sent.
         exclude: Parameters that are always reduced densely: ``"none"``, ``"vectors"``, or name patterns such as
             ``("*.bias", "head.*")``. ``"vectors"`` are parameters of at most one dimension, such as biases and norms:
             they are small and matter much.

@@ -149,7 +149,7 @@ def _copy(to: list[Tensor], source: list[Tensor]) -> None:
 # -- optimizer state ---------------------------------------------------------------------------------------------------
 #
 # State is any nesting of dicts, lists and tuples of tensors and plain values. For a checkpoint, each rank sends its
-# state as a pickled object with meta tensors, then all tensors in one flat buffer. The receiver assembles them on the CPU.
+# state as a pickled object with meta tensors, then all tensors in one flat buffer. The receiver unpacks it on the CPU.
 
 State = dict[tuple[int, int], Any]
 """State by (index of the parameter in the optimizer, first element of the part)."""

@@ -1,4 +1,4 @@
-"""What Lightning sees: strategies for Trainer and Fabric, checkpoints, a callback. Imports no Lightning."""
+"""Strategies for Trainer and Fabric, checkpoints, and a callback. Imports no Lightning."""
 
 from lightning_sparse.exchange import CommStats, CommunicationError, HierCommunicator
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook

@@ -1,7 +1,7 @@
-"""What the strategies for Trainer and Fabric do alike: the topology, the engines of their modules, DDP's own options.
+"""Common part of all strategies: the topology, the engines of modules, and DDP's options.
 
-A strategy *has* engines (`lightning_sparse.engine`); the adapters in `trainer` and `fabric` translate their host's
-methods into an engine's. Nothing here imports Lightning.
+A strategy *has* engines (`lightning_sparse.engine`). The adapters in `trainer` and `fabric` translate the methods of
+their host into methods of an engine. Nothing here imports Lightning.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Host: Any = object
 
 
 class Adapter:
-    """Between a host of Lightning and engines.
+    """Connects Trainer or Fabric to engines.
 
     Attributes:
-        engines: one a module, in the order of set-up.
+        engines: one engine per module, in the order of set-up.
     """
 
     engines: list[Any]
 
-    # The part of Lightning's strategies that is relied upon.
+    # Private API of Lightning's strategies that this class uses.
     root_device: torch.device
     cluster_environment: Any
     num_nodes: int
@@ -65,8 +65,8 @@ class Adapter:
     _ddp_comm_state: Any
     _timeout: timedelta | None
     _save_distributed_checkpoint: bool = False
-    _checkpoints_are_collective: bool = False  # whether all ranks read checkpoints at the same time
-    _inside_the_node: ClassVar[bool] = False  # whether DDP averages only inside the node
+    _checkpoints_are_collective: bool = False  # all ranks read checkpoints at the same time
+    _inside_the_node: ClassVar[bool] = False  # DDP averages only inside the node
 
     def _init_common(
         self, kind: Kind, node_name: str | None, given: dict[str, Any], exchanged: str, **more: Any
@@ -74,9 +74,9 @@ class Adapter:
         """Set the fields before the host's own constructor.
 
         Args:
-            given: Options of the user. The strategy's own options are removed.
+            given: options of the user. The strategy's own options are removed.
             exchanged: `Engine.kind` of its engines.
-            more: Options that are not in ``given``.
+            more: options that are not in ``given``.
         """
         self.config: Any = take_options(kind, type(self), given, **more)
         self.engines = []
@@ -91,9 +91,10 @@ class Adapter:
 
     @property
     def topology(self) -> Topology:
-        """The topology, found once. A collective of the world then, which compares the options of all ranks."""
+        """The topology, found once. The first access is a collective of the world, which compares the options of all
+        ranks."""
         if self._topology is None:
-            ensure_log_handler()  # also in a process that did not make the strategy
+            ensure_log_handler()  # again, because another process may have made the strategy
             self._topology = discover(
                 node_rank=self.node_rank,
                 local_rank=self.local_rank,
@@ -111,13 +112,12 @@ class Adapter:
             super().setup_environment()  # type: ignore[misc]
 
     def _shared_options(self) -> dict[str, Any]:
-        """Options of the host that must be the same on all ranks."""
+        """Options of the host that must be equal on all ranks."""
         return {}
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Modules hold the global weights inside, and buffers averaged over ranks, as in validation and checkpoints.
-        Every rank enters it."""
+        """Return a context in which modules hold the global weights and averaged buffers. Every rank enters it."""
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.global_weights())
@@ -130,20 +130,21 @@ class Adapter:
     # -- what is wrapped -----------------------------------------------------------------------------------------------
 
     def _prepare_ddp(self) -> None:
-        """Set DDP's options before the host wraps a module, and the logger of a process that did not make the strategy.
-        A collective of the world if DDP averages inside the node."""
+        """Set DDP's options before the host wraps a module. A collective of the world if DDP averages inside the
+        node."""
         ensure_log_handler()
         given, group = self._ddp_kwargs, {}
         if self._inside_the_node and self.topology.kind == "hierarchical":
             group = {"process_group": self.topology.intra}
         if self._inside_the_node and not self._averages_inside:
             given = {name: value for name, value in given.items() if name not in ABOUT_PARTS}
-        # gradients lie in the buckets, so that neither is copied
+        # Gradients are views of the buckets, so DDP copies neither.
         self._ddp_kwargs = {"gradient_as_bucket_view": True, **given, **group}
 
     @contextmanager
     def _sized_buckets(self, module: nn.Module) -> Iterator[None]:
-        """Give DistributedDataParallel a bucket size inside, unless the user gave one. A collective."""
+        """Return a context in which DistributedDataParallel gets a bucket size, unless the user gave one. A
+        collective."""
         given = self._ddp_kwargs
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         size = bucket_cap_mb(nbytes, self.topology, self.root_device)
@@ -156,11 +157,11 @@ class Adapter:
 
     @property
     def _averages_inside(self) -> bool:
-        """Whether DDP inside a node has gradients of several devices to average."""
+        """Return whether DDP inside a node averages gradients of several devices."""
         return self.topology.kind != "hierarchical" or self.topology.num_devices > 1
 
     def _disable_ddp_sync(self, ddp: Any) -> None:
-        """Spare DDP's copies into buckets where it has nothing to average."""
+        """Avoid DDP's copies into buckets if it has nothing to average."""
         if not self._averages_inside:
             ddp.require_backward_grad_sync = False
 
@@ -177,7 +178,9 @@ class Adapter:
         topology, hierarchical = self.topology, self.topology.kind == "hierarchical"
         for each in module.modules():
             if isinstance(each, nn.SyncBatchNorm) and hierarchical:
-                each.process_group = topology.intra  # statistics of its node: between nodes each forward would wait
+                each.process_group = (
+                    topology.intra
+                )  # statistics of its node, so that forward does not wait for other nodes
         updates = LocalUpdates(module, optimizers, self.config, topology)
         does = self.config.describe(topology.num_nodes) if updates.active else "one node, nothing to exchange"
         volume = (
@@ -187,8 +190,8 @@ class Adapter:
         return updates
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any] | None:
-        """Return the state of one node's optimizer, on the first device of the node; None for one that no engine has. A
-        collective of the node."""
+        """Return the state of a node's optimizer on the first device of the node, or None if no engine has the
+        optimizer. A collective of the node."""
         exchanged = (one for each in self.engines if isinstance(each, LocalUpdates) for one in each.optimizers)
         found = next((one for one in exchanged if one.optimizer is optimizer), None)
         if found is None:
@@ -202,23 +205,22 @@ class Adapter:
         return [engine for engine in self.engines if engine.saves]
 
     def _rank_state(self, saved: Any) -> dict[str, Any]:
-        """What this rank, or its node, has of its own besides the engines' state."""
+        """Return the state of this rank, or its node, in addition to the engines' state."""
         return {}
 
     def _load_rank_state(self, entries: dict[str, Any]) -> None:
-        """Go on with what this rank had of its own."""
+        """Load the result of `_rank_state`."""
 
     def _main_path(self, path: Any) -> Any:
-        """Where all ranks look for a checkpoint and what is beside it."""
+        """Return the path where all ranks look for a checkpoint and its side files."""
         return self.broadcast(path) if self._checkpoints_are_collective else path  # type: ignore[attr-defined]
 
     def _verify(self, path: Any) -> None:
-        """Raise RuntimeError for a checkpoint that is damaged; for a folder on all ranks, by a collective of the world,
-        also if some do not see it."""
+        """Raise RuntimeError if a checkpoint is damaged; for a folder on all ranks, a collective of the world."""
         path = Path(self._main_path(path))
         folder = (path / ".metadata").is_file()
         if self._checkpoints_are_collective:
-            folder = not all_agree(not folder, dist.all_reduce, self.root_device)  # a rank sees one
+            folder = not all_agree(not folder, dist.all_reduce, self.root_device)  # some ranks may not see the folder
         if folder:
             verify(path, self.root_device)
         else:
@@ -226,21 +228,21 @@ class Adapter:
 
     @contextmanager
     def _checkpoint_target(self, path: Any) -> Iterator[Any]:
-        """Yield the name under which a checkpoint is written. Every rank enters it."""
+        """Yield the name under which to write a checkpoint. Every rank enters it."""
         if not self._save_distributed_checkpoint:
             yield path
             return
         main = os.fspath(self._main_path(path))
-        if "://" in main:  # a Path of it would be a folder of that name here
+        if "://" in main:  # Path(main) would be a local folder
             raise ValueError(
-                f"{main} is a URL, and a distributed checkpoint is written to a folder that all nodes share: give the "
-                f"path at which it is mounted, or save one file there (save_distributed_checkpoint=False)."
+                f"{main} is a URL, but a distributed checkpoint is a folder that all nodes share. Use the path at "
+                f"which it is mounted, or save one file (save_distributed_checkpoint=False)."
             )
         with atomic_directory(Path(main), self.root_device) as partial:
             yield partial
 
     def _restore_engine(self, engine: Engine, saved: EngineCheckpoint) -> None:
-        """Let an engine go on from what a checkpoint has of it. A collective of the world."""
+        """Load an engine's part of a checkpoint. A collective of the world."""
         side = restore(engine, saved, self.root_device)
         if side is not None:
             self._load_rank_state(side.get("entries", {}))
@@ -254,22 +256,22 @@ MOMENTUM = "momentum_correction=True keeps momentum only for the parameters that
 
 
 def with_tensors(state_dict: dict[str, Any], tensor_of: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """Return a copy with other tensors in the places of a module's. What modules save besides (``get_extra_state``)
-    stays as it is, and so do their versions, which a load that upgrades old formats goes by."""
+    """Return a copy of a state dict with other tensors for a module. Extra state (``get_extra_state``) and versions,
+    which the loading of old formats needs, stay unchanged."""
     changed = copy(state_dict)
     changed.update({name: tensor_of(name, each) for name, each in state_dict.items() if isinstance(each, Tensor)})
     return changed
 
 
 def clone_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy whose tensors are not the module's; tensors that share memory still do."""
+    """Return a copy with cloned tensors. Tensors that share memory share it in the copy, too."""
     copies: dict[Any, Tensor] = {}
 
     def copied(_: str, value: Tensor) -> Tensor:
         local = local_of(value)
         key = (local.data_ptr(), value.shape, value.stride()) if local.numel() else id(value)
         if key not in copies:
-            whole = not isinstance(value, DTensor)  # a device may have no room for a second model
+            whole = not isinstance(value, DTensor)  # whole copies of shards may not fit on the device
             copies[key] = value.detach().to("cpu", copy=True) if whole else value.detach().clone()
         return copies[key]
 

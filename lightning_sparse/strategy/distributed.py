@@ -19,7 +19,7 @@ A Trainer's checkpoint has the engine as "engine0", without its metadata, and th
     meta.pt                                                  all other entries, and the structure of the entries above
                                                              with tensors on the device "meta"
 
-Lightning's consolidate_checkpoint reads the folder and then meta.pt, so it makes a file with all of them.
+Lightning's consolidate_checkpoint reads the folder and then meta.pt, so it makes a file with all entries.
 """
 
 from __future__ import annotations
@@ -54,16 +54,18 @@ META_TENSORS_KEY = f"{CHECKPOINT_KEY}_hollow"
 
 
 def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
-    """Let an engine go on from a folder that ``torch.distributed.checkpoint`` has saved: bit-identically on the same
-    cluster, on another one with what waited, shared out anew. Every rank calls it, after the model was loaded. What
-    a node's own optimizers had is loaded here; another cluster takes up that of the first node.
+    """Load an engine from a folder that ``torch.distributed.checkpoint`` has saved. Every rank calls it, after the
+    model was loaded.
+
+    On the same cluster, the run continues bit-identically. On another cluster, unsent state is divided among the nodes,
+    and each node's optimizers continue with the state of the first node.
 
     Args:
-        key: under which the engine was saved.
+        key: key under which the engine was saved.
 
     Raises:
-        ValueError: when the folder has nothing under that key, or what another kind of engine saved.
-        RuntimeError: when it is damaged, or nodes hold different global weights afterwards.
+        ValueError: if the folder has nothing under that key, or the state of another kind of engine.
+        RuntimeError: if the folder is damaged, or nodes have different global weights afterwards.
     """
     device = torch.device(device_type(dist.get_backend_config()))
     verify(Path(folder), device)
@@ -71,8 +73,8 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
     (metadata,) = files.read("metadata")
     if metadata["kind"] != engine.kind:
         raise ValueError(
-            f"{key!r} in {folder} is of an engine that exchanges {metadata['kind']}, and this one exchanges "
-            f"{engine.kind}: load the model alone, and begin with nothing pending."
+            f"{key!r} in {folder} is the state of an engine that exchanges {metadata['kind']}, but this engine "
+            f"exchanges {engine.kind}. Load only the model."
         )
     if not files.has("rank0.engine.rest"):  # it ran on one node
         engine.restart()
@@ -87,13 +89,13 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
 
 @dataclass
 class InFolder(EngineCheckpoint):
-    """What a folder has of an engine: its tensors are read when they are sliced."""
+    """An engine's part of a folder. Tensors are read when they are sliced."""
 
     files: _Files
 
     @staticmethod
     def of(files: _Files, metadata: dict[str, Any], topology: Topology) -> InFolder:
-        """Return it with what this rank alone knew, if it is of this cluster."""
+        """Return the part with the state of this rank, if it is of this cluster."""
         saved = InFolder(metadata, os.fspath(files.folder), None, files)
         saved.side = saved.read(topology.rank, whole=True) if saved.is_of(topology) else None
         return saved
@@ -104,7 +106,7 @@ class InFolder(EngineCheckpoint):
         return {**state.to_dict(), **({"entries": files.read(more)[0]} if files.has(more) else {})}
 
     def optimizers(self, topology: Topology) -> list[State]:
-        """Return what the devices of this node had of its optimizers; on another cluster, of the first node."""
+        """Return the state of this node's optimizers; on another cluster, of the first node's."""
         ranks = self.metadata["nodes"][topology.node_index if self.is_of(topology) else 0]
         return [self.files.state(rank, "optimizers") for rank in ranks]
 
@@ -115,11 +117,11 @@ class InFolder(EngineCheckpoint):
 def split_checkpoint(
     checkpoint: dict[str, Any], engines: Sequence[Engine], entries: Mapping[str, Any], alike: Collection[str]
 ) -> dict[str, Any]:
-    """Take out of a checkpoint what ``torch.distributed.checkpoint.save`` is to write of this rank, and return it.
+    """Remove this rank's part for ``torch.distributed.checkpoint.save`` from a checkpoint, and return it.
 
     Args:
-        entries: what this rank, or its node, has of its own besides the engines' state.
-        alike: names of weights that are the same on all ranks; of the others those of rank 0 are saved.
+        entries: state of this rank, or its node, in addition to the engines' state.
+        alike: names of weights that are equal on all ranks. Of other weights, those of rank 0 are saved.
     """
     place = f"rank{dist.get_rank()}"
     weights: dict[str, Tensor] = {}
@@ -140,7 +142,7 @@ def split_checkpoint(
 
 
 def merge_checkpoint(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, Any], list[InFolder]]:
-    """Read a checkpoint that was split, with options of ``torch.load``, and what it has of each engine.
+    """Read a split checkpoint, with options of ``torch.load``, and the part of each engine.
 
     Raises:
         ValueError: for a folder of another strategy.
@@ -148,8 +150,8 @@ def merge_checkpoint(folder: Path, topology: Topology, **options: Any) -> tuple[
     checkpoint: dict[str, Any] = torch.load(folder / META, map_location="cpu", **options)
     if META_TENSORS_KEY not in checkpoint:
         raise ValueError(
-            f"{folder} was written by a strategy of FSDP2, and this one reads folders of 'mstopk_hier' and "
-            f"'mstopk_local': resume with the other one, and save a file for this one (save_distributed_checkpoint)."
+            f"{folder} was written by 'mstopk_fsdp', but this strategy reads folders of 'mstopk_hier' and "
+            f"'mstopk_local'. Resume with 'mstopk_fsdp', and save one file (save_distributed_checkpoint=False)."
         )
     checkpoint |= checkpoint.pop(META_TENSORS_KEY)
     weights, states = _Files(folder, WEIGHTS), _Files(folder, STATES)
@@ -161,11 +163,11 @@ def merge_checkpoint(folder: Path, topology: Topology, **options: Any) -> tuple[
 
 
 def check_sharded(folder: Path, **options: Any) -> None:
-    """Raise ValueError for a folder of a strategy that FSDP2 is not inside of."""
+    """Raise ValueError for a folder of a strategy without FSDP2."""
     if (folder / META).is_file() and META_TENSORS_KEY in torch.load(folder / META, map_location="cpu", **options):
         raise ValueError(
-            f"{folder} was written by 'mstopk_hier' or 'mstopk_local', and FSDP2's strategy reads folders of its own: "
-            f"resume with the one that saved it, and save a file for this one (save_distributed_checkpoint=False)."
+            f"{folder} was written by 'mstopk_hier' or 'mstopk_local', but 'mstopk_fsdp' reads only its own folders. "
+            f"Resume with that strategy, and save one file (save_distributed_checkpoint=False)."
         )
 
 
@@ -179,7 +181,7 @@ def _filled(state: Any, states: _Files, at: int) -> Any:
 
 
 class _Files:
-    """What was saved under a key; each entry is an archive of torch.save() inside a file."""
+    """The entries under a key; each entry is an archive of torch.save() inside a file."""
 
     def __init__(self, folder: Path, key: str) -> None:
         stored = FileSystemReader(folder).read_metadata().storage_data
@@ -187,15 +189,13 @@ class _Files:
         self._places = {index.fqn: place for index, place in stored.items()}
 
     def has(self, name: str) -> bool:
-        """Return whether there is an entry."""
         return f"{self._key}.{name}" in self._places
 
     def read(self, name: str) -> Any:
-        """Return an entry."""
         if not self.has(name):
             raise ValueError(
-                f"{self.folder} has no {self._key}.{name}: give resume() the key under which the engine was saved, "
-                f"as in torch.distributed.checkpoint.save({{key: engine}}, checkpoint_id=folder)."
+                f"{self.folder} has no {self._key}.{name}. Pass resume() the key under which the engine was saved, as "
+                f"in torch.distributed.checkpoint.save({{key: engine}}, checkpoint_id=folder)."
             )
         place = self._places[f"{self._key}.{name}"]
         with open(self.folder / place.relative_path, "rb") as file:
@@ -212,7 +212,7 @@ class _Files:
 
 
 class _Entries(dict[str, Any]):
-    """The entries of one device, read when they are looked up."""
+    """The entries of one device, read on access."""
 
     def __init__(self, files: _Files, prefix: str, whole: bool) -> None:
         self._files, self._prefix, self._whole = files, prefix, whole

@@ -1,4 +1,4 @@
-"""``mstopk_elastic``: nodes that join and leave exchange updates. Each is a run of its own."""
+"""``mstopk_elastic``: nodes that join and leave exchange updates. Each node is a run of its own."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ELASTIC_KEY = "lightning_sparse_elastic"
 class ElasticAdapter(Adapter):
     """Common part of ``mstopk_elastic`` for Trainer and Fabric."""
 
-    _loaded: Version | None = None  # of the weights that were loaded
+    _loaded: Version | None = None  # version of the loaded weights
 
     def setup_environment(self) -> None:
-        """Refuse a world of several nodes, which would wait for one another."""
+        """Refuse a world of several nodes."""
         if self.num_nodes != 1:
             raise ValueError(
-                f"num_nodes={self.num_nodes}: each node that comes and goes is a run of its own. Start each with "
-                f"num_nodes=1 and the address of one lighthouse."
+                f"num_nodes={self.num_nodes}: each elastic node is a run of its own. Start each node with num_nodes=1 "
+                f"and the address of one lighthouse."
             )
         super().setup_environment()
 
@@ -51,9 +51,9 @@ class ElasticAdapter(Adapter):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each node draws all samples in an order of its own, and its devices share them."""
+        """Let the node's devices share all samples. The order differs between nodes."""
         kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-        if self._topology is None:  # nothing is trained
+        if self._topology is None:  # no training
             return kwargs
         return {**kwargs, "seed": int(self._side_files.run_id, 16)}
 
@@ -69,7 +69,7 @@ class ElasticAdapter(Adapter):
 
     @property
     def _is_checkpoint_writer(self) -> bool:
-        """Whether this node writes checkpoints."""
+        """Return whether this node writes checkpoints."""
         return self.elastic is None or self.elastic.peers.first
 
 
@@ -77,7 +77,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     """Exchange of updates between nodes that join and leave. Each node has its own Trainer (``num_nodes=1``, DDP
     inside). torchft's lighthouse lists the nodes.
 
-    A node that joins begins with the weights, the optimizer's state, the schedules and the progress of another node.
+    A joining node starts with the weights, optimizer state, schedules and progress of another node.
 
     Args:
         node_name: Name of this process's node. Default: the host.
@@ -91,7 +91,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
 
     _kind = ELASTIC
     _engine_class = ElasticUpdates
-    _another_writes = False  # checkpoints
+    _another_writes = False  # another node writes checkpoints
 
     @with_strategy_options(ELASTIC)
     def __init__(self, *, node_name: str | None = None, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
@@ -99,35 +99,33 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def setup(self, trainer: Any) -> None:
-        """Find the other nodes."""
+        """Join the other nodes."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            trainer.fit_loop._combined_loader = None  # a loader that configure_optimizers() asked for draws no share
-            self.engines[-1].swap_in_global_weights()  # to hooks before the first batch
+            trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
+            self.engines[-1].swap_in_global_weights()  # for hooks before the first batch
             self.engines[-1].watch()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Assign samples to the present nodes, if the loader supports it."""
         if self.elastic is not None:
             self.elastic.shard_loader(dataloader, most_accumulated(self.lightning_module.trainer))
-            self._tell_epoch(dataloader)  # before Lightning does, which fetches a batch before that
+            self._tell_epoch(dataloader)  # Lightning sets it only after it has fetched a batch
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
-        """Draw samples of the current epoch.
-
-        A resumed run first trains on batches that Lightning has already begun to fetch. So if the checkpoint was saved
-        after the last batch of an epoch, the loader learns of the next epoch only here.
-        """
+        """Draw samples of the current epoch."""
         super().on_train_start()
         loop = self.lightning_module.trainer.fit_loop
         self._pass_over_empty_epochs(loop)
+        # A resumed run first trains on batches that Lightning has already begun to fetch. So if the checkpoint was
+        # saved after the last batch of an epoch, the loader gets its next epoch only here.
         if any([self._tell_epoch(each) for each in loop._combined_loader.flattened]):
             iter(loop._data_fetcher)
 
     def _pass_over_empty_epochs(self, loop: Any) -> None:
-        """Begin with an epoch that has a batch for this node. An epoch without batches has no validation, so callbacks
-        and schedules that monitor a metric would fail."""
+        """Start with an epoch that has a batch for this node. An epoch without batches has no validation, so callbacks
+        and schedulers that monitor a metric would fail."""
         while self.elastic is not None and not loop.done:
             epoch = loop.epoch_progress.current.processed
             if self.elastic.has_batch(epoch):
@@ -136,7 +134,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
             _pass_over_epoch(loop)
 
     def _tell_epoch(self, dataloader: Any) -> bool:
-        """Set the epoch of a loader that draws a share; False for other loaders."""
+        """Set the epoch of a loader that draws assigned samples; return False for other loaders."""
         dealt = sampler_of(dataloader)
         if dealt is not None:
             dealt.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
@@ -148,7 +146,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
             checkpoint = {**updates.snapshot["extra"], "optimizer_states": [updates.snapshot["optimizer"]]}
             updates.snapshot = None
             connector = self.lightning_module.trainer._checkpoint_connector
-            connector._loaded_checkpoint = checkpoint  # Lightning restores the rest of it, as of a file
+            connector._loaded_checkpoint = checkpoint  # Lightning restores the rest, as from a file
             connector.restore_callbacks()
         return updates
 
@@ -159,13 +157,13 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
             self.elastic.serve(self._progress)
 
     def on_validation_start(self) -> None:
-        """Validate the global weights; the other nodes do not wait for it."""
+        """Validate the global weights. The other nodes do not wait."""
         super().on_validation_start()
         if self.elastic is not None and self._fitting:
             self.elastic.watch()
 
     def _progress(self) -> dict[str, Any]:
-        """All that a checkpoint has but weights, optimizer and hyperparameters, which may be of any type."""
+        """Return a checkpoint's entries except weights, optimizers, and hyperparameters, which may have any type."""
         trainer = self.lightning_module.trainer
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         left_out = ("state_dict", "optimizer_states", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
@@ -180,15 +178,15 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """The first node writes."""
+        """Save on the first node."""
         if not self._is_checkpoint_writer:
             self._another_writes = True
             return
         if self._another_writes:
             self._another_writes = False
             log.info(
-                "this node writes checkpoints from now on, because the node that wrote them has left. Callbacks do not "
-                "remove the checkpoints that it left in %s",
+                "this node writes checkpoints from now on, because the writer has left. Callbacks do not remove the "
+                "writer's checkpoints in %s",
                 Path(filepath).parent,
             )
         if self.elastic is not None:
@@ -196,8 +194,10 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Weights, optimizer and progress; nodes that load the same file go on together. A fit after an evaluation of
-        the file has its weights, and begins with the first sample."""
+        """Load weights, optimizer and progress. Nodes that load the same file continue together.
+
+        After an evaluation of the file, a fit has its weights, and starts with the first sample.
+        """
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._loaded = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
         if self._loaded is not None and self.lightning_module.trainer.state.fn != "fit":
@@ -205,7 +205,7 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """The first node removes."""
+        """Remove it on the first node."""
         if self._is_checkpoint_writer:
             super().remove_checkpoint(filepath)
 
@@ -236,15 +236,15 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         self._progress: MutableMapping[str, Any] | None = None
 
     def setup_environment(self) -> None:
-        """Find the node's devices, also for loaders that are set up before the node joins the others."""
+        """Find the node's devices, for loaders that are set up before the node joins."""
         super().setup_environment()
         _ = self.topology
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Join the other nodes; its module is set up before. Every device of the node calls it.
+        """Join the other nodes, after the set-up of the module. Every device of the node calls it.
 
         Raises:
-            ValueError: for a second one.
+            ValueError: for a second optimizer.
         """
         if self.engines:
             raise ValueError(
@@ -254,15 +254,16 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         return super().setup_optimizer(optimizer)
 
     def sync_state(self, state: MutableMapping[str, Any]) -> None:
-        """Give the progress of this node to joining nodes; if this node has joined, load the progress of the others.
+        """Give the progress of this node to joining nodes. If this node has joined, load the progress of the others.
 
         Args:
-            state: plain values and tensors, which are replaced in it, and objects with ``state_dict``, such as
-                schedulers; modules and optimizers in it are left out. Keep it up to date.
+            state: plain values and tensors, which are replaced, and objects with ``state_dict``, such as schedulers.
+                Modules and optimizers in it are left out. Keep it up to date.
 
         Raises:
-            ValueError: before the optimizer is set up, for other than a dict, for values of a type that nodes do not
-                accept from one another, or if the others share something else.
+            ValueError: before the optimizer is set up, if ``state`` is not a dict, for values of unsafe types, or if
+                the
+                others share other names.
         """
         elastic = self._require_engine()
         if not isinstance(state, MutableMapping):
@@ -271,8 +272,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         for name, value in to_python(self._progress_state_dict()).items():
             if not is_safe(value):
                 raise ValueError(
-                    f"sync_state() of {name}={value!r}: nodes that join accept tensors, plain values, and lists and "
-                    f"dicts of them. Share these, or an object whose state_dict() has no others."
+                    f"sync_state() of {name}={value!r}: joining nodes accept tensors, plain values, lists and dicts. "
+                    f"Share these, or an object whose state_dict() has only these."
                 )
         if elastic.snapshot is None:
             return
@@ -280,8 +281,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
         if taken.keys() != own:
             raise ValueError(
-                f"sync_state() of {sorted(own)}, where the other nodes have {sorted(taken)}: give the same names on "
-                f"all nodes."
+                f"sync_state() of {sorted(own)}, but the other nodes have {sorted(taken)}. Use equal names on all "
+                f"nodes."
             )
         elastic.snapshot = None
         for name, value in taken.items():
@@ -295,17 +296,17 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         calls it.
 
         Args:
-            batches: between two steps.
+            batches: number of batches between two steps.
 
         Raises:
-            ValueError: before the optimizer is set up, or for a loader that draws samples of its own.
+            ValueError: before the optimizer is set up, or for a loader that cannot draw assigned samples.
         """
         elastic = self._require_engine()
         if sampler_of(loader) is None:
             raise ValueError(
-                f"shard_loader() of a {type(loader).__name__} that draws samples of its own: give a "
-                f"DataLoader of torch with sampler=ElasticSampler(dataset), or leave shard_loader() out, and each "
-                f"node draws all samples."
+                f"shard_loader() of a {type(loader).__name__} that cannot draw assigned samples. Use torch's "
+                f"DataLoader with sampler=ElasticSampler(dataset), or omit shard_loader(), so that each node draws all "
+                f"samples."
             )
         elastic.shard_loader(loader, batches)
 
@@ -318,12 +319,11 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         self.shard_loader(loader, batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Refuse a loader that draws a share: Fabric numbers its epochs from 0 in each process."""
+        """Refuse a loader of assigned samples: Fabric numbers its epochs from 0 in each process."""
         if sampler_of(dataloader) is not None:
             raise ValueError(
-                "setup_dataloaders() would number the epochs of this loader from 0 on each node: call "
-                "fabric.strategy.shard_loader(loader) instead, set_epoch() before each epoch, and "
-                "fabric.to_device(batch)."
+                "setup_dataloaders() would number the epochs of this loader from 0 on each node. Instead, call "
+                "fabric.strategy.shard_loader(loader), set_epoch() before each epoch, and fabric.to_device(batch)."
             )
         return super().process_dataloader(dataloader)
 
@@ -336,7 +336,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         """Serve the requests of joining nodes, and step.
 
         Raises:
-            ValueError: when this node has joined others, and has not loaded their progress.
+            ValueError: if this node has joined others, and has not loaded their progress.
         """
         if self.elastic is not None:
             self._check_progress(self.elastic)
@@ -347,8 +347,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         taken, elastic.snapshot = elastic.snapshot, None
         if taken is not None and taken["extra"]:
             raise ValueError(
-                f"the other nodes share {sorted(taken['extra'])}, and this one would go on without: call "
-                f"fabric.strategy.sync_state(state) after the optimizer is set up, on all nodes."
+                f"the other nodes share {sorted(taken['extra'])}, but this node does not. Call "
+                f"fabric.strategy.sync_state(state) after the set-up of the optimizer, on all nodes."
             )
 
     def _progress_state_dict(self) -> dict[str, Any]:
@@ -360,8 +360,8 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Modules hold the global weights inside, for validation; the other nodes do not wait for it. Every device of
-        the node enters it."""
+        """Return a context in which modules hold the global weights. The other nodes do not wait. Every device of the
+        node enters it."""
         with super().global_weights():
             if self.elastic is not None:
                 self.elastic.watch()
@@ -376,28 +376,30 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         self.engines.clear()
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """The first node writes; after ``finish`` each does. All devices of the node call it, as ``fabric.save``."""
+        """Save on the first node; after ``finish`` on each node. All devices of the node call it, as
+        ``fabric.save``."""
         if not self._is_checkpoint_writer:
             return
-        with self.global_weights():  # all that is saved is of one version
+        with self.global_weights():  # so that all entries have one version
             version = {} if self.elastic is None else {ELASTIC_KEY: list(self.elastic.version)}
             super().save_checkpoint(path, {**state, **version}, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint. Nodes that load the same file continue together. Weights that are loaded without an
-        optimizer keep the name of their run, but nodes draw from the first sample.
+        """Load a checkpoint. Nodes that load the same file continue together.
+
+        Weights that are loaded without an optimizer keep the name of their run, but nodes draw from the first sample.
 
         Raises:
-            ValueError: once the node has joined the others.
+            ValueError: after the node has joined the others.
         """
         if self.engines:
             raise ValueError(
-                "a node that has joined others has their weights: call fabric.load() after fabric.setup_module(model), "
-                "and before fabric.setup_optimizers(optimizer)."
+                "this node has joined other nodes and has their weights. Call fabric.load() between "
+                "fabric.setup_module(model) and fabric.setup_optimizers(optimizer)."
             )
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         version = rest.pop(ELASTIC_KEY, None)
         if version is not None and any(isinstance(each, nn.Module) for each in (state or {}).values()):
-            # weights alone begin with the first epoch, all of which is to be drawn
+            # With weights alone, the run starts with the first epoch.
             self._loaded = Version(*version) if has_optimizer(state) else Version(*version)._replace(place=0)
         return rest

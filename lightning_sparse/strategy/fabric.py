@@ -1,4 +1,4 @@
-"""The strategies for Fabric, as mixins that import no Lightning: engines of the modules that were set up.
+"""Common part of the strategies for Fabric, as mixins that import no Lightning.
 
     fabric = Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="mstopk_local")
     fabric.launch()
@@ -29,18 +29,18 @@ from lightning_sparse.strategy.late import LateGradients
 from lightning_sparse.strategy.options import Send
 
 NO_WARMUP = (
-    "no density warm-up: sparse gradients learn slowly at first, or not at all. Give warmup_steps, such as 5% of the "
-    "run, which a Trainer takes by itself; 0 to do without"
+    "no density warm-up, so training may start slowly or not at all. Set warmup_steps, for example to 5% of the steps "
+    "(a Trainer does this automatically), or to 0 for no warm-up"
 )
 
 
 class FabricAdapter(Adapter, Host):
-    """Fabric's methods, as calls of engines."""
+    """Translates Fabric's methods into methods of engines."""
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and tell the engine, whether or not a loss scaler skipped it."""
+        """Step, and call the engine, even if a loss scaler skipped the step."""
         engines = [engine for engine in self.engines if engine.tracks_optimizer(optimizer)]
         for engine in engines:
             engine.before_step(optimizer)
@@ -50,7 +50,7 @@ class FabricAdapter(Adapter, Host):
         return output
 
     def finish(self) -> None:
-        """Send everything that is pending: all ranks hold the same weights afterwards. Every rank calls it."""
+        """Send all pending updates; afterwards all ranks have equal weights. Every rank calls it."""
         for engine in self.engines:
             engine.finish()
 
@@ -58,8 +58,8 @@ class FabricAdapter(Adapter, Host):
 
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:
-        """What each rank alone knows first, then the main file, with the state that is yielded. Weights without an
-        optimizer, or the state of one, are taken for weights alone."""
+        """Write the side files, and yield the state for the main file. A state without an optimizer is saved as weights
+        alone."""
         optimizers = {name: each for name, each in state.items() if isinstance(each, Optimizer)}
         engines = self._saved_engines() if has_optimizer(state) else []
         entries = self._rank_state(optimizers) if engines else {}  # a collective of the node
@@ -67,12 +67,12 @@ class FabricAdapter(Adapter, Host):
             yield state if metadata_list is None else {**state, CHECKPOINT_KEY: metadata_list}
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """What each rank alone knows first, then the main file. All ranks call it, as ``fabric.save``."""
+        """Write the side files, then the main file. All ranks call it, as ``fabric.save``."""
         with self._saving(path, state) as whole:
             super().save_checkpoint(path, whole, storage_options, filter)
 
     def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the main file, and read what is beside it."""
+        """Load the main file, and read the side files."""
         self._verify(path)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         metadata_list = rest.pop(CHECKPOINT_KEY, []) if isinstance(rest, dict) else []
@@ -91,13 +91,12 @@ class ReplicasFabricAdapter(FabricAdapter):
         self._late.add(ddp)
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Go backward, and average the gradients that DDP leaves out."""
+        """Run backward, and average the gradients that DDP leaves out."""
         super().backward(tensor, module, *args, **kwargs)
         if self._late is not None:
             self._late.average(self._steppers())
 
     def _steppers(self) -> list[Optimizer]:
-        """Return the optimizers of all modules that were set up."""
         raise NotImplementedError
 
 
@@ -109,16 +108,16 @@ def has_optimizer(entry: Any) -> bool:
 
 
 class UpdatesFabricAdapter(FabricAdapter):
-    """Creates an engine of updates for each optimizer, for any way to average gradients inside the node."""
+    """Creates an engine of updates per optimizer, whatever averages gradients inside the node."""
 
     send: Send = "updates"
-    _modules: list[nn.Module]  # that were set up
+    _modules: list[nn.Module]  # modules that were set up
 
     def _register_module(self, module: nn.Module) -> None:
         self._modules = [each for each in self._modules if each is not module] + [module]
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Exchange its updates, if these are sent. Its module is set up before it. A collective of the world."""
+        """Exchange the optimizer's updates, after the set-up of its module. A collective of the world."""
         optimizer = super().setup_optimizer(optimizer)
         if self.send == "updates":
             self._exchange_updates(optimizer)
@@ -129,8 +128,8 @@ class UpdatesFabricAdapter(FabricAdapter):
         modules = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
         if not modules:
             raise ValueError(
-                f"{type(optimizer).__name__} steps parameters of no module that was set up: call fabric.setup_module() "
-                f"of its module first, or fabric.setup(module, optimizer)."
+                f"{type(optimizer).__name__} has no parameters of a module that was set up. Call fabric.setup_module() "
+                f"with its module first, or fabric.setup(module, optimizer)."
             )
         self._drop(optimizer)
         module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -140,7 +139,7 @@ class UpdatesFabricAdapter(FabricAdapter):
             self._restore_engine(engine, self._side_files.loaded.pop(0))
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Another set-up of its parameters takes the place of the one before, which sends what is pending."""
+        """Remove an earlier engine of the same parameters, after it has sent its pending updates."""
         stepped = set(map(id, parameters_of(optimizer)))
         for engine in list(self.engines):
             if any(id(p) in stepped for one in engine.optimizers for p in one.parameters):
@@ -160,11 +159,11 @@ class UpdatesFabricAdapter(FabricAdapter):
         for engine in self.engines:
             saved = self._side_files.loaded.pop(0) if self._side_files.loaded else None
             if not any(engine is each for each in loaded):
-                continue  # it trains on
+                continue  # its training continues
             engine.restart()
             if saved is not None:
                 self._restore_engine(engine, saved)
         return rest
 
     def _load_own_optimizers(self, state: Any) -> None:
-        """Optimizers whose state the main file has of node 0 alone."""
+        """Load the state of this node's optimizers. The main file has only the state of node 0."""

@@ -65,12 +65,12 @@ class ShardsAdapter(Adapter):
         return engine
 
     def _wait_for_writers(self) -> None:
-        """Wait until all ranks have written a checkpoint, because then files of earlier saves are removed."""
+        """Wait until all ranks have written a checkpoint, before files of earlier saves are removed."""
         with log_if_slow("waiting for all ranks to write a checkpoint"):
             dist.barrier()
 
     def _rank_state(self, saved: Any) -> dict[str, Any]:
-        """Each device has its part of optimizer states, which differ between nodes; the main file has the first's."""
+        """Return this device's part of the optimizer states. The main file has only the state of the first node."""
         if self.topology.node_index == 0:
             return {}
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
@@ -127,7 +127,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
 
     @property
     def _gradients(self) -> ShardedGradients | None:
-        """The engine of the module that is trained; None before the first fit, and with ``send="updates"``."""
+        """The engine of the trained module; None before the first fit, and with ``send="updates"``."""
         return self.engines[-1] if self.engines and self.send == "gradients" else None
 
     @property
@@ -145,7 +145,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             module.configure_model = partial(_shard_children, module, mesh, **options)
 
     def setup(self, trainer: Any) -> None:
-        """Let Lightning set up the sharded model and its optimizers, then begin to exchange."""
+        """Set up the sharded model and its optimizers, then start the exchange."""
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -160,11 +160,11 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         self._show_to_hooks(trainer)
 
     def _drop_gathered(self) -> None:
-        """Show shards to hooks: FSDP2 keeps gathered parameters after an evaluation, and would drop their changes."""
+        """Let hooks see shards: FSDP2 keeps gathered parameters after an evaluation, and would drop their changes."""
         drop_gathered(self.lightning_module)
 
     def on_train_start(self) -> None:
-        """Set the length of the density warm-up of gradients; data loaders exist by now."""
+        """Set the length of the density warm-up of gradients, now that data loaders exist."""
         super().on_train_start()
         gradients = self._gradients
         if gradients is None or not gradients.active or not self.config.leaves_entries_out:
@@ -175,29 +175,25 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             gradients.log_once(gradients.warmup.describe())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Set the epoch of the density warm-up."""
         super().on_train_batch_start(batch, batch_idx)
         if self._gradients is not None:
             self._gradients.epoch = self.lightning_module.current_epoch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Explain torch's error about shards that were not gathered."""
         with explained_if_mixed():
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Explain torch's error about shards that were not gathered."""
         with explained_if_mixed():
             return super().validation_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Micro-batches that are accumulated stay inside the node."""
+        """Keep accumulated micro-batches inside the node."""
         with self._gradients.accumulating() if self._gradients is not None else nullcontext():
             yield
 
     def teardown(self) -> None:
-        """The module is the user's again."""
         if isinstance(vars(self.lightning_module).get("configure_model"), partial):
             del self.lightning_module.configure_model
         super().teardown()
@@ -214,7 +210,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
             self._wait_for_writers()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A file, or a folder that takes its name when it is whole."""
+        """Save a file, or a folder that gets its name once it is complete."""
         with self._checkpoint_target(filepath) as path:
             super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -222,7 +218,7 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         distributed.check_sharded(Path(self._main_path(path)), *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the model and its optimizers. In a fit, this device continues where it was saved."""
+        """Load the model and its optimizers. In a fit, this device continues exactly."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()
@@ -241,7 +237,7 @@ def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None
     if alone or sum(map(len, held)) > len(set().union(*held)):
         why = "parameters of its own" if alone else "children that share parameters"
         raise ValueError(
-            f"{type(module).__name__} has {why}, and without configure_model() each child is sharded by itself: "
+            f"{type(module).__name__} has {why}, but without configure_model() each child is sharded separately: "
             f"{by_hand(module)}"
         )
     for child in children:
@@ -277,7 +273,8 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         return shard(module, mesh, **options_for(self.precision.precision))
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module inside its node, and exchange its gradients if these are sent. A collective of the world."""
+        """Shard the module inside its node, and with ``send="gradients"`` exchange its gradients. A collective of the
+        world."""
         module = super().setup_module(module)
         self._register_module(module)
         if self.send == "gradients":
@@ -301,9 +298,8 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         if stale:
             raise ValueError(
                 f"{stale} of {len(stepped)} parameters of {type(optimizer).__name__} are in no module that was set up: "
-                f"sharding replaced the parameters, so the optimizer would train nothing. Call model = "
-                f"fabric.setup_module(model) first, create the optimizer from model.parameters(), and pass it to "
-                f"fabric.setup_optimizers(optimizer)."
+                f"sharding has replaced the parameters. Call model = fabric.setup_module(model) first, create the "
+                f"optimizer from model.parameters(), and pass it to fabric.setup_optimizers(optimizer)."
             )
         optimizer = super().setup_optimizer(optimizer)
         for engine in self.engines if self.send == "gradients" else ():
@@ -312,7 +308,7 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         return optimizer
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the density warm-up of gradients which epoch begins, counted from 0."""
+        """Set the epoch, counted from 0, for the density warm-up of gradients."""
         self._epoch = epoch
         for engine in self.engines if self.send == "gradients" else ():
             engine.epoch = epoch
@@ -339,6 +335,6 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         return rest
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """A file, or a folder that takes its name when it is whole. All ranks call it, as ``fabric.save``."""
+        """Save a file, or a folder that gets its name once it is complete. All ranks call it, as ``fabric.save``."""
         with self._checkpoint_target(path) as partial:
             super().save_checkpoint(partial, state, storage_options, filter)

@@ -35,7 +35,7 @@ class GradientEngines:
     Attributes:
         states: engines, in the order of set-up.
         optimizers_by_state: optimizers that step the engine's module.
-        known_optimizers: optimizers that were set up, also before their modules.
+        known_optimizers: optimizers that were set up, even before their modules.
     """
 
     def __init__(self, config: HierConfig) -> None:
@@ -53,8 +53,8 @@ class GradientEngines:
         find_unused: bool,
         fresh: bool = False,
     ) -> HierState:
-        """Reduce the module's gradients our way. One that is wrapped again goes on with its residuals, unless it is to
-        begin ``fresh``. A collective of the world."""
+        """Register the hook for a module. A module that is wrapped again keeps its residuals, unless ``fresh``. A
+        collective of the world."""
         module = ddp.module
         self._drop_unused(module, fresh)
         state = next((each for each in self.states if each.parameters.module is module), None)
@@ -65,14 +65,15 @@ class GradientEngines:
             self.states.append(state)
         elif find_unused:
             state.track_unused(module)
-        self.optimizers_by_state[state] = []  # new optimizers take the place of those before
+        self.optimizers_by_state[state] = []  # new optimizers replace earlier ones
         ddp.register_comm_hook(state, hier_hook)
         return state
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch more optimizers, each for the modules whose parameters it steps.
 
-        An optimizer replaces another optimizer of the same parameters."""
+        An optimizer replaces another optimizer of the same parameters.
+        """
         optimizers = list(optimizers)
         for state in self.states:
             own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
@@ -91,12 +92,11 @@ class GradientEngines:
         self.watch([each for found in self.known_optimizers if (each := found()) is not None])
 
     def keep_only(self, state: HierState) -> None:
-        """Forget the other modules."""
         self.states[:], self.optimizers_by_state = [state], {state: self.optimizers_by_state[state]}
 
     def _drop_unused(self, module: nn.Module, fresh: bool) -> None:
-        """Those of modules that are gone, and that of the module being wrapped if it has other parameters by now."""
-        gc.collect()  # so that all ranks see the same modules gone
+        """Drop engines of deleted modules, and of the module being wrapped if its parameters have changed."""
+        gc.collect()  # so that all ranks delete the same modules
         for state in list(self.states):
             replaced = state.parameters.module is module and not state.parameters.are_in(module)
             if replaced and not fresh:
@@ -160,22 +160,22 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         self._resumes = False
 
     def setup(self, trainer: Any) -> None:
-        """Refuse options that DDP cannot combine, then let DDPStrategy set up."""
+        """Check combinations of options that DDP does not support, then set up."""
         self._prepare_ddp()
         if trainer.state.fn == "fit":
             refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         else:
-            # A checkpoint that was loaded for testing does not concern the next fit.
+            # A checkpoint that was loaded for a test does not belong to the next fit.
             self._side_files.loaded, self._resumes = [], False
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap it, with buckets of a size that suits the exchange."""
+        """Wrap the model, with buckets of a size for the exchange."""
         with self._sized_buckets(model):
             return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Lightning registers comm hooks on CUDA only; this one also runs on the CPU."""
+        """Register the hook, also on the CPU, where Lightning registers none."""
         state = self._gradients.attach(
             self.model, self.topology, self.precision_plugin, find_unused=self._finds_unused, fresh=self._resumes
         )
@@ -183,13 +183,13 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         self._resume(state)
 
     def _resume(self, state: HierState) -> None:
-        """Go on where the checkpoint that was loaded left off."""
+        """Continue from the loaded checkpoint."""
         if not self._restore(state) and self._resumes:
-            state.restart()  # residuals belong to other weights
+            state.restart()  # the residuals belong to other weights
         self._resumes = False
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Create the optimizers and watch them: a residual counts only when its gradient was stepped."""
+        """Create the optimizers and watch them: a residual counts only when its gradient is stepped."""
         super().setup_optimizers(trainer)
         state: HierState | None = self.engine
         if state is None or not self._fitting:
@@ -205,7 +205,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
                 state.log_once(warning, logging.WARNING)
 
     def on_train_start(self) -> None:
-        """Set the length of the warm-up: by now data loaders exist, and loops are where they were saved."""
+        """Set the length of the warm-up, now that data loaders exist and loops have their saved progress."""
         super().on_train_start()
         state: HierState | None = self.engine
         if state is None or not state.active or not self._fitting:
@@ -216,7 +216,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
             state.log_once(state.warmup.describe())
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Before each backward: settle the last round, and set how the next one goes."""
+        """Settle the last round, and prepare the next."""
         super().pre_backward(closure_loss)
         state: HierState | None = self.engine
         if state is not None and self._fitting:
@@ -224,8 +224,8 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
             state.before_backward(_reason_to_bypass(self.lightning_module, self.optimizers))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Mostly DDP does not exist yet: residuals are kept until it does. In the middle of a fit (the search for a
-        learning rate returns to its start) they are restored at once."""
+        """Load a checkpoint. Residuals are kept until DDP exists; in a fit (learning rate finder), they are restored at
+        once."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._resumes = True
         if self.engine is not None and self._fitting:
@@ -234,18 +234,21 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
 
 
 def _default_warmup(steps: float) -> Warmup:
-    """Where the user gives none.
+    """Return the default warm-up.
 
     Args:
-        steps: that Trainer expects; infinite or not positive where it cannot tell.
+        steps: number of steps that the Trainer expects; infinite or not positive if unknown.
     """
     known = 0 < steps < math.inf
     return Warmup(DEFAULT_EPOCHS, math.ceil(DEFAULT_SHARE * steps) if known else None)
 
 
 def _reason_to_bypass(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Why residuals must wait: with several optimizers a backward that reaches the parameters of more than one leaves
-    gradients that the user throws away, and a residual would bring them back later."""
+    """Return the reason to withhold residuals, or an empty string.
+
+    With several optimizers, a backward pass that reaches the parameters of more than one leaves gradients that the user
+    drops, and a residual would bring them back later.
+    """
     if module.automatic_optimization:
         return ""
     reached = sum(any(p.requires_grad for p in parameters_of(each)) for each in optimizers)
@@ -255,26 +258,26 @@ def _reason_to_bypass(module: Any, optimizers: Iterable[torch.optim.Optimizer]) 
 
 
 def _local_buffers_warning(module: Any) -> str:
-    """A warning about buffers that DDP does not broadcast, empty for none."""
+    """Return a warning about buffers that DDP does not broadcast, or an empty string."""
     if module.automatic_optimization or not any(b.is_floating_point() and b.numel() for b in module.buffers()):
         return ""
     return (
-        "in manual optimization DDP broadcasts no buffers, so the statistics of batch norm differ between ranks, as "
-        "with strategy='ddp', and a checkpoint holds the statistics of rank 0. Use SyncBatchNorm, or "
+        "in manual optimization DDP does not broadcast buffers. So batch norm statistics differ between ranks, as with "
+        "strategy='ddp', and checkpoints have the statistics of rank 0. Use SyncBatchNorm, or "
         "strategy='mstopk_local', which averages them."
     )
 
 
 def _unoptimized_parameters_warning(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """A warning about parameters in no optimizer, empty for none. Their gradients are never zeroed either: they grow,
-    take places among the largest entries, and start from zero with a resume."""
+    """Return a warning about parameters in no optimizer, or an empty string. Their gradients are never zeroed, so they
+    grow and take places among the largest entries."""
     stepped = {id(p) for each in optimizers for p in parameters_of(each)}
     idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
     if not stepped or not idle:
         return ""
     return (
-        f"{len(idle)} parameter(s) require gradients and are in no optimizer ({', '.join(idle[:3])}): what is sent for "
-        f"them is not sent for others. Freeze them with requires_grad_(False), or give them to an optimizer."
+        f"{len(idle)} parameter(s) require gradients but are in no optimizer ({', '.join(idle[:3])}): their gradients "
+        f"use up the exchange. Freeze them with requires_grad_(False), or add them to an optimizer."
     )
 
 
@@ -290,14 +293,16 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the density warm-up which epoch begins, counted from 0."""
+        """Set the epoch, counted from 0, for the density warm-up."""
         self._epoch = epoch
         for state in self.engines:
             state.epoch = epoch
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap the module in DDP with our communication hook. A module that is set up again keeps its residuals.
-        Residuals of deleted modules are dropped. A collective of the world."""
+        """Wrap the module in DDP with the communication hook. A collective of the world.
+
+        A module that is set up again keeps its residuals. Residuals of deleted modules are dropped.
+        """
         self._prepare_ddp()
         with self._sized_buckets(module):
             ddp: DistributedDataParallel = super().setup_module(module)
@@ -313,14 +318,14 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         return ddp
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Watch whose parameters it steps: their residuals count. Its module may be set up before or after it; where
-        both are set up a second time, the module comes first."""
+        """Watch the optimizer, whose module may be set up before or after it. In a second set-up of both, set up the
+        module first."""
         optimizer = super().setup_optimizer(optimizer)
         self._gradients.add_optimizer(optimizer)
         return optimizer
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Settle the last round, then go backward."""
+        """Settle the last round, then run backward."""
         self._discard_unmatched_checkpoints()
         for state in self.engines:
             state.before_backward()
@@ -337,7 +342,7 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         """
         waiting = self._side_files.loaded
         rest = self._load_main(path, state, *args, **kwargs)
-        if state and not has_optimizer(state):  # the load has put its entries into state
+        if state and not has_optimizer(state):  # the load has filled state
             self._side_files.loaded = waiting
             return rest
         for each in self.engines:
@@ -353,12 +358,12 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
             self._restore_engine(state, found)
 
     def _discard_unmatched_checkpoints(self) -> None:
-        """Modules that are to be restored are set up before the first backward pass."""
-        # checkpoints without stores have no residual
+        """Drop loaded residuals of modules that are not set up before the first backward pass."""
+        # A checkpoint without stores has no residuals.
         left = [saved for saved in self._side_files.loaded if any(saved.metadata["stores"])]
         if left and self.is_global_zero:
             log.warning(
-                "%d residual(s) of %s were saved for modules with other parameters than those set up: they are lost",
+                "%d residual(s) of %s belong to modules with other parameters, and are lost",
                 len(left),
                 left[0].path,
             )

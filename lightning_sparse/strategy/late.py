@@ -25,8 +25,8 @@ class LateGradients:
     Args:
         communicator: its ``world`` has the ranks over which DDP averages.
         log_once: logs a line once.
-        level: of the line that names late parameters.
-        refused: why late parameters cannot be trained; empty if they can.
+        level: level of the line that names late parameters.
+        refused: reason why late parameters cannot be trained; empty if they can.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LateGradients:
     ) -> None:
         self._communicator, self._log_once, self._level, self._refused = communicator, log_once, level, refused
         self._known: WeakKeyDictionary[DistributedDataParallel, dict[int, Tensor]] = WeakKeyDictionary()
-        self._equal: dict[int, Tensor] = {}  # late parameters that hold the same values on all ranks
+        self._equal: dict[int, Tensor] = {}  # late parameters that are equal on all ranks
 
     def add(self, ddp: DistributedDataParallel) -> None:
         """Note the parameters that a new wrapper averages, and those that the user lets DDP ignore."""
@@ -96,8 +96,10 @@ class LateGradients:
 
 
 def average_gradients(parameters: Sequence[Tensor], communicator: HierCommunicator) -> None:
-    """Average gradients over the communicator's ``world``. A rank without a gradient counts as zero. A parameter
-    without a gradient on any rank gets none. A collective that waits for the device."""
+    """Average gradients over the communicator's ``world``. A collective that waits for the device.
+
+    A rank without a gradient counts as zero. A parameter without a gradient on any rank gets none.
+    """
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     communicator.flat_all_reduce(used, op=MAX)
     parameters = [p for p, some in zip(parameters, used.tolist(), strict=True) if some]

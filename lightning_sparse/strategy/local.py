@@ -56,14 +56,14 @@ class MSTopKLocalMixin(ReplicasAdapter):
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def setup(self, trainer: Any) -> None:
-        """Let DDPStrategy set up inside the node, then begin to exchange updates."""
+        """Set up DDP inside the node, then start the exchange of updates."""
         self._prepare_ddp()
         self._keep_hook_inside()
         if trainer.state.fn == "fit":
             refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
         super().setup(trainer)
         if trainer.state.fn != "fit":
-            self._side_files.loaded = []  # a checkpoint that was loaded for testing does not concern the next fit
+            self._side_files.loaded = []  # a checkpoint that was loaded for a test
             return
         for before in self.engines:
             before.detach(self.optimizers)
@@ -73,13 +73,14 @@ class MSTopKLocalMixin(ReplicasAdapter):
         self._show_to_hooks(trainer)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Skip a needless reduction by DDP: in manual optimization Lightning enables it after the first batch."""
+        """Skip a needless reduction of DDP, which Lightning enables after the first batch of manual optimization."""
         if self._fitting:
             self._disable_ddp_sync(self.model)
         super().pre_backward(closure_loss)
 
     def _keep_hook_inside(self) -> None:
-        """Torch's communication hooks average over the world unless their state names a group."""
+        """Let torch's communication hooks average inside the node: without a group in their state, they average over
+        the world."""
         group = self._ddp_kwargs.get("process_group")
         if self._ddp_comm_hook is None or group is None:
             return
@@ -92,7 +93,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
-        inner = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        inner = getattr(optimizer, "_optimizer", optimizer)  # unwrap a LightningOptimizer
         if self._save_distributed_checkpoint and self.engine is not None and self.engine.active:
             return {}  # each device saves its pieces
         state = self._optimizer_state(inner)
@@ -105,13 +106,13 @@ class MSTopKLocalMixin(ReplicasAdapter):
         return to_python({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The main file, with the optimizer states of this node in the place of node 0's."""
+        """Load the main file, with the optimizer states of this node instead of those of node 0."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         checkpoint.update(self._side_files.entries(self.topology))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights. In the middle of a fit (the search for a learning rate), they become the global weights."""
+        """Load weights. In a fit (learning rate finder), they become the global weights."""
         super().load_model_state_dict(checkpoint, strict)
         if self.engine is not None and self._fitting:
             self.engine.restart()

@@ -1,8 +1,5 @@
-"""What the strategies for Trainer and Fabric do alike with the options they are given.
-
-A strategy's own options are the fields of a config. Its constructor finds them among its ``**kwargs``, so that each is
-spelt, explained and checked in the config alone.
-"""
+"""Options of the strategies. A strategy's own options are the fields of a config, and its constructor finds them among
+its ``**kwargs``. So each option is named, documented and checked in the config alone."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -55,8 +52,8 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
         for name in (each for each in others if getattr(self, each) != getattr(ShardsConfig, each)):
             what, other = ("gradients", "updates") if self.send == "updates" else ("updates", "gradients")
             raise ValueError(
-                f"{name}={getattr(self, name)!r} says how {what} are exchanged, and send={other!r} sends none: omit "
-                f"{name}, or use send={what!r}."
+                f"{name}={getattr(self, name)!r} applies to {what}, but send={other!r}. Omit {name}, or use "
+                f"send={what!r}."
             )
 
 
@@ -70,10 +67,10 @@ class Kind(NamedTuple):
     """The options of one strategy.
 
     Args:
-        config: A dataclass. Its fields are options of the strategy.
-        hidden: Fields that a user cannot set.
-        unsupported: Options of Lightning and DDP that the strategy refuses, and why.
-        wrapper: The class to which Lightning's strategy passes options.
+        config: dataclass whose fields are options of the strategy.
+        hidden: fields that a user cannot set.
+        unsupported: options of Lightning and DDP that the strategy refuses, and the reasons.
+        wrapper: class to which Lightning's strategy passes options.
     """
 
     config: type[ExchangeConfig]
@@ -92,15 +89,14 @@ HIER = Kind(
     unsupported={
         **dict.fromkeys(
             ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
-            "this strategy is a communication hook, and DDP takes one",
+            "this strategy is a communication hook, and DDP accepts only one",
         ),
-        "model_averaging_period": "averaging parameters now and then replaces the gradient exchange that this strategy "
-        "is",
+        "model_averaging_period": "periodic averaging of parameters would replace the exchange of gradients",
     },
 )
 _UNSUPPORTED_WITH_UPDATES = {
-    "model_averaging_period": "averaging parameters now and then replaces the exchange of updates",
-    "process_group": "this strategy lets DistributedDataParallel average inside each node; name nodes with node_name",
+    "model_averaging_period": "periodic averaging of parameters would replace the exchange of updates",
+    "process_group": "in this strategy, DDP averages inside each node; to define nodes, use node_name",
 }
 LOCAL = Kind(UpdatesConfig, ("inter_gbps",), _UNSUPPORTED_WITH_UPDATES)
 ELASTIC = Kind(
@@ -108,8 +104,8 @@ ELASTIC = Kind(
     ("inter_gbps", "exchange", "overlap"),
     {
         **_UNSUPPORTED_WITH_UPDATES,
-        "exchange": "nodes that come and go exchange the largest entries, exchange='sparse'",
-        "save_distributed_checkpoint": "the first node writes checkpoints, for nodes come and go",
+        "exchange": "elastic nodes always use exchange='sparse'",
+        "save_distributed_checkpoint": "the first node alone writes checkpoints, because nodes join and leave",
     },
 )
 FSDP = Kind(
@@ -118,9 +114,9 @@ FSDP = Kind(
     {
         **dict.fromkeys(
             ("data_parallel_size", "tensor_parallel_size"),
-            "the mesh has one row a node, so that what is sharded stays inside; name nodes with node_name",
+            "the mesh has one row per node; to define nodes, use node_name",
         ),
-        "shard_optimizer": "FSDP2 shards the optimizer's state along with the parameters",
+        "shard_optimizer": "FSDP2 always shards the optimizer's state with the parameters",
     },
     wrapper=object,
 )
@@ -130,8 +126,8 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
     """Remove the strategy's own options from ``given``, and return their config. Check the rest, which Lightning gets.
 
     Args:
-        cls: The strategy.
-        more: Fields of the config that are not in ``given``.
+        cls: the strategy.
+        more: fields of the config that are not in ``given``.
 
     Raises:
         ValueError: for an unknown option, or one that cannot be combined with this strategy.
@@ -143,7 +139,7 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
         names, passes_on = _parameter_names(base)
         known |= names
         if not passes_on:
-            break  # what is behind it gets nothing
+            break  # it passes no options on
     known -= {"self", "module"}
     unknown = sorted(given.keys() - known)
     if unknown:
@@ -152,8 +148,8 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         others = "its base class in Lightning" if kind is FSDP else "DistributedDataParallel"
         raise ValueError(
-            f"{cls.__name__} does not know the option(s) {', '.join(unknown)}{hint}: its own are {', '.join(own)}, and "
-            f"those of {others} are passed on."
+            f"{cls.__name__} has no option(s) {', '.join(unknown)}{hint}. Its own options are {', '.join(own)}; "
+            f"options of {others} are passed on."
         )
     return config
 
@@ -163,13 +159,13 @@ def check_supported(kind: Kind, cls: type, given: Mapping[str, Any]) -> None:
     for name in given.keys() & kind.unsupported.keys():
         if given[name] is not None:
             raise ValueError(
-                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {kind.unsupported[name]}. Leave it "
-                f"out, or use strategy='ddp' with it."
+                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {kind.unsupported[name]}. Omit it, or "
+                f"use strategy='ddp'."
             )
 
 
 def _parameter_names(cls: type) -> tuple[set[str], bool]:
-    """The arguments of a constructor that have a name, and whether it takes others, too."""
+    """Return the names of a constructor's arguments, and whether it takes others, too."""
     parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {p.name for p in parameters if p.kind not in variable}, any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -181,17 +177,15 @@ def with_strategy_options(kind: Kind) -> Callable[[Init], Init]:
 
 
 def bucket_cap_mb(nbytes: int, topology: Topology, device: torch.device) -> int | None:
-    """The size of buckets where the user gives none, in MB; None for DDP's own.
-
-    On a GPU a bucket costs some 30 kernels and their launches at any size, and selection works on its L-th part: of
-    25 MB on 8 devices that is too little to keep a GPU busy. On a processor larger buckets gained nothing.
-    """
+    """Return the default size of buckets in MB; None for DDP's own."""
+    # On a GPU, a bucket costs about 30 kernels at any size, and selection works on its L-th part: with 25 MB on 8
+    # devices, this is too little for a GPU. On a CPU, larger buckets gained nothing.
     if topology.kind != "hierarchical" or device.type != "cuda":
         return None
     return max(DDP_BUCKET_MB, min(DDP_BUCKET_MB * topology.num_devices, (nbytes >> 20) // BUCKETS))
 
 
 def loss_scale_of(precision: Any) -> Tensor | None:
-    """The scale of a precision plugin's loss scaler, a 0-dim tensor; None where there is none."""
+    """Return the scale of a precision plugin's loss scaler, a 0-dim tensor; None without a scaler."""
     scaler = getattr(precision, "scaler", None)
     return scale_of(scaler) if scaler is not None and scaler.is_enabled() else None

@@ -1,7 +1,6 @@
-"""Common part of the strategies for the Trainer: Lightning's hooks, as calls of an engine.
+"""Common part of the strategies for the Trainer, as mixins that import no Lightning.
 
-Mixins that import no Lightning. ``lightning_sparse.flavours`` binds them to the strategies of ``pytorch_lightning`` and
-of ``lightning.pytorch``.
+``lightning_sparse.flavours`` binds them to the strategies of ``pytorch_lightning`` and of ``lightning.pytorch``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 
 class TrainerAdapter(Adapter, Host):
-    """Trainer's hooks, as calls of an engine.
+    """Translates the Trainer's hooks into methods of an engine.
 
     Outside training batches, the module holds the global weights whenever a hook of a callback or of the module runs.
     Lightning calls a strategy's hooks after these hooks, so the loops call the engine first.
@@ -45,12 +44,12 @@ class TrainerAdapter(Adapter, Host):
     _callback_averages_every_step = _callback_averages_every_epoch = _hooks_run_between_batches = False
     _in_batch = _over = False
     _steps_before = _batches_before = 0  # at the start of the epoch
-    _not_saved = ""  # why no checkpoint can be saved after an exception
-    _wrapped_methods: Sequence[tuple[Any, str]] = ()  # of the Trainer and its loops
+    _not_saved = ""  # reason why no checkpoint can be saved after an exception
+    _wrapped_methods: Sequence[tuple[Any, str]] = ()  # methods of the Trainer and its loops
 
     @property
     def engine(self) -> Any:
-        """The engine of the module that is trained; None before the first fit."""
+        """The engine of the trained module; None before the first fit."""
         return self.engines[-1] if self.engines else None
 
     @property
@@ -83,7 +82,7 @@ class TrainerAdapter(Adapter, Host):
             "StochasticWeightAveraging" in names,
             _has_hooks_between_batches(trainer),
         ]
-        if self.engine is not None and self.engine.active:  # a callback may be on one rank alone
+        if self.engine is not None and self.engine.active:  # a callback may exist on one rank only
             wanted, _ = extremes(wanted, HierCommunicator(self.topology).flat_all_reduce, self.root_device)
         self._callback_averages_every_step, self._callback_averages_every_epoch, self._hooks_run_between_batches = map(
             bool, wanted
@@ -136,7 +135,7 @@ class TrainerAdapter(Adapter, Host):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step, and tell the engine, whether or not a loss scaler skipped it."""
+        """Step, and call the engine, even if a loss scaler skipped the step."""
         engine = self.engine
         if engine is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -146,9 +145,9 @@ class TrainerAdapter(Adapter, Host):
         return output
 
     def _after_batch(self, _: Any) -> None:
-        """Exchange steps that bypassed Lightning's wrapper. Send everything once the fit is known to end, so that the
-        last validation and the last checkpoint have the final weights. Otherwise show the global weights to hooks that
-        run between batches."""
+        """Exchange steps that bypassed Lightning's wrapper. At the known end of the fit, send everything, so that the
+        last validation and checkpoint have the final weights. Otherwise, show the global weights to hooks between
+        batches."""
         self._in_batch, engine, trainer = False, self.engine, self.lightning_module.trainer
         if engine is None or not engine.has_local_weights:
             return
@@ -170,12 +169,12 @@ class TrainerAdapter(Adapter, Host):
             self.engine.swap_in_local_weights()
 
     def on_train_start(self) -> None:
-        """Begin to train, maybe once more: `LearningRateFinder` runs the whole loop first."""
+        """Start or restart training: `LearningRateFinder` runs the whole loop first."""
         super().on_train_start()
         self._over = False
 
     def on_validation_start(self) -> None:
-        """Make all nodes validate equal weights, also if hooks changed the weights differently."""
+        """Make all nodes validate equal weights, even if hooks changed the weights differently."""
         super().on_validation_start()
         if self.engine is not None and self._fitting:
             self.engine.average_changes()
@@ -188,7 +187,7 @@ class TrainerAdapter(Adapter, Host):
         self._over = True
 
     def teardown(self) -> None:
-        """Take hooks off the model; what is pending stays for a second fit of the same module."""
+        """Remove hooks from the model. Pending updates stay for a second fit of the same module."""
         self._release_trainer()
         for engine in self.engines:
             engine.end()
@@ -197,8 +196,8 @@ class TrainerAdapter(Adapter, Host):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the global weights. In a fit all ranks call it. Between batches the module keeps them, for
-        the hooks that add to a checkpoint."""
+        """Return the global weights. In a fit, all ranks call it. Between batches, the module keeps them for hooks that
+        add to a checkpoint."""
         engine = self.engine
         if engine is None or not self._fitting or self._over:
             return super().lightning_module_state_dict()
@@ -229,12 +228,12 @@ class TrainerAdapter(Adapter, Host):
             yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """What each rank alone knows first, then the main file. No collective."""
+        """Write the side files, then the main file. Not a collective."""
         with self._saving(checkpoint, filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The main file, and what this rank alone knew, for an engine that exists now or later."""
+        """Load the main file, and this rank's side files for an engine that exists now or later."""
         self._verify(checkpoint_path)
         self._check_kind(checkpoint_path, *args, **kwargs)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -242,7 +241,7 @@ class TrainerAdapter(Adapter, Host):
         return checkpoint
 
     def _restore(self, engine: Engine) -> bool:
-        """Go on where the checkpoint that was loaded left off; False without one. A collective of the world."""
+        """Continue from the loaded checkpoint; return False without one. A collective of the world."""
         saved = self._side_files.loaded.pop(0) if self._side_files.loaded else None
         check_loaded_by_all(saved)
         if saved is not None:
@@ -251,13 +250,13 @@ class TrainerAdapter(Adapter, Host):
         return saved is not None
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """The main file and what is beside it."""
+        """Remove the main file and its side files."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_side_files(filepath)
 
     def _check_kind(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError for a checkpoint, which is not damaged, of a strategy that writes other ones."""
+        """Raise ValueError for a checkpoint of a strategy that writes another kind."""
 
 
 _BETWEEN_BATCHES = ("on_train_batch_start", "on_train_batch_end")
@@ -273,7 +272,7 @@ def _has_hooks_between_batches(trainer: Any) -> bool:
 
 
 def _ends_with_this_batch(trainer: Any) -> bool:
-    """Return whether the fit is known to end with the batch that was just trained."""
+    """Return whether the fit is known to end with the last trained batch."""
     if 0 <= trainer.max_steps <= trainer.global_step:
         return True
     epochs = trainer.max_epochs
@@ -300,9 +299,9 @@ def _call_around(
 
 
 class ReplicasAdapter(TrainerAdapter):
-    """What the strategies that DDP is inside of do alike: a checkpoint may be a folder, which all ranks write."""
+    """Common part of the strategies that use DDP: a checkpoint may be a folder, which all ranks write."""
 
-    _pieces: Sequence[State] = ()  # of optimizers, until these are to be loaded
+    _pieces: Sequence[State] = ()  # optimizer states that are not loaded yet
     _late: LateGradients
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -319,25 +318,25 @@ class ReplicasAdapter(TrainerAdapter):
             self._late.average(self.optimizers)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """One file, and what each rank alone knows beside it; or a folder of it all, by a collective of the world."""
+        """Save one file and side files, or a folder, which is a collective of the world."""
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise ValueError(
-                f"storage_options={storage_options!r} are for a file, and a distributed checkpoint is a folder: leave "
-                f"them out, or save one file (save_distributed_checkpoint=False)."
+                f"storage_options={storage_options!r} apply to a file, but a distributed checkpoint is a folder. Omit "
+                f"them, or save one file (save_distributed_checkpoint=False)."
             )
         if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":
             raise ValueError(
-                f"{type(self.checkpoint_io).__name__} writes files, and a distributed checkpoint is a folder that all "
-                f"ranks write: leave the plugin out, or save one file (save_distributed_checkpoint=False)."
+                f"{type(self.checkpoint_io).__name__} writes files, but a distributed checkpoint is a folder that all "
+                f"ranks write. Omit the plugin, or save one file (save_distributed_checkpoint=False)."
             )
         engines = self._saved_engines() if distributed.STATES in checkpoint else []
         alike = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         with raise_on_all_ranks(
             Path(filepath), self.root_device
-        ):  # or ranks would wait for one that has nothing to write
+        ):  # otherwise, ranks would wait for a rank without a part
             entries = self._rank_state(checkpoint) if engines else {}
             pieces = distributed.split_checkpoint(checkpoint, engines, entries, alike)
         checkpoint[CHECKPOINT_KEY] = [
@@ -349,7 +348,7 @@ class ReplicasAdapter(TrainerAdapter):
                 torch.save(checkpoint, folder / META)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The main file, or what stands for it in a folder."""
+        """Load the main file, or its counterpart in a folder."""
         self._pieces, folder = (), Path(self._main_path(checkpoint_path))
         if not (folder / META).is_file():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -361,7 +360,7 @@ class ReplicasAdapter(TrainerAdapter):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers, from pieces of a node's devices if these are what was saved."""
+        """Load the states of the optimizers, also from pieces of a node's devices."""
         if not self._pieces:
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -370,8 +369,8 @@ class ReplicasAdapter(TrainerAdapter):
         mine = engine.stepped() if isinstance(engine, LocalUpdates) else []
         if not mine and any(hasattr(each, "consolidate_state_dict") for each in self.optimizers):
             raise ValueError(
-                "this checkpoint has optimizer states in pieces of 'mstopk_local', which a step that ranks share "
-                "cannot take up: remove PTOCallback, or save one file there (save_distributed_checkpoint=False)."
+                "this checkpoint has optimizer states in pieces of 'mstopk_local', which a sharded step cannot load. "
+                "Remove PTOCallback, or save one file with 'mstopk_local' (save_distributed_checkpoint=False)."
             )
         optimizer_state.check(self.optimizers, self._pieces)
         optimizer_state.load(names, mine or whole, self._pieces)
@@ -384,13 +383,13 @@ def refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, An
     factor = most_accumulated(trainer)
     if factor > 1:
         raise ValueError(
-            f"static_graph=True with accumulate_grad_batches={factor}: DDP itself crashes on this pair, whatever the "
-            f"hook (pytorch/pytorch#187732). Drop one of the two."
+            f"static_graph=True with accumulate_grad_batches={factor}: DDP crashes with both (pytorch/pytorch#187732). "
+            f"Omit one of them."
         )
 
 
 def most_accumulated(trainer: Any) -> int:
-    """Batches between two steps, at most: of the option, and of a `GradientAccumulationScheduler`."""
+    """Return the largest number of batches between two steps, from the option or a `GradientAccumulationScheduler`."""
     schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
     most: int = max([trainer.accumulate_grad_batches, *(n for each in schedules if each for n in each.values())])
     return most
