@@ -1,30 +1,24 @@
-"""The data half: cached samples for training on several nodes.
+"""Cached samples for training on several nodes.
 
-Each file crosses the link to network storage once. Each node keeps it on its local disk for later runs, and one node
-keeps it in memory for later epochs and sends it to the other nodes.
-
-::
+Each file crosses the link to network storage once. Each node keeps it on its local disk for later runs. One node keeps
+it in memory for later epochs, and sends it to the other nodes. ::
 
     network storage -> local disk (LMDB) -> memory of the node -> batches
                                                  ^
                                   memory of other nodes (zmq, CURVE)
 
 ============== ===========================================================================
-datamodule.py  base class of all DataModules; DataModules of images and of other files
-tokens.py      the DataModule of token ids. windows.py cuts windows, shards.py tokenizes the
+datamodule.py  base class of all DataModules; DataModules of images and of other files tokens.py      the DataModule of
+token ids. windows.py cuts windows, shards.py tokenizes the
                documents of text.py, id_files.py reads and writes ids
-session.py     stores and loaders between setup and teardown
-pipeline/      samples -> batches: sampler, loader, images (DALI and torch), workers
-cache/         the tiers of a node, and the store that reads a sample from the nearest one
-peers/         between nodes: server, client, addresses
-sources/       the layouts of a source, and the process that reads network storage
-folders.py     folders and files of the cache on local disk
-decode.py      a sample, the interface of what reads samples, and the image decoder
-config.py      options of the cache, and the errors
-child.py       child processes
-rng.py         counter-based random numbers
+session.py     stores and loaders between setup and teardown pipeline/      samples -> batches: sampler, loader, images
+(DALI and torch), workers cache/         the tiers of a node, and the store that reads from the nearest tier peers/
+between nodes: server, client, addresses sources/       the layouts of a source, and the process that reads network
+storage folders.py     folders and files of the cache on local disk decode.py      samples, the interface of their
+readers, and the image decoder config.py      options of the cache, and its errors child.py       child processes rng.py
+counter-based random numbers
 ============== ===========================================================================
 
-Imports go downwards in this table, except that `pipeline` imports neither `cache` nor `peers`. Importing this package
-does not import lmdb, zmq, Pillow, DALI or Lightning.
+Modules import only modules below them in this table; `pipeline` imports neither `cache` nor `peers`. This package
+imports lmdb, zmq, Pillow, DALI and Lightning only on use.
 """

@@ -39,7 +39,7 @@ class CorruptSampleError(DataError):
 
 
 def no_address_space(what: str, size: int) -> str:
-    """Say that a mapping of `size` bytes was refused."""
+    """Return the error for a mapping of `size` bytes that the system refused."""
     return (
         f"{what} maps {size / GB:,.2f} GB of address space, which is not memory, and this process may not: remove its "
         "limit (ulimit -v unlimited, or that of the scheduler), or lower memory_gb if it is the memory tier."
@@ -191,7 +191,7 @@ def _check_address(text: str) -> None:
 
 
 def check_limit(limit: int | float | None) -> None:
-    """Raise ValueError if it is neither a number of samples nor a fraction."""
+    """Raise ValueError if a limit is neither a number of samples nor a fraction."""
     whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
     if limit is not None and not whole and not 0 < limit < 1:
         raise ValueError(f"limit={limit!r} must be a number of samples, 1 or more, or a fraction of them below 1.")
@@ -206,14 +206,14 @@ def check_batch_size(config: Any) -> None:
 
 
 def limited_count(limit: int | float, count: int) -> int:
-    """Return how many of `count` samples a limit leaves. Raises ValueError if it is above their number."""
+    """Return how many of `count` samples a limit leaves. Raise ValueError if it is above their number."""
     if limit > count:
         raise ValueError(f"limit={limit} is more than the {count:,} samples to train on: omit it.")
     return int(limit) if limit >= 1 else max(1, round(limit * count))
 
 
 def is_installed(name: str) -> bool:
-    """Whether a module can be imported."""
+    """Return whether a module can be imported."""
     try:
         return find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):  # ValueError: a module in sys.modules without a spec

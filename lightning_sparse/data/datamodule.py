@@ -1,4 +1,4 @@
-"""What all DataModules share, and those of cached samples, as mixins that do not import Lightning.
+"""Base class of all DataModules, and the DataModules of cached samples, as mixins that do not import Lightning.
 
 A `Session` holds the open data; `CachedMixin` connects it to the Trainer's hooks and loggers.
 ``lightning_sparse.flavours`` combines these classes with the LightningDataModule of ``pytorch_lightning`` and of
@@ -26,7 +26,7 @@ _MEANS = ("mean", "avg", ReduceOp.AVG)
 
 
 class _ExactMeans:
-    """`Strategy.reduce` of Lightning that does not round means of whole numbers."""
+    """Lightning's `Strategy.reduce`, without rounding the means of whole numbers."""
 
     def __init__(self, reduce: Callable[..., Any]) -> None:
         self._reduce = reduce
@@ -39,11 +39,11 @@ class _ExactMeans:
 
 
 class DataModuleMixin(_Host):
-    """Where this process is in the run, the place in the epoch, and the Trainer's count of batches.
+    """The position of this process in the run and in the epoch, and the Trainer's count of batches.
 
-    Lightning restores the state of a loader only if it makes the loader after it has read the checkpoint. It makes it
-    earlier where ``configure_optimizers`` asks for ``trainer.estimated_stepping_batches``, as schedules do. So the
-    place in the epoch is saved with the DataModule, too.
+    Lightning restores a loader's state only if it makes the loader after it has read the checkpoint. With
+    ``trainer.estimated_stepping_batches`` in ``configure_optimizers``, as schedulers need it, it makes the loader
+    earlier. So the position in the epoch is saved with the DataModule, too.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class DataModuleMixin(_Host):
         self._last: dict[str, Any] = {}  # state at the end of the last run
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the epoch; after a fit, that of its end, for ``trainer.save_checkpoint``."""
+        """Return the position in the epoch; after a fit, the position at its end, for ``trainer.save_checkpoint``."""
         return self._last if self._train_loader is None else {"train": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there in a fit. Called after setup, on all ranks."""
+        """Continue at the saved position in a fit. Called after setup, on all ranks."""
         if self.trainer is None or self.trainer.state.fn != "fit":
             return
         self._place = state_dict.get("train")
@@ -66,7 +66,7 @@ class DataModuleMixin(_Host):
             self._resume(self._train_loader)
 
     def _resume(self, loader: TrainLoader) -> TrainLoader:
-        """The loader, at the place that was loaded."""
+        """Return the loader, at the loaded position."""
         self._train_loader = loader
         if self._place is not None:
             loader.load_state_dict(self._place)
@@ -74,11 +74,10 @@ class DataModuleMixin(_Host):
         return loader
 
     def teardown(self, stage: str) -> None:
-        """Close everything."""
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close everything, without collectives: other ranks may be gone."""
+        """Close everything, without collectives, because other ranks may have ended."""
         self._close()
 
     def _close(self) -> None:
@@ -138,15 +137,15 @@ class CachedMixin(DataModuleMixin):
 
     @property
     def num_classes(self) -> int:
-        """Number of folders in train/; with a list, of names in its first column of labels, or the largest number plus
-        1. Available before setup, to create the model. `setup` checks that it is the same on all ranks."""
+        """Number of folders in train/. With a list, the number of names in its first column of labels, or the largest
+        label plus 1. Available before setup, to create the model. `setup` checks that it is equal on all ranks."""
         if self._num_classes is None:
             self._num_classes = classes_of(self._options.cache, "train")[1]
         return self._num_classes
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes: label i is that of the i-th. Empty if labels are numbers. Available before setup."""
+        """Names of the classes by label. Empty if labels are numbers. Available before setup."""
         return classes_of(self._options.cache, "train")[0]
 
     def setup(self, stage: str) -> None:
@@ -163,7 +162,7 @@ class CachedMixin(DataModuleMixin):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run keeps, besides the state of its loaders; after a run, what that one had."""
+        """Return the state for a resumed run; after a run, its last state."""
         session = self._session
         if session is None:
             return super().state_dict()
@@ -171,8 +170,8 @@ class CachedMixin(DataModuleMixin):
         return {**super().state_dict(), "formats": formats, "backend": session.backend}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the place in the epoch, and keep the format of the memory tier and the backend, unless options set
-        them. Called after setup, on all ranks."""
+        """Continue at the saved position in the epoch, with the saved format of the memory tier and backend, unless
+        options set them. Called after setup, on all ranks."""
         super().load_state_dict(state_dict)
         session, options = self._session, self._options
         if session is None:
@@ -193,7 +192,7 @@ class CachedMixin(DataModuleMixin):
         return self._resume(loader)
 
     def val_dataloader(self) -> EvalLoader:
-        """This rank's share of the samples to validate on, in order; in a test, of those to test on."""
+        """Return the loader of this rank's validation samples, in order; in a test, of its test samples."""
         return self._opened().eval_loader()
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -235,12 +234,12 @@ class CachedDataModuleMixin(CachedMixin):
     """DataModule for files of any kind on network storage, cached on local disks and in the memory of all nodes.
 
     The folder contains ``train/<class>/*``, ``val/<class>/*`` and ``test/<class>/*``, of which only train/ is needed;
-    without folders of classes, samples have no labels. If train/ contains tar files only, they are WebDataset shards;
-    if Parquet files only, samples are their rows. Or `lists` name the samples and their labels. Each file is read from
+    without folders of classes, samples have no labels. If train/ contains only tar files, they are WebDataset shards;
+    if only Parquet files, samples are their rows. Or `lists` name the samples and their labels. Each file is read from
     network storage once; later, its bytes come from local disk and memory.
 
-    `decode` makes a sample of these bytes in each epoch, and `transform` what is random. They run in worker processes,
-    where the random generators of Python, numpy and torch are seeded from (seed, epoch, index): a sample does not
+    `decode` makes a sample of these bytes in each epoch, and `transform` augments it. They run in worker processes,
+    where the random generators of Python, numpy and torch are seeded from (seed, epoch, index). So a sample does not
     depend on the number of workers, ranks or nodes, and a resumed run continues exactly.
 
     Batches are (samples, labels): labels int64 [B], or float32 if they are not whole, [B, L] if there are several.
@@ -248,7 +247,7 @@ class CachedDataModuleMixin(CachedMixin):
 
     Args:
         source, cache_dir, decode, batch_size: see below.
-        **options: other options of `CacheConfig` but ``format`` and ``short_side``, of `SampleOptions` and of
+        **options: other options of `CacheConfig` except ``format`` and ``short_side``, of `SampleOptions` and of
             `DataOptions`: ``help(CachedDataModule.__init__)``.
 
     Raises:

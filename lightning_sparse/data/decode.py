@@ -68,7 +68,7 @@ class Sample(NamedTuple):
 
 
 class SampleReader(Protocol):
-    """Reads samples by index. `get` is thread-safe. short_side: shorter side of decoded images, at most."""
+    """Reads samples by index. `get` is thread-safe. short_side: limit of the shorter side of decoded images."""
 
     @property
     def format(self) -> Format: ...
@@ -96,7 +96,7 @@ except (ImportError, ValueError):  # not installed, or compiled for another nump
 if TYPE_CHECKING:
     from PIL import Image
 
-DRAFT = 2  # what libjpeg scales down is at least this many times the size that is wanted, which is resized then
+DRAFT = 2  # libjpeg scales down to at least this many times the final size
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION, _BITS_PER_SAMPLE = 0x0112, 0x0102
 
@@ -106,7 +106,7 @@ class UndecodableError(ValueError):
 
 
 def decoder_id() -> int:
-    """Return a number that identifies what decides whether a file is an image, stored with cached files."""
+    """Return a number for the decoder's version, which decides whether a file is an image. Stored with cached files."""
     import PIL
 
     # Not simplejpeg's, whose bits are Pillow's, nor torch's: pixels are not on disk.
@@ -149,8 +149,8 @@ def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArr
     """Resize an image, uint8 [H, W, 3], bilinear and antialiased."""
     if pixels.shape[:2] == (height, width):
         return pixels
-    # channels last: torch resizes uint8 with vector instructions in this layout, in the calling thread; on a processor
-    # without AVX2 or NEON it takes longer than Pillow, and starts OpenMP threads
+    # In channels-last layout, torch resizes uint8 with vector instructions, in the calling thread. On a CPU without
+    # AVX2 or NEON, it takes longer than Pillow, and starts OpenMP threads.
     batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     batch = interpolate(batch, (height, width), mode="bilinear", antialias=True)
     result: npt.NDArray[np.uint8] = batch[0].permute(1, 2, 0).contiguous().numpy()
@@ -218,9 +218,9 @@ def _plain_jpeg(image: Image.Image, data: bytes) -> npt.NDArray[np.uint8] | None
     if simplejpeg is None or image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return None
     try:
-        width, height = image.size  # what draft() made of it
+        width, height = image.size  # after draft()
         pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
-    except ValueError:  # also of what libjpeg only warns of, which Pillow accepts
+    except ValueError:  # simplejpeg also refuses images of which libjpeg only warns
         return None
     return pixels if pixels.shape == (height, width, 3) else None
 

@@ -148,7 +148,7 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
         waits.cancel()
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # a process that another thread forked meanwhile would go on to hold it
+        fcntl.flock(file, fcntl.LOCK_UN)  # otherwise, a process that another thread has forked would keep the lock
         os.close(file)
 
 

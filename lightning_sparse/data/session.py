@@ -1,7 +1,7 @@
-"""What is open between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
+"""The open data between setup and teardown: manifests, stores, pipelines and loaders. Does not import Lightning.
 
-To open a session, all ranks share the topology, the secret of the run, the manifests that rank 0 lists, the format of
-the memory tier, and the addresses of the servers, in this order.
+To open a session, all ranks share five values in this order: the topology, the secret of the run, the manifests that
+rank 0 lists, the format of the memory tier, and the addresses of the servers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def common_format(config: CacheConfig, manifest: Manifest, placement: Placement)
 
 
 _MAX_THREADS = 16
-_LIMIT = 6  # what is drawn: beside those of `sampler.py` and of tokens
+_LIMIT = 6  # kind of draw, different from the kinds in `sampler.py` and `tokens.py`
 Formats = dict[str, Format]
 """Format of the memory tier, by split."""
 
@@ -154,12 +154,12 @@ class Session:
     """The open data of a run.
 
     Args:
-        device: device that the batches are for.
+        device: device of the batches.
 
     Attributes:
-        train, val, test: samples to train, to validate and to test on; None if there are none.
+        train, val, test: samples for training, validation and test; None if there are none.
         formats: format of the memory tier, by split.
-        backend: backend of images, the same for all splits; None: not chosen yet, or not images.
+        backend: backend of images, equal for all splits; None: not chosen yet, or not images.
     """
 
     options: DataOptions
@@ -238,8 +238,8 @@ class Session:
         expected = columns if self.train is None else self.train.store.manifest.label_columns
         if columns != expected:
             raise ValueError(
-                f"samples of {manifest.split} have {columns} label(s), and those of train {expected}: give all splits "
-                "the same labels."
+                f"samples of {manifest.split} have {columns} label(s), but samples of train have {expected}. Use the "
+                "same labels in all splits."
             )
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
@@ -284,8 +284,8 @@ class Session:
             rank, other = next(iter(others.items()))
             raise ValueError(
                 f"source={self.options.cache.source!r} has {classes} classes, but num_classes was {other} on rank "
-                f"{rank} when it created its model: train/ has changed meanwhile, or this node cannot read it. Start "
-                "the run again, with the source mounted on all nodes."
+                f"{rank} when it created its model: train/ has changed, or this node cannot read it. Mount the source "
+                "on all nodes, and start the run again."
             )
         return classes
 
@@ -448,9 +448,9 @@ def open_session(
 
     Args:
         position: node rank and local rank of this process, if known.
-        device: device that the batches are for; default: the CPU.
-        stage: of the Trainer: "fit", "validate", "test" or "predict".
-        formats, backend: those of the run that this one continues; see `Session`.
+        device: device of the batches; default: the CPU.
+        stage: stage of the Trainer: "fit", "validate", "test" or "predict".
+        formats, backend: values of the continued run; see `Session`.
 
     Raises:
         ValueError, DataError: if the source or the cache cannot be used.
@@ -472,7 +472,8 @@ def _labels_of(train: Manifest) -> tuple[tuple[str, ...], bool | None]:
 
 
 def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]:
-    """Return the same of train/, where it is not open; no names and None if a source to test on has no train/."""
+    """Return the result of `_labels_of` for train/ if it is not open; ((), None) if a source to test on has no
+    train/."""
     try:
         names, number = classes_of(config, "train")
     except MissingFolderError:
@@ -483,7 +484,7 @@ def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:
-    """Return (samples to validate on, other samples), the same in all runs and for all seeds."""
+    """Return (validation samples, other samples), equal in all runs and for all seeds."""
     if not fraction:
         return np.arange(0), np.arange(count)
     if count < 2:
@@ -494,8 +495,7 @@ def _split(count: int, fraction: float) -> tuple[Indices, Indices]:
 
 
 def _limited(samples: Indices, classes: NDArray[np.int64], limit: int | float) -> Indices:
-    """Return some of the samples, as many of each class as its share. Those of a lower limit are among those of a
-    higher one."""
+    """Return some of the samples, with each class in proportion. A lower limit selects a subset of a higher limit."""
     number, sizes = np.unique(classes[samples], return_inverse=True, return_counts=True)[1:]
     by_class = np.lexsort((bits(0, samples, _LIMIT), number))  # shuffled within each class
     places = np.empty(len(samples), np.int64)

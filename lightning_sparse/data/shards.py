@@ -65,7 +65,7 @@ Progress = Callable[[int], None]
 
 
 class Shard(NamedTuple):
-    """A file on storage. size: 0 if unknown. beside: changes with the tag of the file on storage, and with its JSON."""
+    """A file on storage. size: 0 if unknown. beside: changes with the tag of the file, and with its JSON."""
 
     path: str
     size: int
@@ -258,10 +258,10 @@ class TokenSource:
         return self.folder / f"{hashlib.blake2b(os.fsencode(shard.path), digest_size=12).hexdigest()}.bin"
 
     def listed(self) -> list[Shard]:
-        """List the shards. Without an answer from storage, return those that were listed last.
+        """List the shards. If storage does not answer, return the last list.
 
         Raises:
-            ValueError: if there are none, or if they are not of one kind.
+            ValueError: if there are none, or if they have different kinds.
             DataError: if storage does not answer.
         """
         name = hashlib.blake2b(self.only.encode(), digest_size=4).hexdigest() if self.only else "shards"

@@ -1,9 +1,9 @@
 """Reference implementations in plain torch, the oracles of the kernel tests: MSTopK and an exact top-k.
 
 MSTopK (Shi et al., MLSys 2021) selects about the k largest |x| without sorting. It bisects a threshold between the mean
-and the maximum of |x|, keeps all elements above the last threshold that kept at most k, and fills up to k from the band
-between it and the last threshold that kept more than k. This version fixes four faults of published implementations;
-comments describe them where the code differs.
+and the maximum of |x|. It keeps all elements above the last threshold that kept at most k. The rest comes from the band
+between this threshold and the last threshold that kept more than k. This version fixes four faults of published
+implementations; comments describe them where the code differs.
 """
 
 from __future__ import annotations

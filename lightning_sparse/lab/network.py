@@ -145,7 +145,7 @@ class Network:
     def traffic(self) -> dict[str, NodeTraffic]:
         listing = _run(["ip", "-n", self.namespace("switch"), "-s", "-j", "link", "show"])
         ports = {entry["ifname"]: entry["stats64"] for entry in json.loads(listing)}
-        # the switch port receives what the node sends
+        # The switch port receives the bytes that the node sends.
         return {host: NodeTraffic(ports[host]["rx"]["bytes"], ports[host]["tx"]["bytes"]) for host in self.addresses}
 
     def reshape(self, gbps: float) -> None:

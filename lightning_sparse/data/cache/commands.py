@@ -1,8 +1,8 @@
-"""The caches of a folder: fill the disk tier before a run, list and remove caches (`lightning-sparse cache`).
+"""Commands for the caches of a folder: fill the disk tier before a run, list and remove caches (`lightning-sparse
+cache`).
 
-`warm` goes on where an earlier call was interrupted. It lists the source again and reads files that were added or
-changed, also those that were overwritten in place. Several threads read and decode, because decoding validates each
-file.
+`warm` continues an interrupted call. It lists the source again, and reads files that were added, changed or
+overwritten. Several threads read and decode, because decoding validates each file.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def warm(
 
     Args:
         placement: with several nodes, copy only the files that the node owns.
-        threads: threads that read and decode.
-        prune: first remove the files that are not listed any more, or that other nodes own. A run that uses an older
-            list reads them from storage again.
+        threads: number of threads that read and decode.
+        prune: first remove files that are no longer listed, or that other nodes own. A run with an older list reads
+            them
+            from storage again.
         verify: first read cached files from storage again, and replace the files that differ.
     """
     placement, report = placement or Placement(), WarmReport(split)
@@ -126,7 +127,7 @@ def _fill(store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolEx
     bar = tqdm(total=report.files, initial=report.present, desc=f"caching {report.split}", unit="file")
 
     def fetch(chunk: list[int]) -> tuple[int, dict[int, str]]:
-        """Return how many files were read, and why others are corrupt."""
+        """Return the number of files read, and why other files are corrupt."""
         if store.disk.full:
             return 0, {}
         corrupt = store.cache_files(chunk)
@@ -197,7 +198,7 @@ def caches(cache_dir: str) -> list[CachedSource]:
 
 
 def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
-    """Remove the cache of a source, or of all sources; return what was removed. Running jobs keep their open files.
+    """Remove the cache of a source, or of all sources; return the removed caches. Running jobs keep their open files.
 
     Raises:
         ValueError: if there is no such folder.

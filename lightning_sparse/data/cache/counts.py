@@ -55,7 +55,7 @@ class TierCounts:
 
     @property
     def samples(self) -> int:
-        """Samples read from the tiers, including those that this node read for others."""
+        """Samples read from the tiers, even for other nodes."""
         return self.memory_samples + self.peer_samples + self.disk_samples + self.storage_samples
 
     @property
@@ -73,22 +73,22 @@ assert len(NAMES) <= _ROW
 
 
 class Counter:
-    """The counts of this process, beside those of all processes of a run on a node, and the topics that it has logged.
+    """The counts of this process and of all processes of a run on a node, and the logged topics.
 
-    Each process of the run opens it once, for each split. A segment of the run alone has the numbers:
+    Each process of the run opens it once per split. The numbers are in a segment of shared memory:
 
     =================== ============= ==================================================
     part of the segment size          contents
     =================== ============= ==================================================
-    header              4096          int64 each: number of processes; from 64 on, topics
-    counters            256 x 16 x 8  one row per process
+    header              4096          int64 each: number of processes; from 64 on, topics counters            256 x 16 x
+    8  one row per process
     =================== ============= ==================================================
 
     Args:
-        name: of the segment, from `run_name`; "": no other process has it.
+        name: name of the segment, from `run_name`; "": no other process uses it.
 
     Attributes:
-        is_first: whether no other process of the run had opened it.
+        is_first: no other process of the run had opened it.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -108,15 +108,14 @@ class Counter:
                 self._row[_COLUMN[name]] += count
 
     def read(self) -> TierCounts:
-        """Return the counts of this process."""
         return TierCounts(*self._row[: len(NAMES)].tolist())
 
     def total(self) -> TierCounts:
-        """Return the counts of all processes, also of those that have ended."""
+        """Return the counts of all processes, even if they have ended."""
         return TierCounts(*self._rows[:, : len(NAMES)].sum(0).tolist())
 
     def warn_once(self, topic: str, text: str) -> None:
-        """Log a warning, each topic once per run and node, in the process that comes first."""
+        """Log a warning once per topic, run and node, in the first process that reports it."""
         number = zlib.crc32(topic.encode()) + 1
         with self._segment.locked():
             logged = self._header[_TOPICS:]
@@ -157,7 +156,7 @@ class TierLog:
     """Counts by epoch.
 
     Args:
-        read: returns what this rank reports so far; the reports of all ranks are added.
+        read: returns this rank's counts so far; the counts of all ranks are added.
         sizes: returns the contents of the tiers. If several nodes of a host share a disk tier, it counts once.
     """
 
@@ -167,14 +166,14 @@ class TierLog:
         self.epochs: dict[int, TierCounts] = {}
 
     def end_epoch(self, epoch: int) -> TierCounts:
-        """Return what was read since the last call. A collective."""
+        """Return the counts since the last call. A collective."""
         total = sum(on_all(self._read), TierCounts())
         self.epochs[epoch] = self.epochs.get(epoch, TierCounts()) + (total - self._total)
         self._total = total
         return self.epochs[epoch]
 
     def summary(self) -> str:
-        """Return a table of the samples by tier and epoch, and one line on what the tiers hold. A collective."""
+        """Return a table of the samples by tier and epoch, and a line about the contents of the tiers. A collective."""
         held = on_all(self._sizes)
         disks = {node.folder: node for node in held}.values()
         sizes = (
@@ -186,7 +185,7 @@ class TierLog:
         return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])
 
     def _table(self) -> list[str]:
-        """Return one line per epoch, of long runs the first and the last ones."""
+        """Return one line per epoch; for long runs, the first and last epochs."""
         epochs = list(self.epochs.items())
         shown = epochs if len(epochs) <= 8 else [*epochs[:3], *epochs[-3:]]
         lines = ["  epoch  " + "".join(f"{tier:>15}" for tier in TIERS) + "   hits in memory"]

@@ -210,11 +210,10 @@ class DiskCache:
         return CachedFile(bytes(data), height, width, decoder)
 
     def entries(self) -> int:
-        """Number of cached files, including corrupt ones."""
+        """Number of cached files. Corrupt files count."""
         return int(self._environment.stat()["entries"]) - 1
 
     def bytes(self) -> int:
-        """Size on disk."""
         return (self.folder / "data.mdb").stat().st_size
 
     def close(self) -> None:

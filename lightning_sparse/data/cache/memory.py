@@ -173,12 +173,10 @@ class MemoryCache:
 
     @property
     def cached(self) -> int:
-        """Number of samples."""
         return int(self._header[_Header.CACHED])
 
     @property
     def bytes(self) -> int:
-        """Used bytes of payloads."""
         return int(self._header[_Header.TAIL])
 
     def close(self) -> None:
@@ -227,7 +225,7 @@ def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Forma
 
 
 def _allowed(config: CacheConfig) -> tuple[int, str]:
-    """Return the bytes that a segment may take, and what limits them."""
+    """Return the bytes that a segment may take, and the reason for this limit."""
     free = segments.available_memory()
     if config.memory_gb is None:
         return int(free * DEFAULT_SHARE), "half of the free memory"
@@ -237,24 +235,26 @@ def _allowed(config: CacheConfig) -> tuple[int, str]:
 
 
 def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> Format:
-    """Return the format in which this node keeps its samples, or would keep them. If it is not given, that of another
-    run on this node; else "decoded", which saves decoding in each epoch, if all samples fit; else "jpeg", of which more
-    fit."""
+    """Return the format in which this node keeps its samples.
+
+    If it is not given, it is the format of another run on this node, or else "decoded" if all samples fit, which saves
+    decoding in each epoch, or else "jpeg".
+    """
     if config.format != "auto":
         return config.format
     for format in ("decoded", "jpeg"):
         for size, _ in segments.sizes(content_name(config, manifest, owned, format)):
-            # pixels of some samples only, of a run that was told their format: of files, more fit
+            # A run that was told "decoded" may keep only some samples. More files would fit.
             return format if size >= needed_bytes(manifest, owned, format, config.short_side) else "jpeg"
     return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= _allowed(config)[0] else "jpeg"
 
 
 def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], counter: Counter) -> MemoryCache:
-    """Open the memory tier, which a run on this node may have filled. Called by one process at a time.
+    """Open the memory tier, which an earlier run on this node may have filled. One process calls it at a time.
 
     Args:
         owned: bool [samples], samples that this node keeps.
-        counter: of this run.
+        counter: counter of this run.
     """
     format = format_for(config, manifest, owned)
     name, needed = (
@@ -264,7 +264,7 @@ def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.b
     found, unknown = segments.find(name), format != "decoded" and bool((manifest.sizes < 0).any())
     if found is None:
         allowed, limit = _allowed(config)
-        # leave room where the size of decoded images is a guess: what a run may still take, others may not
+        # If the size of decoded images is a guess, leave room for other runs.
         guessed = format == "decoded" and not len(manifest.probed)
         most = allowed if unknown else 2 * needed if guessed else needed
         tier = create(name, format, len(manifest), min(allowed, most))
@@ -287,7 +287,7 @@ def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.b
 
 
 def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:
-    """Return the name of a segment of samples: a hash of all that decides what is in it, and of its limit."""
+    """Return the name of a segment: a hash of everything that determines its contents, and of its size limit."""
     pixels = (config.short_side, decode.decoder_id(), torch.__version__) if format == "decoded" else None
     # options choose the server or the version of a URL, and not all storage tells times, which tell files apart
     source = (source_name(config.source), json.dumps(config.storage_options, sort_keys=True))

@@ -1,8 +1,8 @@
-"""Memory that processes of a node share, and how much of it there is.
+"""Memory that processes of a node share.
 
-A segment is a file in memory without a folder (`memfd_create`). The kernel frees it when no process has it open, or
-views of it, any more, however they ended, so nothing is ever left behind. A process finds the segment of another one by
-its name among the open files of this user's processes (``/proc/<pid>/fd``).
+A segment is a file in memory without a folder (`memfd_create`). The kernel frees it when no process has it, or views of
+it, open, so nothing is ever left behind. A process finds a segment by its name among the open files of this user's
+processes (``/proc/<pid>/fd``).
 """
 
 import contextlib
@@ -76,14 +76,14 @@ class Segment:
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Close the descriptor. Views of the map stay valid; with the last one, this process lets go of the memory."""
+        """Close the descriptor. Views of the map stay valid, and keep the memory."""
         self._close()
 
 
 def find(name: str) -> Segment | None:
     """Open the segment `name` of a process of this user; None if there is none."""
     for path in _open_files(_PREFIX + name):
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # the other process has closed it
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             # it may be of another user, if this one is root; or its process has not prepared it yet
             if os.fstat(file).st_uid == os.geteuid() and fcntl.fcntl(file, fcntl.F_GET_SEALS) == _SEALS:
@@ -118,12 +118,12 @@ def sizes(name: str = "") -> list[tuple[int, int]]:
 
 
 def available_memory() -> int:
-    """Return the bytes that new segments may take, without those that existing segments may still take."""
+    """Return the bytes that new segments may take. Existing segments may grow to their sizes first."""
     return max(0, free_memory() - sum(max(0, size - taken) for size, taken in sizes()))
 
 
 def free_memory() -> int:
-    """Return the least of free memory and of what the control groups of this process allow."""
+    """Return the free memory, or the rest that the control groups of this process allow, if that is less."""
     amounts = _left_to_control_groups()
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -132,7 +132,7 @@ def free_memory() -> int:
 
 
 def _open_files(name: str) -> Iterator[str]:
-    """Yield the paths in /proc of segments that processes hold open, of those of any name if `name` is ""."""
+    """Yield the paths in /proc of open segments with a name, or of all segments if `name` is ""."""
     wanted, prefix = _LINK.format(name), f"/memfd:{_PREFIX}"
     for process in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{process}/fd"
@@ -147,8 +147,8 @@ def _open_files(name: str) -> Iterator[str]:
 def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return the bytes that each control group of this process may still use, from the innermost to the outermost.
 
-    Groups are nested: SLURM limits the memory of a job, and within it that of a step. What a group uses includes file
-    pages, of which the kernel drops the inactive ones before it refuses memory.
+    Groups are nested: SLURM limits the memory of a job, and of its steps. The usage of a group includes file pages. The
+    kernel drops inactive file pages before it refuses memory.
     """
     found = []
     with contextlib.suppress(OSError):

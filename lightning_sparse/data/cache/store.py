@@ -41,7 +41,7 @@ from lightning_sparse.data.rng import bits
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
 
-LAST_READ_S = 5.0  # without storage and other nodes, what a thread has begun to read takes less
+LAST_READ_S = 5.0  # reads of local tiers take less
 ROW_GROUPS = (
     "the disk cache is full, so whole row groups are read from network storage for single samples of them: increase "
     "disk_gb, or use smaller row groups."
@@ -68,7 +68,7 @@ class Placement:
 def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the node that owns each sample. A pure function.
 
-    Each class is shuffled and dealt out to the nodes in turn; the next class continues where the last one ended. So the
+    Each class is shuffled and distributed over the nodes in turn; the next class continues at the next node. So the
     samples of each class, and all samples, are spread evenly: nodes differ by at most one sample.
 
     Args:
@@ -94,7 +94,7 @@ def owners_of(manifest: Manifest, num_nodes: int, seed: int) -> npt.NDArray[np.i
 
 
 class Tiers:
-    """The tiers that a process has open. A forked process opens its own: pid tells them apart.
+    """The open tiers of a process. A forked process has another `pid`, and opens its own.
 
     Args:
         owned: bool [samples], samples that this node owns.
@@ -105,7 +105,7 @@ class Tiers:
         self, config: CacheConfig, manifest: Manifest, placement: Placement, owned: npt.NDArray[np.bool_], run: bytes
     ) -> None:
         self.pid, folder = os.getpid(), cache_folder(config)
-        with contextlib.ExitStack() as stack:  # one process at a time makes what others then find
+        with contextlib.ExitStack() as stack:  # one process creates the tiers, and others find them
             with wrap_os_errors(folder):
                 stack.enter_context(locked(folder))
             self.counter = Counter(run_name(run, placement.node_index, manifest.split))
@@ -121,7 +121,7 @@ class Tiers:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Put off `close`, up to `LAST_READ_S`: LMDB must not be closed under a thread that reads it."""
+        """Delay `close`, up to `LAST_READ_S`: LMDB must not be closed under a thread that reads it."""
         with self._changed:
             self._reads += 1
         try:
@@ -382,7 +382,7 @@ class SampleStore:
             yield index, rows[group][int(self.manifest.offsets[index])]
 
     def cache_files(self, indices: Sequence[int]) -> dict[int, str]:
-        """Cache files on disk; return why those that are corrupt cannot be used, by index."""
+        """Cache files on disk; return the errors of corrupt files, by index."""
         tiers = self._tiers()
         with tiers.reading():
             found = dict(self._from_files(tiers, list(indices)))
@@ -464,11 +464,11 @@ class SampleStore:
         tiers.peers = PeerClient(self._endpoints, self._run, self.format, tiers.counter.warn_once)
 
     def counters(self) -> TierCounts:
-        """Return what this process has read since it opened the store."""
+        """Return the counts of this process since it opened the store."""
         return self._tiers().counter.read()
 
     def node_counters(self) -> TierCounts:
-        """Return what all processes of the run on this node have read, including workers and ended processes."""
+        """Return the counts of all processes of the run on this node, including workers and ended processes."""
         return self._tiers().counter.total()
 
     def sizes(self) -> TierSizes:
@@ -480,7 +480,6 @@ class SampleStore:
 
     @property
     def disk(self) -> DiskCache:
-        """The disk tier."""
         return self._tiers().disk
 
     def interrupt(self) -> None:

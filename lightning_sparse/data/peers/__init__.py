@@ -77,12 +77,12 @@ def node_address(given: str | None) -> str:
 def reachable(address: str, others: Sequence[str]) -> str:
     """Return an address of this node that other nodes can reach.
 
-    The name of the master resolves to a loopback address on the master itself, if its hosts file says so, as Debian's
-    does. Then this is the address of the interface that routes to the others.
+    On the master itself, its name may resolve to a loopback address (Debian's hosts file). Then, return the address of
+    the interface that routes to the other nodes.
 
     Args:
-        address: of this node, from `node_address`.
-        others: those of all nodes.
+        address: address of this node, from `node_address`.
+        others: addresses of all nodes.
     """
     if not ipaddress.ip_address(address).is_loopback:
         return address

@@ -68,7 +68,7 @@ class PeerServer:
         self.endpoint = answer
 
     def stop(self) -> None:
-        """Begin to end the process, which takes a moment."""
+        """Ask the process to end."""
         self._child.hang_up()
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ def _bind(context: Any, keys: Keys, address: str, ports: tuple[int, int] | None)
 
 
 class _Listener:
-    """Stops to accept connections for a while if that fails, as at the limit of open files.
+    """Stops accepting connections for a while after a failure, such as at the limit of open files.
 
-    zmq would try again at once, for ever, on a whole core. Open connections are not affected.
+    zmq would try again at once, forever, and occupy a core. Open connections are not affected.
     """
 
     def __init__(self, router: Any, endpoint: str) -> None:

@@ -32,9 +32,9 @@ from lightning_sparse.data.config import Shuffle, check_batch_size
 from lightning_sparse.data.rng import shuffled
 
 Indices = NDArray[np.int64]
-_ORDER, _REST = 0, 3  # what is drawn from (seed, epoch): a number each, so that draws are independent
+_ORDER, _REST = 0, 3  # kinds of draws from (seed, epoch), which are independent
 _DEVIATIONS = 4.5  # standard deviations below the capacity, where a node is almost never full
-_PIECE = 2**15 - 1  # of a tensor: torch starts threads of its own for larger ones
+_PIECE = 2**15 - 1  # elements; torch starts threads for larger tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,9 @@ class Shard:
 
     Args:
         samples: the samples, in any order.
-        key: key of the shuffle: seed, epoch, and what is drawn.
+        key: key of the shuffle: seed, epoch, and the kind of draw.
         nodes: nodes that read it.
-        start: position in the order to start from; more than the number of samples if it has started over.
+        start: first position in the order; more than the number of samples if it has started over.
     """
 
     samples: Indices
@@ -166,15 +166,15 @@ class EpochPlan:
             capacity = config.batch_size * np.array(config.devices)
             over, receivers = overflow(owners, capacity)
             own, foreign = np.flatnonzero(owners == node)[: capacity[node]], over[receivers == node]
-            # each device of the node reads an equal part of what other nodes send
+            # Each device of the node reads an equal part of the foreign samples.
             mine: Indices = samples[np.concatenate([own, foreign])[device :: config.devices[node]]]
             return mine
         return samples[device * config.batch_size : (device + 1) * config.batch_size]
 
     @cached_property
     def _owners_in_order(self) -> NDArray[Any]:
-        """Owners of the samples of the only shard: once per epoch, because places in memory that are far apart cost
-        more time than all else of a step."""
+        """Owners of the samples of the only shard. Computed once per epoch, because scattered memory accesses would
+        dominate the time of a step."""
         return self.owners[self.shards[0].order]
 
 
@@ -200,7 +200,7 @@ class Sampler:
             )
 
     def epoch(self, epoch: int, done: Sequence[EpochSegment] = ()) -> EpochPlan:
-        """Return the plan of an epoch; with `done`, of what remains of it after these steps with other configs."""
+        """Return the plan of an epoch, or with `done`, of the rest after these steps with other configs."""
         plan = self._whole_epoch(epoch, done[0].config if done else self.config)
         for position, segment in enumerate(done, start=1):
             after = done[position].config if position < len(done) else self.config
@@ -308,9 +308,9 @@ def evaluation_batches(
 ) -> list[Indices]:
     """Return the batches of a rank for an evaluation, without shuffling. All ranks have the same number of batches.
 
-    All ranks together see each sample once, so means over samples equal those of one device. Fewer samples than ranks:
-    each rank sees all samples. Ranks differ by at most one sample; a rank that would have none for the last batch
-    moves one there from the batch before.
+    All ranks together see each sample once, so means over samples equal a single device's means. Fewer samples than
+    ranks: each rank sees all samples. Ranks differ by at most one sample; a rank that would have none for the last
+    batch moves one there from the batch before.
 
     Args:
         pairs: with batch_size=1, add the last sample of a longer share to the batch before. If False, ranks of shorter

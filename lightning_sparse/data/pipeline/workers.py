@@ -89,7 +89,7 @@ class WorkerPipeline:
                 raise
             self.close()
             raise DataError(
-                f"a process that makes batches has ended ({error}); the log may say how, and what to do."
+                f"a worker process that makes batches has ended ({error}). Look for its error in the log."
             ) from error
 
     def _start_workers(self, loader: DataLoader[Any]) -> None:
@@ -164,7 +164,7 @@ class _Current:
 
 
 class _Batches(Dataset[Any]):
-    """The batch of a request. In a worker, it is a copy whose store opens the tiers itself."""
+    """Makes the batch of a request. A worker has a copy, whose store opens the tiers itself."""
 
     def __init__(self, store: ReplacingReader, options: SampleOptions) -> None:
         self._store, self._options = store, options
@@ -207,7 +207,8 @@ def _close(pipeline: weakref.ref[WorkerPipeline]) -> None:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether the DataLoader raised it for a worker that is gone: of one that raises it gives the traceback."""
+    """Return whether the DataLoader raised the error for a lost worker. Errors of workers have the worker's
+    traceback."""
     text = str(error)
     unreachable = isinstance(error, (OSError, EOFError))  # a batch is fetched from the process that made it
     return "Traceback" not in text and (unreachable or "DataLoader worker (pid" in text)

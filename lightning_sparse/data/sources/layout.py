@@ -1,14 +1,13 @@
-"""How the samples of a split lie in its source: what a layout is, what its class is given, and the layouts.
+"""Layouts: how the samples of a split are stored in its source.
 
 ======================= ================================================================================================
 `SampleList`            named by a CSV or Parquet file with the columns path, relative to the source, label and, if a
                         sample has several, more. The first label may be a name; the order is that of the list
 `ParquetFiles`          rows of ``<split>/*.parquet``, or of a repository of Hugging Face as it is cloned or downloaded:
-                        ``data/train-00000-of-00004.parquet``, ``data/validation-00000-of-00001.parquet``; those of one
-                        configuration are in the folder of its name, which is then the source itself
-`TarShards`             members of ``<split>/*.tar``, shards of WebDataset
-`Files`                 ``<split>/*``, without labels
-`ClassFolders`          ``<split>/<class>/**/*``
+                        ``data/train-00000-of-00004.parquet``, ``data/validation-00000-of-00001.parquet``. Files of a
+                        configuration are in a folder of its name, which is then the source
+`TarShards`             members of ``<split>/*.tar``, shards of WebDataset `Files`                 ``<split>/*``,
+without labels `ClassFolders`          ``<split>/<class>/**/*``
 ======================= ================================================================================================
 """
 
@@ -153,7 +152,7 @@ class Split:
         return bar
 
     def probed(self, files: Sequence[Location]) -> npt.NDArray[np.int64]:
-        """Return (size, height, width) of up to `PROBES` of these images, without those that are corrupt."""
+        """Return (size, height, width) of up to `PROBES` of these images. Corrupt images are left out."""
         some = [files[index] for index in np.unique(np.linspace(0, len(files) - 1, PROBES, dtype=int))] if files else []
         rows = []
         for file in self.storage.read(some):
@@ -175,7 +174,7 @@ class Layout(ABC):
         """Return the layout of this split; None if it is another one."""
 
     def classes(self) -> tuple[tuple[str, ...], int] | None:
-        """Return the names of the classes and their number; None if only the whole list tells them."""
+        """Return the names of the classes and their number; None if this needs the whole list."""
         return None
 
     @abstractmethod
@@ -308,8 +307,8 @@ class ClassFolders(Layout):
         broken = [name for name, size, mtime, _ in files if not (size or mtime or "://" in source)]
         if broken:
             raise ValueError(
-                f"source={source}: {split}/{min(broken)} is a link that leads nowhere, and may be that of a class. "
-                "Mount what it leads to, or correct or remove the link."
+                f"source={source}: {split}/{min(broken)} is a broken link, and may be a class. Mount its target, "
+                "or correct or remove the link."
             )
         names = sorted(name for name, *_ in files)
         shard = next((name for name in names if name.lower().endswith((*SHARD_SUFFIXES, *COMPRESSED))), None)
@@ -529,9 +528,9 @@ class TarShards(Layout):
         return is_image(name) if self.split.images else not is_label(name)
 
 
-_NAMED = {"val": ("validation", "val")}  # what names of its files begin with; else the split
+_NAMED = {"val": ("validation", "val")}  # prefixes of file names, if not the split
 _FILE = re.compile(r"(\w+)(?:-(\d{5})-of-(\d{5})[\w-]*)?\.parquet")
-_MAX_CONFIGURATIONS = 64  # folders that are looked into for them
+_MAX_CONFIGURATIONS = 64  # limit of the folders to search for configurations
 
 
 @dataclass
@@ -629,16 +628,14 @@ class ParquetFiles(Layout):
 
 
 def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -> Listed | None:
-    """Return the Parquet files of a split that has no folder, and the folder that they are in.
+    """Return the Parquet files of a split that has no folder, and their folder; None if the source is no such
+    repository.
 
     Args:
-        folders: those of the source.
-
-    Returns:
-        None if the source is no such repository.
+        folders: folders of the source.
 
     Raises:
-        ValueError: if it is not clear which files are those of the split, or some of them are missing.
+        ValueError: if it is unclear which files belong to the split, or some of them are missing.
         MissingFolderError: if the repository has files of other splits only.
     """
     has_folders = sorted(set(SPLITS) & folders.keys())
@@ -721,6 +718,6 @@ def _check_complete(source: str, names: list[str]) -> None:
     total = numbers[0][1] if numbers else 0
     if len(numbers) < len(names) or numbers != [(number, total) for number in range(total)]:
         raise ValueError(
-            f"source={source}: of the {total} files {names[0]}, ..., some are missing, or files of another version are "
-            f"beside them; there are {len(names)}. Download the data set again, into an empty folder."
+            f"source={source}: {len(names)} of {total} files {names[0]}, ... are there: some are missing, or belong to "
+            f"another version. Download the data set again, into an empty folder."
         )

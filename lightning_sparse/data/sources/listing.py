@@ -189,7 +189,7 @@ def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
 
 
 def _change(split: Split, kept: Manifest) -> str:
-    """Return what has changed on storage since it was listed, or "".
+    """Return the change on storage since it was listed, or "".
 
     Raises:
         DataError: if storage does not answer, or does not have the split.

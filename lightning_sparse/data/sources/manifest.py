@@ -177,7 +177,7 @@ class Manifest:
         return None if self.labels.ndim == 1 else (self.labels.dtype.name, self.labels.shape[1])
 
     def relabel(self, classes: tuple[str, ...]) -> Manifest:
-        """Return this manifest with its classes numbered as those of train/.
+        """Return this manifest with the class numbers of train/.
 
         Args:
             classes: names of the classes of train/, in order. This split need not have all of them.
@@ -189,8 +189,8 @@ class Manifest:
             return self
         if not (classes and self.classes):
             raise ValueError(
-                f"{self.root}: the labels of {self.split} are {'names' if self.classes else 'numbers'}, and those of "
-                f"train are not. Use names in all lists, or numbers."
+                f"{self.root}: the labels of {self.split} are {'names' if self.classes else 'numbers'}, but the labels "
+                f"of train are not. Use names in all lists, or numbers."
             )
         number = {name: label for label, name in enumerate(classes)}
         unknown = [name for name in self.classes if name not in number]
@@ -209,20 +209,20 @@ class Manifest:
         return replace(self, classes=classes, labels=labels, fingerprint="")
 
     def with_labels_like(self, whole: bool) -> Manifest:
-        """Return this manifest with labels of the type of those of train/, so that batches of all splits have one type.
+        """Return this manifest with the type of train/'s labels, so that batches of all splits have one type.
 
         Args:
-            whole: whether those of train/ are whole numbers.
+            whole: whether the labels of train/ are whole numbers.
 
         Raises:
-            ValueError: if those of train/ are whole numbers, and these are not.
+            ValueError: if the labels of train/ are whole numbers, and these are not.
         """
         if not self.labels.size or whole == (self.labels.dtype.kind != "f"):
             return self
         if whole:
             raise ValueError(
-                f"{self.root}: the labels of {self.split} are not whole numbers, and those of train are. Write "
-                "those of train with a point, such as 1.0, or give whole numbers in all splits."
+                f"{self.root}: the labels of {self.split} are not whole numbers, but the labels of train are. "
+                "Write the labels of train with a point, such as 1.0, or use whole numbers in all splits."
             )
         return replace(self, labels=self.labels.astype(np.float64), fingerprint="")
 

@@ -27,10 +27,10 @@ from lightning_sparse.data.sources.storage_reader import OK, PROGRESS, READY, RE
 from lightning_sparse.messages import log
 
 WARN_S = 5.0  # silence before a warning
-START_S = 60.0  # for the start of a reader and what it imports, which is no silence of storage
+START_S = 60.0  # time for a reader to start and import, which does not count as silence of storage
 RETRY_S = 1.0
-CHECK_S = 10.0  # where a list in the cache can be used instead of an answer
-MIN_BREAKS = 5  # of a request in progress, before it counts as one that always fails
+CHECK_S = 10.0  # time to wait for an answer if the cache has a list
+MIN_BREAKS = 5  # a request that breaks the reader this often counts as failed
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
 Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
 
@@ -146,7 +146,7 @@ class Storage:
             yield StoredFile(result, size, mtime_ns) if status == OK else Unreadable(result)
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
-        """Yield what each Parquet file contains, as `storage_reader.row_groups`."""
+        """Yield the contents of each Parquet file, as `storage_reader.row_groups`."""
         return self._ask("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
@@ -192,7 +192,7 @@ class Storage:
             if status != OK and kind in ("list", "stamp"):
                 raise MissingFolderError(
                     f"source={self.source} has no folder {path}/ to read ({result}{self._similar_names()}). "
-                    f"Expected train/<class>/<image> or train/<shard>.tar, and the same in val/: check the path, and "
+                    f"Expected train/<class>/<image> or train/<shard>.tar, and likewise in val/. Check the path, and "
                     "that it is mounted."
                 )
             if status != OK:
@@ -201,7 +201,7 @@ class Storage:
             yield result
 
     def _similar_names(self) -> str:
-        """What the source has in place of a folder that is missing: its name may be spelled in another way."""
+        """Return the names in the source, one of which may be the missing folder's."""
         status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))
         files, folders, _ = result if status == OK else ([], [], [])
         names = [*sorted(path for path, _ in folders if path), *sorted(path for path, *_ in files)]

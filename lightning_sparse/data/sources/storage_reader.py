@@ -92,7 +92,7 @@ class LocalStorage:
             if not stat.S_ISREG(about.st_mode):
                 raise UnreadableFileError("it is not a regular file")
             parts, end, at = [], sys.maxsize if last is None else last, first
-            most = min(about.st_size + 1, 1 << 24)  # a read allocates what it asks for
+            most = min(about.st_size + 1, 1 << 24)  # a read allocates its whole length
             while at < end and (part := os.pread(file, min(end - at, most), at)):
                 parts.append(part)
                 at += len(part)
@@ -413,7 +413,7 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         missing = isinstance(error, FileNotFoundError)
         final = missing or isinstance(error, PermissionError)  # object stores set no errno
         final = final or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
-        # what is in the file: pyarrow's errors of a damaged one, and JSON in it
+        # pyarrow's errors for damaged files, and errors of their JSON
         final = final or (kind in _PARSERS and isinstance(error, (ValueError, RecursionError)))
         try:
             with storage.turn:
@@ -651,8 +651,8 @@ def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
     chosen = [requested] if requested in samples else list(samples)
     if len(chosen) != 1 or (requested and requested not in samples):
         raise UnreadableFileError(
-            f"of its columns {', '.join(schema.names)}, {len(samples)} contain bytes. Give the name of the one that is "
-            "the sample, as in member='image'"
+            f"{len(samples)} of its columns {', '.join(schema.names)} contain bytes. Name the column of the sample, as "
+            f"in member='image'"
         )
     labels = [name for name in ("label", "labels") if name in schema.names][:1] or numbers
     return (samples[chosen[0]], labels[0], []) if len(labels) == 1 else (samples[chosen[0]], "", labels)
