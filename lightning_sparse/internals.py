@@ -33,8 +33,6 @@ USED = (
 
 
 def missing(names: Iterable[str] = USED) -> list[str]:
-    """Return the names that this torch lacks."""
-
     def there(name: str) -> bool:
         try:
             attrgetter(name)(torch)
@@ -68,7 +66,6 @@ def after_backward(function: Callable[[], None]) -> None:
 
 
 def default_store() -> Store:
-    """Return the store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 

@@ -49,21 +49,18 @@ def number(
 
 
 def one_of(config: Any, name: str, choices: Sequence[Any], *, optional: bool = False, hint: str = "") -> None:
-    """Check that an option is one of some values."""
     value = _value(config, name)
     if value not in choices and not (value is None and optional):
         _refuse(name, value, f"one of {', '.join(map(repr, choices))}", optional, hint)
 
 
 def flag(config: Any, name: str, *, hint: str = "") -> None:
-    """Check that an option is True or False."""
     value = _value(config, name)
     if not isinstance(value, bool):
         _refuse(name, value, "True or False", False, hint)
 
 
 def function(config: Any, name: str, *, optional: bool = False, hint: str = "") -> None:
-    """Check that an option is callable."""
     value = _value(config, name)
     if not callable(value) and not (value is None and optional):
         _refuse(name, value, "a function", optional, hint)

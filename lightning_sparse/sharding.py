@@ -69,7 +69,6 @@ def sparse_parameters(module: nn.Module) -> set[int]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the optimizer's current parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

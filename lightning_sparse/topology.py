@@ -118,12 +118,10 @@ class Topology:
 
     @cached_property
     def world_size(self) -> int:
-        """P, the number of ranks."""
         return sum(len(node) for node in self.nodes)
 
     @cached_property
     def num_nodes(self) -> int:
-        """M, the number of nodes."""
         return len(self.nodes)
 
     @cached_property
@@ -172,7 +170,6 @@ class Topology:
 
     @property
     def shape(self) -> str:
-        """Return the numbers of nodes and devices for the log."""
         sizes = sorted({len(node) for node in self.nodes})
         devices = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
         return f"{self.num_nodes} node(s) x {devices} device(s)"

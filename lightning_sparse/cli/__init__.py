@@ -61,7 +61,6 @@ class _Version(argparse.Action):
 
 
 def import_optional(package: str, use: str) -> Any:
-    """Import an optional package."""
     try:
         return import_module(package)
     except ImportError as error:

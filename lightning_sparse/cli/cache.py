@@ -11,7 +11,6 @@ from lightning_sparse.data.config import CacheConfig
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fill = actions.add_parser("warm", help="copy a data set to local disk before a run; continues if interrupted")
     fill.add_argument("source", help="folder on network storage: a path or an fsspec URL")

@@ -87,7 +87,6 @@ def run_checks() -> list[CheckResult]:
 
 
 def report(results: list[CheckResult]) -> str:
-    """Format results, one per line."""
     width = max(len(result.subject) for result in results)
     return "\n".join(f"{result.status:<5}{result.subject:<{width + 2}}{result.message}" for result in results)
 
@@ -359,7 +358,6 @@ def _gbps(seconds_per_byte: float) -> float:
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.description = (
         "Check versions, kernels, GPUs, and memory. Under torchrun or srun, also report the topology and measure the "
         "networks inside and between nodes. The exit code is 1 if a check fails."

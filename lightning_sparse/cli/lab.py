@@ -12,7 +12,6 @@ from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.description = "Run a command on every node of a cluster of network namespaces with rate-limited links."
     parser.usage = "lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]"
     parser.epilog = "Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"

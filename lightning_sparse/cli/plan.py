@@ -135,14 +135,12 @@ class Scenario:
 
     @property
     def rates(self) -> Rates:
-        """The rates for `exchange.paths`."""
         inter = Link(self.inter_latency, 8e-9 * self.devices / self.inter_gbps)
         intra = Link(self.intra_latency, 8e-9 / self.intra_gbps)
         return replace(GPU_COSTS, inter=inter, intra=intra)
 
     @property
     def buckets(self) -> int:
-        """Number of DDP buckets."""
         return 1 + max(0, math.ceil((self.numel * self.itemsize - FIRST_BUCKET_BYTES) / BUCKET_BYTES))
 
     def assumptions(self) -> list[str]:
@@ -230,7 +228,6 @@ def predict(scenario: Scenario, nodes: int, method: str, density: float = 1.0) -
 
 
 def path_of(method: str, work: TensorSpec, density: float) -> paths.Path:
-    """Return the path of each bucket."""
     if work.num_nodes == 1:
         return Dense(work)  # one ring, inside the node
     if method in _REDUCERS:
@@ -412,7 +409,6 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.description = (
         "Estimate the communication time, step time, and traffic of DDP and of the strategies of this package on a "
         "cluster. Runs nothing."

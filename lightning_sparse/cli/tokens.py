@@ -11,7 +11,6 @@ from lightning_sparse.data.tokens import files_of, prepare
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.description = "Convert text files to token ids for TokenDataModule."
     parser.add_argument("out", type=Path, help="file to write, such as train.bin; train.json describes it")
     parser.add_argument(

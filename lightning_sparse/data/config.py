@@ -213,7 +213,6 @@ def limited_count(limit: int | float, count: int) -> int:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a module can be imported."""
     try:
         return find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):  # ValueError: a module in sys.modules without a spec

@@ -47,7 +47,6 @@ class TokenFile:
 
     @classmethod
     def at(cls, path: Path) -> TokenFile:
-        """Return a file on disk."""
         return cls.of(str(path), path.with_suffix(".json").read_bytes, path.stat().st_size)
 
     @classmethod
@@ -133,7 +132,6 @@ class IdWriter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the document has no ids yet."""
         return self.tokens == self._kept[0]
 
     def end_document(self) -> None:
@@ -302,7 +300,6 @@ class Corpus:
 
     @property
     def has_ends(self) -> bool:
-        """Whether the ends of documents are known."""
         return all(file.end is not None for file in self.files)
 
     def read(self, begin: int, count: int) -> NDArray[Any]:

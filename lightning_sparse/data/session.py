@@ -292,7 +292,6 @@ class Session:
     def train_loader(
         self, *, fixed: bool, on_epoch: Callable[[int], None], on_resume: Callable[[int], None]
     ) -> TrainLoader:
-        """Return the training loader of this rank."""
         assert self.train is not None
         manifest, config = self.train.store.manifest, self.sampler_config
         placed = lru_cache(lambda nodes: owners_of(manifest, nodes, self.options.cache.seed))
@@ -352,7 +351,6 @@ class Session:
 
     @property
     def sampler_config(self) -> SamplerConfig:
-        """Options of the sampler for this topology."""
         cache, devices = self.options.cache, tuple(len(node) for node in self.topology.nodes)
         return SamplerConfig(
             batch_size=self.options.batch_size, devices=devices, shuffle=cache.shuffle, seed=cache.seed
@@ -373,7 +371,6 @@ class Session:
         return self.topology.node_index, self.topology.device_index
 
     def log_once(self, line: str) -> None:
-        """Log a line on rank 0 only."""
         if self.topology.rank == 0:
             log.info("%s", line)
 
@@ -388,7 +385,6 @@ class Session:
         on_all(end)
 
     def close(self) -> None:
-        """Free threads, processes and shared memory."""
         self._end_pipelines()
         for store in self._stores:
             store.close()

@@ -214,7 +214,6 @@ class TokenSource:
 
     @classmethod
     def of(cls, path: str, cache_dir: str, tokenizer: str, vocab_size: int | None, **options: Any) -> TokenSource:
-        """Return the source of a folder, or of files in it."""
         folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
         is_file = "*" in name or bool(id_suffix(name) or text_suffix(name))
         config = CacheConfig(source=folder or "/" if is_file else path, cache_dir=cache_dir, format="bytes", **options)
@@ -224,7 +223,6 @@ class TokenSource:
 
     @cached_property
     def encoder(self) -> Tokenizer:
-        """The tokenizer."""
         return tokenizer_of(self.tokenizer)
 
     @cached_property
@@ -234,7 +232,6 @@ class TokenSource:
         return cache_path(self.config) / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
     def create_folder(self) -> None:
-        """Create the cache folder of the ids."""
         if not is_read_only(cache_folder(self.config)):
             make_private_dir(self.folder)
 
@@ -569,7 +566,6 @@ class Workers:
             connection.close()
 
     def close(self) -> None:
-        """End the processes."""
         for connection, child in self._running.items():
             child.end(0)
             connection.close()

@@ -27,8 +27,7 @@ class TokenWindows(Protocol):
     def context(self) -> int:
         """Number of tokens that a model sees."""
 
-    def __len__(self) -> int:
-        """Number of windows per epoch."""
+    def __len__(self) -> int: ...
 
     @property
     def fingerprint(self) -> str:
@@ -77,7 +76,6 @@ class TokenStream:
 
     @property
     def least_tokens(self) -> int:
-        """Smallest number of tokens that fill a window."""
         return self.context + 1
 
     def _cut(self, spans: Spans) -> None:

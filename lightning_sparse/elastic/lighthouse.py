@@ -157,7 +157,6 @@ class Lighthouse:
         self._asks_again = 0.0
 
     def leave(self) -> None:
-        """Stop the heartbeats."""
         self._left.set()
         self._thread.join()
 

@@ -48,7 +48,6 @@ class SnapshotServer:
             del self._offered[name]
 
     def close(self) -> None:
-        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 

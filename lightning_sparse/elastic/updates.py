@@ -328,7 +328,6 @@ class ElasticUpdates(LocalUpdates):
 
     @property
     def saves(self) -> bool:
-        """False: the main checkpoint file contains everything."""
         return False
 
     def gauges(self) -> dict[str, float]:
@@ -492,7 +491,6 @@ class RoundObserver:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the current round."""
         if self._thread is not None:
             self._stopped.set()
             self._thread.join()
@@ -511,7 +509,6 @@ class RoundObserver:
             raise error
 
     def drain(self) -> Outcome:
-        """Return the outcomes since the last call."""
         seen, self._seen = self._seen, Outcome()
         return seen
 
@@ -750,7 +747,6 @@ def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | N
 def _facts(
     module: nn.Module, optimizers: Sequence[Optimizer], config: ElasticConfig, topology: Topology
 ) -> dict[str, Any]:
-    """Return the values that must be equal on all nodes."""
     names = {id(p): each for each, p in module.named_parameters()}
     facts = options_to_compare(module, names, optimizers, config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}

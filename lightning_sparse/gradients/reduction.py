@@ -134,7 +134,6 @@ class Reduction:
     # -- step 4 of a group, and its next residual ----------------------------------------------------------------------
 
     def _sum(self, part: BucketGroup, transfer: Transfer) -> None:
-        """Write the sum over nodes to the bucket."""
         comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.sum()
         if not part.path.reduces_shards:
             return  # in place: the bucket has the sum
@@ -144,7 +143,6 @@ class Reduction:
             grad_N.copy_(grad_LS[: grad_N.numel()])
 
     def _stage(self, part: BucketGroup, next_S: Tensor | None) -> None:
-        """Propose the group's next residual, and its velocity."""
         group, store, momentum = part.group, self._state.store, self._state.momentum
         if momentum is not None:
             before_S = momentum.store.latest(group)

@@ -70,7 +70,6 @@ class ResidualStore:
         return {group: entry.committed for group, entry in entries if entry.committed is not None}
 
     def latest(self, group: ParamGroup) -> Tensor | None:
-        """Return the residual from which the group's next round starts."""
         return self.entries[group].latest if group in self.entries else None
 
     def undecided_names(self) -> set[str]:

@@ -234,7 +234,6 @@ class HierState(Engine):
         return self.active and bool(group.numel) and self.parameters.dtypes[group.names[0]] in BY_SHARD
 
     def path(self, group: ParamGroup) -> Path:
-        """Return the group's path."""
         work, choice = self._work(group), self.exchange.choice
         if not self.is_sharded(group):
             return Flat(work)
@@ -260,7 +259,6 @@ class HierState(Engine):
         return factor if scale is None else factor / scale
 
     def rescale(self, shard_S: Tensor) -> Tensor:
-        """Multiply by the loss scale, in place."""
         scale = self.loss_scale()
         return shard_S if scale is None else shard_S.mul_(scale)
 
@@ -315,7 +313,6 @@ class HierState(Engine):
 
     @property
     def stores(self) -> list[ResidualStore]:
-        """The stores of residuals and, if there are any, of velocities."""
         return [self.store] if self.momentum is None else [self.store, self.momentum.store]
 
     @property
@@ -346,7 +343,6 @@ class HierState(Engine):
         return same and state.layouts == checkpoint.layouts_of(self.parameters)
 
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
-        """Continue from the state of this device."""
         self._load_metadata(metadata)
         choice = self.exchange.choice
         if choice.rates is None and metadata["rates"] is not None:

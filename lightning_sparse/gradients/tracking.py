@@ -64,7 +64,6 @@ class Parameters:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module; None after its deletion."""
         return self._module()
 
     def are_in(self, module: nn.Module) -> bool:
@@ -73,7 +72,6 @@ class Parameters:
         return now.keys() == self._references.keys() and all(self._references[n]() is p for n, p in now.items())
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer steps any of them."""
         return any(map(self.name_of, parameters_of(optimizer)))
 
 

@@ -73,7 +73,6 @@ class MessageLayout:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of an index: 1 or 2."""
         return 1 if self.num_cells else 2
 
 
@@ -128,7 +127,6 @@ class Regions:
     value_dtype: torch.dtype
 
     def place(self, region: int) -> slice:
-        """The slice of a region in the shard."""
         return slice(region * self.numel // self.num_regions, (region + 1) * self.numel // self.num_regions)
 
     def size(self, region: int) -> int:
@@ -137,11 +135,9 @@ class Regions:
         return int(place.stop - place.start)
 
     def pairs(self, region: int) -> int:
-        """Number of pairs in the message of a region."""
         return min(self.k, self.size(region))
 
     def nbytes(self, region: int) -> int:
-        """Bytes of the message of a region."""
         return message_bytes(self.size(region), self.pairs(region), self.value_dtype)
 
     @property
@@ -215,7 +211,6 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
 
 
 def write_step_id(message: Tensor, number: int) -> None:
-    """Write the number of the exchange into a message."""
     message[_MARK].view(torch.int64).fill_(number)
 
 

@@ -65,7 +65,6 @@ class LabelledOutput:
         self._bar_written = -BAR_S
 
     def feed(self, node: int, rank: int, data: bytes) -> None:
-        """Process output of a local rank."""
         source = self._sources.setdefault((node, rank), _Source(f"[node {node}]"))
         text = source.unread + source.decoder.decode(data)
         source.unread = match.group() if (match := CUT_OFF.search(text)) else ""

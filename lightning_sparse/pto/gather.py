@@ -127,7 +127,6 @@ class FlatGather:
         return pieces
 
     def _lay(self, flat: Tensor, at: int, owner: int, pieces: list[Piece]) -> None:
-        """Place a part at byte `at` of its owner's share."""
         done = 0
         while done < flat.numel():
             index, begin = divmod(at + done, self._cut)

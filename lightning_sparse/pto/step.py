@@ -38,7 +38,6 @@ Scope = Literal["auto", "node", "world"]
 
 
 def check_scope(scope: object) -> None:
-    """Raise ValueError if the scope is unknown."""
     if scope not in get_args(Scope):
         raise ValueError(
             f"scope={scope!r} is unknown. Use 'auto' to shard the optimizer step if that is faster, 'node' to shard it "
@@ -139,7 +138,6 @@ class ShardedStep:
         return [next((part for part in parts if part.owner == here), None) for parts in self.parts]
 
     def describe(self) -> str:
-        """Return a line for the log."""
         size = self.group.size
         loads = loads_of(self.parts, list(map(self._cost, self.parameters)), size)
         unbalance = max(loads) * size / max(1, sum(loads))
@@ -275,7 +273,6 @@ class ShardedStep:
                 log.info("PTO is off for %s; every rank runs the full step: %s.", type(self.optimizer).__name__, found)
 
     def _return_state(self) -> None:
-        """Send all state to all ranks. Collectives of the scope."""
         state = self.optimizer.state
         like = next((dict(state[p]) for p in self.parameters if state.get(p)), {})
         mine: dict[int, Any] = {}
@@ -325,7 +322,6 @@ class ShardedStep:
         state_dict["state"] = {**self._consolidated, **general}
 
     def _select(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Keep only this rank's share of loaded state."""
         self.follow_groups()
         self._consolidated = None
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -394,7 +390,6 @@ class LocalShard:
                 parameter.grad = narrow
 
     def put_back(self) -> None:
-        """Restore all parameters and gradients."""
         for parameter, data, grad in self._whole:
             parameter.grad = None
             parameter.data = data
@@ -461,12 +456,10 @@ class AutoScope:
 
     @property
     def sharing(self) -> bool:
-        """Whether the next step is sharded."""
         return self.left <= STEPS
 
     @property
     def left(self) -> int:
-        """Number of steps to time."""
         return 2 * STEPS - len(self._taken)
 
     def begin(self, device: torch.device) -> None:

@@ -112,7 +112,6 @@ class Adapter:
             super().setup_environment()  # type: ignore[misc]
 
     def _shared_options(self) -> dict[str, Any]:
-        """Options of the host that must be equal on all ranks."""
         return {}
 
     @contextmanager
@@ -157,7 +156,6 @@ class Adapter:
 
     @property
     def _averages_inside(self) -> bool:
-        """Return whether DDP inside a node averages gradients of several devices."""
         return self.topology.kind != "hierarchical" or self.topology.num_devices > 1
 
     def _disable_ddp_sync(self, ddp: Any) -> None:

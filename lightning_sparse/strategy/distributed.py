@@ -203,7 +203,6 @@ class _Files:
             return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
 
     def lazy_tensor(self, name: str) -> Tensor:
-        """Return a tensor that is read when it is sliced."""
         return cast(Tensor, _LazyTensor(self, name))
 
     def state(self, rank: int, part: str, *, whole: bool = False) -> State:

@@ -69,7 +69,6 @@ class ElasticAdapter(Adapter):
 
     @property
     def _is_checkpoint_writer(self) -> bool:
-        """Return whether this node writes checkpoints."""
         return self.elastic is None or self.elastic.peers.first
 
 
@@ -99,7 +98,6 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def setup(self, trainer: Any) -> None:
-        """Join the other nodes."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
@@ -205,7 +203,6 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove it on the first node."""
         if self._is_checkpoint_writer:
             super().remove_checkpoint(filepath)
 

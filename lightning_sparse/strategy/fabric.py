@@ -72,7 +72,6 @@ class FabricAdapter(Adapter, Host):
             super().save_checkpoint(path, whole, storage_options, filter)
 
     def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the main file, and read the side files."""
         self._verify(path)
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         metadata_list = rest.pop(CHECKPOINT_KEY, []) if isinstance(rest, dict) else []
@@ -86,7 +85,6 @@ class ReplicasFabricAdapter(FabricAdapter):
     _late: LateGradients | None = None
 
     def _wrapped(self, ddp: DistributedDataParallel) -> None:
-        """Note which gradients DDP averages."""
         self._late = self._new_late_gradients() if self._late is None else self._late
         self._late.add(ddp)
 

@@ -82,7 +82,6 @@ class GradientEngines:
                 state.watch(self.optimizers_by_state[state])
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer, whose module may be set up later."""
         alive = [known for known in self.known_optimizers if known() is not None]
         self.known_optimizers = [*alive, weakref.ref(optimizer)]
         self.watch([optimizer])
@@ -183,7 +182,6 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         self._resume(state)
 
     def _resume(self, state: HierState) -> None:
-        """Continue from the loaded checkpoint."""
         if not self._restore(state) and self._resumes:
             state.restart()  # the residuals belong to other weights
         self._resumes = False
@@ -216,7 +214,6 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
             state.log_once(state.warmup.describe())
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Settle the last round, and prepare the next."""
         super().pre_backward(closure_loss)
         state: HierState | None = self.engine
         if state is not None and self._fitting:
@@ -325,7 +322,6 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         return optimizer
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Settle the last round, then run backward."""
         self._discard_unmatched_checkpoints()
         for state in self.engines:
             state.before_backward()

@@ -80,7 +80,6 @@ class Kind(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of the strategy's own options."""
         return tuple(field.name for field in fields(self.config) if field.name not in self.hidden)
 
 

@@ -54,7 +54,6 @@ class TrainerAdapter(Adapter, Host):
 
     @property
     def _fitting(self) -> bool:
-        """Whether the model is set up for training."""
         return isinstance(self.model, DistributedDataParallel)
 
     def setup_environment(self) -> None:
@@ -161,7 +160,6 @@ class TrainerAdapter(Adapter, Host):
             engine.swap_in_global_weights(wait=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Train this node's own model."""
         super().on_train_batch_start(batch, batch_idx)
         self._in_batch = True
         if self.engine is not None:
@@ -250,7 +248,6 @@ class TrainerAdapter(Adapter, Host):
         return saved is not None
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove the main file and its side files."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             remove_side_files(filepath)
@@ -305,14 +302,12 @@ class ReplicasAdapter(TrainerAdapter):
     _late: LateGradients
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model, and note which gradients DDP averages."""
         ddp = super()._setup_model(model)
         self._late = self._new_late_gradients()
         self._late.add(ddp)
         return ddp
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients that DDP leaves out."""
         super().post_backward(closure_loss)
         if self._fitting:
             self._late.average(self.optimizers)

@@ -38,7 +38,6 @@ class UpdateCorrelation:
 
     @property
     def sample_bytes(self) -> int:
-        """Size of each sample of the slice."""
         return 4 * (self.numel // self._stride)
 
     def sample(self, exchanges: int, local_S: Tensor, global_S: Tensor) -> Tensor:

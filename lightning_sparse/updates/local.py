@@ -380,7 +380,6 @@ class LocalUpdates(Engine):
             one.detach(any(one.optimizer is each for each in reused))
 
     def _name_place(self, where: str) -> None:
-        """Set the context of error messages."""
         self.exchange.communicator.error_context = self._inside.error_context = where
 
     def _of(self, optimizer: Optimizer | None) -> list[LocalOptimizer]:

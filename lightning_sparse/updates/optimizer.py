@@ -84,7 +84,6 @@ class LocalOptimizer:
         return self.division.parameters
 
     def stepped(self) -> list[tuple[Tensor, Part]]:
-        """Return the part of each parameter that this device steps."""
         if self.division.steps_all:
             return [(parameter, Part(0, 0, parameter.numel())) for parameter in self.parameters]
         return self.state.slices.pieces
@@ -159,7 +158,6 @@ class LocalOptimizer:
 
     @property
     def exchanges(self) -> int:
-        """Number of exchanges so far."""
         return self.steps // self._config.sync_every
 
     def make_up_to(self, exchanges: int, step_id: int) -> None:
@@ -170,14 +168,12 @@ class LocalOptimizer:
             self.gather()
 
     def flush(self) -> None:
-        """Send all pending updates."""
         if self.probe is not None:
             self.probe.cancel()  # in case an exception ended the step
         self.state.flush()
         self.gather()
 
     def gather(self) -> None:
-        """Share the slices inside the node."""
         self.division.gather()
 
     # -- weights that the world sees -----------------------------------------------------------------------------------

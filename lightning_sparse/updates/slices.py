@@ -74,7 +74,6 @@ class Slices:
         return flat_S
 
     def copy_to(self, flat_S: Tensor) -> None:
-        """Copy the parameters into a flat tensor."""
         if self.pieces:
             torch._foreach_copy_(self.of(flat_S), self.in_parameters())
 
@@ -113,13 +112,11 @@ class Slices:
         return flat_S
 
     def write(self, flat_S: Tensor) -> None:
-        """Write a flat tensor into the parameters, rounded to their dtypes."""
         if self.pieces:
             torch._foreach_copy_(self.in_parameters(), self.of(flat_S))
 
     @property
     def rounds(self) -> bool:
-        """Whether a parameter has another dtype than fp32."""
         return any(parameter.dtype != torch.float32 for parameter, _ in self.pieces)
 
 

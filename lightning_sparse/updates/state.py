@@ -449,7 +449,6 @@ class SparseUpdateState(UpdateState):
             self._path.add(self._sent, local_S, 1.0 / self.local_fraction)
 
     def _apply_received(self) -> None:
-        """Add the received messages to both models."""
         self._add_received(self.global_S)
         self._add_received(self.local_S)
         self._received = []

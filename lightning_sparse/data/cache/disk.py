@@ -217,7 +217,6 @@ class DiskCache:
         return (self.folder / "data.mdb").stat().st_size
 
     def close(self) -> None:
-        """Write the pending batch and close the files."""
         if os.getpid() != self._pid:
             return  # a forked copy; the parent writes its batch
         with self._lock:

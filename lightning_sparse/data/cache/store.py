@@ -132,7 +132,6 @@ class Tiers:
                 self._changed.notify_all()
 
     def keep(self, index: int, view: View) -> None:
-        """Keep a sample in memory if there is space."""
         if not self.memory.put(index, view.data, view.height, view.width) and self.memory.capacity:
             self.counter.warn_once(
                 "memory full",

@@ -61,12 +61,10 @@ class SamplerConfig:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, M."""
         return len(self.devices)
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks per step."""
         return self.batch_size * sum(self.devices)
 
 
@@ -78,13 +76,11 @@ class EpochSegment:
     steps: int
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
         config = asdict(self.config)
         return {"layout": {**config, "devices": list(config["devices"])}, "steps": self.steps}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "EpochSegment":
-        """The inverse of `state_dict`."""
         config = state["layout"]
         return cls(SamplerConfig(**{**config, "devices": tuple(config["devices"])}), int(state["steps"]))
 
@@ -111,7 +107,6 @@ class Shard:
         return shuffled(self.samples, *self.key)
 
     def width(self, config: SamplerConfig) -> int:
-        """Samples per step."""
         return config.batch_size * sum(config.devices[node] for node in self.nodes)
 
     @property
@@ -209,7 +204,6 @@ class Sampler:
 
     @cached_property
     def steps(self) -> int:
-        """Steps per epoch."""
         return self._whole_epoch(0, self.config).steps
 
     def _whole_epoch(self, epoch: int, config: SamplerConfig) -> EpochPlan:

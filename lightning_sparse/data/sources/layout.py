@@ -80,7 +80,6 @@ class Split:
 
     @property
     def images(self) -> bool:
-        """Whether samples are images."""
         return self.config.format != "bytes"
 
     @cached_property
@@ -234,7 +233,6 @@ class ClassFolders(Layout):
 
     @classmethod
     def find(cls, split: Split) -> ClassFolders:
-        """Raises: MissingFolderError: if the split has no folder."""
         if isinstance(split.folders, MissingFolderError):
             raise split.folders
         return cls(split, split.folders)
@@ -546,7 +544,6 @@ class ParquetFiles(Layout):
 
     @classmethod
     def find(cls, split: Split) -> ParquetFiles | None:
-        """Raises: ValueError, MissingFolderError: as `files_of_repository`, and as `_check_alone`."""
         folders = _folders(split.storage)
         if isinstance(split.folders, MissingFolderError):
             files = None if folders is None else files_of_repository(split.storage, split.name, folders)
@@ -695,7 +692,6 @@ def _check_no_configurations(storage: Storage, folders: Iterable[str]) -> None:
 
 
 def _by_prefix(storage: Storage, folder: str) -> dict[str, list[Entry]]:
-    """Return the Parquet files of each split in a folder."""
     found: dict[str, list[Entry]] = {}
     known = {prefix for split in SPLITS for prefix in _prefixes(split)}
     for file in storage.files(folder):

@@ -160,7 +160,6 @@ class Manifest:
 
     @property
     def label_columns(self) -> int:
-        """Number of labels of a sample."""
         return 1 if self.labels.ndim == 1 else self.labels.shape[1]
 
     @property
@@ -234,7 +233,6 @@ class Manifest:
         return replace(self, paths=[self.paths[index] for index in indices.tolist()], **arrays, fingerprint="")
 
     def key(self, index: int) -> FileKey:
-        """Return the file of a sample, as listed."""
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]), int(self.tags[index]))
 
     def keys(self, indices: Sequence[int]) -> list[FileKey]:
@@ -260,7 +258,6 @@ class Manifest:
         return self.shards[int(self.shard_of[index])], first, first + int(self.sizes[index])
 
     def to_bytes(self) -> bytes:
-        """Return the contents of a manifest file."""
         content: dict[str, Any] = {"version": VERSION}
         for name in (member.name for member in fields(self)):
             value = getattr(self, name)

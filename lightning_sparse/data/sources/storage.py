@@ -150,7 +150,6 @@ class Storage:
         return self._ask("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
-        """Return the samples in a row group of a Parquet file."""
         (found,) = self._ask("rows", [path], column, group)
         return [
             Unreadable("its row contains no bytes") if row is None else StoredFile(row, len(row), 0) for row in found
@@ -222,7 +221,6 @@ class Storage:
         self._reader = None
 
     def _requested(self, kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[_Request]:
-        """Send requests, in one message."""
         with self._lock:
             self._check_open()
             requests = []

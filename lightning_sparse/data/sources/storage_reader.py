@@ -296,7 +296,6 @@ def is_image(name: str) -> bool:
 
 
 def is_label(name: str) -> bool:
-    """Whether a member of a tar file is a label."""
     return name.lower().endswith(".cls")
 
 
@@ -584,7 +583,6 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
 
 
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
-    """Return the samples of a row group."""
     with _opened(file, progress) as parquet:
         sample, *_ = _columns(parquet.schema_arrow, column)
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
