@@ -51,7 +51,7 @@ class NodeStatus:
         wants: name of the snapshot that it requests; empty for none.
         server: address of its snapshots.
         network: name of the network in which other nodes reach it by a loopback address.
-        drawn: samples that it has drawn.
+        progress: samples that it has drawn.
         facts: values that must be equal on all nodes.
     """
 
@@ -70,7 +70,7 @@ class NodeStatus:
     wants: str = ""
     server: str = ""
     network: str = ""
-    drawn: SampleProgress = SampleProgress()
+    progress: SampleProgress = SampleProgress()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ class Member(NamedTuple):
 
     name: str
     store: str
-    said: NodeStatus
+    status: NodeStatus
 
     @property
     def is_local(self) -> bool:
@@ -126,7 +126,7 @@ class Lighthouse:
         self._thread = threading.Thread(target=_heartbeat, args=(beats, self.name, self._left), daemon=True)
         self._thread.start()
 
-    def quorum(self, said: NodeStatus) -> list[Member] | None:
+    def quorum(self, status: NodeStatus) -> list[Member] | None:
         """Return the members of the next quorum, sorted by name, with this node among them; None after the timeout.
 
         The lighthouse answers once all living nodes of the last quorum have asked.
@@ -134,13 +134,13 @@ class Lighthouse:
         if time.monotonic() < self._asks_again:
             return None
         try:
-            found = self._client.quorum(
+            quorum = self._client.quorum(
                 self.name,
                 timeout=self._timeout,
                 store_address=f"{self.host}:{self._store.port}",
-                step=said.number,
+                step=status.number,
                 world_size=1,
-                data=asdict(replace(said, network=self._network)),
+                data=asdict(replace(status, network=self._network)),
             )
         except (RuntimeError, TimeoutError) as error:
             self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
@@ -149,7 +149,7 @@ class Lighthouse:
             self._is_answered = False
             return None
         self._is_answered = True
-        members = (Member(each.replica_id, each.store_address, _said(each.data)) for each in found.participants)
+        members = (Member(each.replica_id, each.store_address, _status_of(each.data)) for each in quorum.participants)
         return sorted(members, key=lambda each: each.name)
 
     def ask_again(self) -> None:
@@ -177,19 +177,19 @@ def _with_scheme(address: str) -> str:
     return address if "://" in address else f"http://{address}"
 
 
-def _said(data: Any) -> NodeStatus:
+def _status_of(data: Any) -> NodeStatus:
     """Return the status of a node. Ignore fields of another version: its facts differ anyway."""
-    said = NodeStatus(**_known(NodeStatus, data or {}))
+    status = NodeStatus(**_known(NodeStatus, data or {}))
     return (
-        replace(said, drawn=SampleProgress(**_known(SampleProgress, said.drawn)))
-        if isinstance(said.drawn, dict)
-        else said
+        replace(status, progress=SampleProgress(**_known(SampleProgress, status.progress)))
+        if isinstance(status.progress, dict)
+        else status
     )
 
 
-def _known(of: type[NodeStatus | SampleProgress], told: Mapping[str, Any]) -> dict[str, Any]:
+def _known(of: type[NodeStatus | SampleProgress], values: Mapping[str, Any]) -> dict[str, Any]:
     names = {each.name for each in fields(of)}
-    return {name: value for name, value in told.items() if name in names}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _connect(address: str) -> Any:

@@ -94,13 +94,13 @@ class Sent(NamedTuple):
 
     Args:
         base, token: the global weights before and after the round.
-        held: a message, or all pending updates.
+        tensor: a message, or all pending updates.
         is_pending: the round did not count here, and the tensor is pending again.
     """
 
     base: str
     token: str
-    held: Tensor
+    tensor: Tensor
     is_pending: bool = False
 
 
@@ -174,7 +174,7 @@ class RoundProtocol:
         wants, source: name and address of the snapshot that this node requests; empty for none.
         history: tokens of the last rounds.
         first: this node is the first node of the last quorum that had missed no round.
-        deals: assigns samples to nodes.
+        assigner: assigns samples to nodes.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class RoundProtocol:
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
         self.stats, self.first = RoundStats(), True
-        self.deals = SampleAssigner(self.name)
+        self.assigner = SampleAssigner(self.name)
         self._tries = self._broken = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)
@@ -258,7 +258,7 @@ class RoundProtocol:
             self.stats.lost += payload is not None
             return outcome
         outcome.alone = contributes and len(quorum.members) == 1
-        outcome.exchanges = max(member.said.exchanges for member in contributors)
+        outcome.exchanges = max(member.status.exchanges for member in contributors)
         token = _after(quorum)
         # Phase 1: each node receives the payloads of all contributors. If that fails here, it may have succeeded
         # elsewhere, but no node counts the round without phase 2.
@@ -267,20 +267,20 @@ class RoundProtocol:
             self.stats.lost += 1
             outcome.returned += [] if sent is None else [sent]
             return outcome
-        found = Round(quorum.token, token, quorum.number + 1, len(contributors), *rows)
+        round_ = Round(quorum.token, token, quorum.number + 1, len(contributors), *rows)
         # Phase 2: all nodes confirm phase 1. If this node misses a confirmation, others may have counted the round, and
         # the token of the next quorum tells.
         if self._all_are_prepared(_tag(token)):
-            self._count(found, sent, outcome)
+            self._count(round_, sent, outcome)
         else:
-            self._unsettled = found, sent
+            self._unsettled = round_, sent
         return outcome
 
     def _join_quorum(self, payload: Payload | None, outcome: Outcome) -> Quorum | None:
         """Return the next quorum, or None if there is no quorum, or if it has no weights or too few nodes."""
         began, is_last = time.monotonic(), payload is not None and payload.is_last
         while True:
-            said = NodeStatus(
+            status = NodeStatus(
                 token=self.token,
                 number=self.number,
                 run=self.run,
@@ -295,10 +295,10 @@ class RoundProtocol:
                 exchanges=0 if payload is None else payload.exchanges,
                 wants=self.wants,
                 server=self._server,
-                drawn=self.deals.report(),
+                progress=self.assigner.report(),
                 facts=self.facts,
             )
-            members, waited = self._from_first(partial(self._ask, said, began))
+            members, waited = self._from_first(partial(self._ask, status, began))
             quorum = None if members is None else self._quorum_of(members, outcome)
             too_few = self._are_few(members, quorum)  # equal on all devices
             if too_few:
@@ -307,9 +307,9 @@ class RoundProtocol:
                 self.stats.waited_s += waited
                 return None if too_few else quorum
 
-    def _ask(self, said: NodeStatus, began: float) -> tuple[list[Member] | None, float]:
+    def _ask(self, status: NodeStatus, began: float) -> tuple[list[Member] | None, float]:
         """Return the members of the next quorum, and the seconds since ``began``."""
-        members = None if self._lighthouse is None else self._lighthouse.quorum(said)
+        members = None if self._lighthouse is None else self._lighthouse.quorum(status)
         return members, time.monotonic() - began
 
     def _are_few(self, members: list[Member] | None, quorum: Quorum | None) -> bool:
@@ -320,7 +320,7 @@ class RoundProtocol:
 
     def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
         self._tries += 1
-        if not any(each.said.token for each in members):
+        if not any(each.status.token for each in members):
             # No node has weights yet. The first node's weights become the global weights, unless the next quorum has a
             # node that trains.
             if members[0].name == self.name:
@@ -333,7 +333,7 @@ class RoundProtocol:
         if self.facts != quorum.facts:
             raise ValueError(_refusal(self.facts, quorum.facts))
         self._check_place(members, quorum)
-        self.deals.update([each.name for each in quorum.members], quorum.drawn)
+        self.assigner.update([each.name for each in quorum.members], quorum.progress)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
         if self.in_step:
@@ -354,14 +354,14 @@ class RoundProtocol:
             names = _shown(each.name for each in quorum.unreached)
             log.warning("%s cannot take part: %s", names, _refusal_of_place(here))
 
-    def _transfer(self, held: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def _transfer(self, sent: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the messages and dense updates of all contributors; None unless all devices of this node have them."""
-        sparse = [each for each in quorum.contributors if not each.said.flushes]
-        row_B = quorum.row_of(held, self.sizes)
+        sparse = [each for each in quorum.contributors if not each.status.flushes]
+        row_B = quorum.row_of(sent, self.sizes)
         try:
             group = self._group_for(quorum.members)
             rows_PB, whole = _gather(torch.cat([tag, row_B]), group, tag)
-            dense = tuple(self._dense(each, held, quorum, group) for each in quorum.contributors if each.said.flushes)
+            dense = tuple(self._dense(each, sent, quorum, group) for each in quorum.contributors if each.status.flushes)
         except RuntimeError as error:
             whole = False
             log.debug("round %d failed before this node had its messages: %s", quorum.number + 1, error)
@@ -371,8 +371,8 @@ class RoundProtocol:
         places = [place for place, each in enumerate(quorum.members) if each in sparse]
         return rows_PB[places, len(tag) :], dense
 
-    def _dense(self, member: Member, held: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
-        own = held if member.name == self.name else None
+    def _dense(self, member: Member, sent: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
+        own = sent if member.name == self.name else None
         updates_S = torch.empty(self.sizes.numel) if own is None else own.cpu()
         if group is not None and group.handle is not None:
             options = dist.BroadcastOptions()
@@ -384,27 +384,27 @@ class RoundProtocol:
     def _all_are_prepared(self, tag: Tensor) -> bool:
         """Return whether all nodes have all messages. False: a node may lack some."""
         try:
-            _, told = _gather(tag, self._group, tag)
+            _, prepared = _gather(tag, self._group, tag)
         except RuntimeError as error:
-            told = False
+            prepared = False
             log.debug("a round failed while nodes confirmed its messages: %s", error)
-        if not self._all_devices(told):
+        if not self._all_devices(prepared):
             self._abort_group()
             return False
         return True
 
-    def _count(self, found: Round, held: Tensor | None, outcome: Outcome) -> None:
-        self.stats.nodes = found.num_nodes
-        if held is not None:
-            self._remember(Sent(found.base, found.token, held))
-        if self.token == found.base:
-            outcome.rounds.append(found)
-            self.token, self.number = found.token, found.number
-            self.history.append(found.token)
+    def _count(self, round_: Round, sent: Tensor | None, outcome: Outcome) -> None:
+        self.stats.nodes = round_.num_nodes
+        if sent is not None:
+            self._remember(Sent(round_.base, round_.token, sent))
+        if self.token == round_.base:
+            outcome.rounds.append(round_)
+            self.token, self.number = round_.token, round_.number
+            self.history.append(round_.token)
             return
-        if not self.observed or self.observed[-1].token != found.base:
-            self.observed, self.observed_from = [], found.base
-        self.observed.append(found)
+        if not self.observed or self.observed[-1].token != round_.base:
+            self.observed, self.observed_from = [], round_.base
+        self.observed.append(round_)
 
     def _settle(self, token: str, outcome: Outcome) -> None:
         """Decide whether the last uncertain round counts.
@@ -414,16 +414,16 @@ class RoundProtocol:
         """
         if self._unsettled is None:
             return
-        found, held = self._unsettled
+        round_, sent = self._unsettled
         self._unsettled = None
-        if token == found.token:
-            self._count(found, held, outcome)
-        elif held is not None:
-            self._remember(Sent(found.base, found.token, held, is_pending=token == found.base))
-            outcome.returned += [held] if token == found.base else []
+        if token == round_.token:
+            self._count(round_, sent, outcome)
+        elif sent is not None:
+            self._remember(Sent(round_.base, round_.token, sent, is_pending=token == round_.base))
+            outcome.returned += [sent] if token == round_.base else []
 
     def _remember(self, sent: Sent) -> None:
-        if sent.held.dtype != torch.uint8:
+        if sent.tensor.dtype != torch.uint8:
             self._ledger.clear()  # dense updates are as large as the model
         self._ledger.append(sent)
 
@@ -431,7 +431,7 @@ class RoundProtocol:
 
     def _group_for(self, members: Sequence[Member]) -> Group | None:
         """Return the group of these nodes, reused until a node has seen it fail; None for one node."""
-        key = [(each.name, each.said.broken) for each in members]
+        key = [(each.name, each.status.broken) for each in members]
         if key != self._group_of:
             self._group, self._group_of = None, None
             if len(members) > 1:
@@ -482,27 +482,27 @@ class RoundProtocol:
     def reconcile(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return two lists of sent tensors. The first become pending: the weights do not contain their rounds. The
         second are pending now, although the weights contain them: the round did not count here, but on another node."""
-        returned, had, known = list[Tensor](), list[Tensor](), set(self.history)
+        returned, counted, known = list[Tensor](), list[Tensor](), set(self.history)
         for each in self._ledger:
             if each.base in known and not each.is_pending and each.token not in self.history:
-                returned.append(each.held)
+                returned.append(each.tensor)
                 known.add(each.token)
             elif each.is_pending and each.token in self.history:
-                had.append(each.held)
+                counted.append(each.tensor)
         kept = [each for each in self._ledger if each.token in self.history and not each.is_pending]
         self._ledger = deque(kept, maxlen=LEDGER)
-        return returned, had
+        return returned, counted
 
     def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
-        outcome.open_requests = [each.said.wants for each in quorum.members if each.said.wants]
-        sources = quorum.contributors or [each for each in quorum.training if not each.said.wants]
+        outcome.open_requests = [each.status.wants for each in quorum.members if each.status.wants]
+        sources = quorum.contributors or [each for each in quorum.training if not each.status.wants]
         for member in quorum.members:
-            if member.said.wants and sources:
-                source = sources[int(member.said.wants[:8], 16) % len(sources)]
+            if member.status.wants and sources:
+                source = sources[int(member.status.wants[:8], 16) % len(sources)]
                 if source.name == self.name:
-                    outcome.requests_for_me.append(member.said.wants)
+                    outcome.requests_for_me.append(member.status.wants)
                 if member.name == self.name:
-                    self.source = source.said.server
+                    self.source = source.status.server
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -518,10 +518,10 @@ class RoundProtocol:
         if self._devices.place > 0 or names == self._names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
-        said = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
+        changes = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
         self._names = names
         log.info(
-            "round %d: %s", quorum.number + 1, "; ".join([*said, f"{len(names)} training node(s): {_shown(names)}"])
+            "round %d: %s", quorum.number + 1, "; ".join([*changes, f"{len(names)} training node(s): {_shown(names)}"])
         )
 
 
@@ -541,17 +541,16 @@ def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
     """Return the result of ``ask`` on the first device, or raise its error, on all devices. A collective."""
     if devices.size == 1:
         return ask()
-    told: Any = None
+    result: list[Any] = [None]
     if devices.place == 0:
         try:
-            told = ask()
+            result = [ask()]
         except Exception as error:
-            told = error
-    held = [told]
-    dist.broadcast_object_list(held, group=devices.handle, group_src=0)
-    if isinstance(held[0], Exception):
-        raise held[0]
-    return held[0]
+            result = [error]
+    dist.broadcast_object_list(result, group=devices.handle, group_src=0)
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
 
 
 # -- functions of the members' statuses: each node computes the same result --------------------------------------------
@@ -580,41 +579,41 @@ class Quorum:
     unreached: list[Member]
 
     @property
-    def drawn(self) -> list[SampleProgress]:
+    def progress(self) -> list[SampleProgress]:
         return [
-            each.said.drawn if each.said.drawn.deal or each in self.training else SampleProgress()
+            each.status.progress if each.status.progress.assignment or each in self.training else SampleProgress()
             for each in self.members
         ]
 
-    def row_of(self, held: Tensor | None, sizes: Sizes) -> Tensor:
+    def row_of(self, sent: Tensor | None, sizes: Sizes) -> Tensor:
         """Return a member's bytes, padded with zeros to a length that follows from the statuses of all members."""
-        said = [each.said for each in self.contributors if not each.said.flushes]
-        sampled = all(each.sampled for each in said) and len({each.exchanges for each in said}) == 1
+        statuses = [each.status for each in self.contributors if not each.status.flushes]
+        sampled = all(each.sampled for each in statuses) and len({each.exchanges for each in statuses}) == 1
         row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
-        if held is not None and held.dtype == torch.uint8:
-            sent_B = held[: len(row_B)]
+        if sent is not None and sent.dtype == torch.uint8:
+            sent_B = sent[: len(row_B)]
             row_B[: len(sent_B)] = sent_B
         return row_B
 
     def is_too_small(self, min_nodes: int) -> bool:
-        return len(self.contributors) < min_nodes and not any(each.said.leaves for each in self.contributors)
+        return len(self.contributors) < min_nodes and not any(each.status.leaves for each in self.contributors)
 
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
     """Return the quorum that all members conclude from their statuses. At least one member must have weights."""
     run = _run_of(members)
-    members = [each for each in members if each.said.run in ("", run)]
-    named = [each.said for each in members if each.said.token and each.said.run == run]
-    votes = Counter(token for each in members for token in {each.said.token, each.said.prepared})
-    _, _, token = max((said.number, votes[said.token], said.token) for said in named)
-    training = [each for each in members if token in (each.said.token, each.said.prepared)]
-    number = max(each.said.number + (each.said.token != token) for each in training)
-    stated = Counter(repr(each.said.facts) for each in training).most_common(1)[0][0]
-    facts = next(each.said.facts for each in training if repr(each.said.facts) == stated)
-    alike = [each for each in members if each.said.facts == facts]
+    members = [each for each in members if each.status.run in ("", run)]
+    named = [each.status for each in members if each.status.token and each.status.run == run]
+    votes = Counter(token for each in members for token in {each.status.token, each.status.prepared})
+    _, _, token = max((status.number, votes[status.token], status.token) for status in named)
+    training = [each for each in members if token in (each.status.token, each.status.prepared)]
+    number = max(each.status.number + (each.status.token != token) for each in training)
+    stated = Counter(repr(each.status.facts) for each in training).most_common(1)[0][0]
+    facts = next(each.status.facts for each in training if repr(each.status.facts) == stated)
+    alike = [each for each in members if each.status.facts == facts]
     near = _near(alike, [each for each in training if each in alike])
     training = [each for each in training if each in near]
-    contributors = [each for each in training if not each.said.observes]
+    contributors = [each for each in training if not each.status.observes]
     unreached = [each for each in alike if each not in near]
     return Quorum(near, training, contributors, token, number, facts, run or token, unreached)
 
@@ -622,30 +621,30 @@ def quorum_of(members: Sequence[Member]) -> Quorum:
 def _near(members: list[Member], training: list[Member]) -> list[Member]:
     """Return the members that can reach each other. If a training node has a loopback address, these are the nodes on
     its machine. Otherwise, if there are several machines, they are the nodes without a loopback address."""
-    if len({each.said.network for each in members}) == 1:
+    if len({each.status.network for each in members}) == 1:
         return members
     local = next((each for each in training if each.is_local), None)
     if local is not None:
-        return [each for each in members if each.said.network == local.said.network]
+        return [each for each in members if each.status.network == local.status.network]
     return [each for each in members if not each.is_local]
 
 
 def _run_of(members: Sequence[Member]) -> str:
     """Return the run that most nodes train, even if another run has more rounds. If no node trains yet, return the run
     that most nodes name, or an empty string."""
-    runs = {each.said.run for each in members} - {""}
+    runs = {each.status.run for each in members} - {""}
 
     def votes(run: str) -> tuple[int, int, int, str]:
-        said = [each.said for each in members if each.said.run == run]
-        return sum(each.trains for each in said), len(said), max(each.number for each in said), run
+        statuses = [each.status for each in members if each.status.run == run]
+        return sum(each.trains for each in statuses), len(statuses), max(each.number for each in statuses), run
 
     return max(runs, key=votes, default="")
 
 
 def _after(quorum: Quorum) -> str:
     """Return the token that a round leads to. Every attempt has a different token."""
-    told = repr((quorum.token, [(each.name, each.said.tries) for each in quorum.contributors]))
-    return hashlib.sha1(told.encode()).hexdigest()[:16]
+    attempt = repr((quorum.token, [(each.name, each.status.tries) for each in quorum.contributors]))
+    return hashlib.sha1(attempt.encode()).hexdigest()[:16]
 
 
 def _tag(token: str) -> Tensor:

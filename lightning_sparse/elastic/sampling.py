@@ -29,14 +29,14 @@ class SampleProgress:
 
     Args:
         end: limit. As far as the node knows, no node draws at or after it before the next quorum.
-        deal: name of the last assignment that it knows.
+        assignment: name of the last assignment that it knows.
         number: number of that assignment.
         reached: end of the drawn samples, as far as the node knows.
         ahead: number of samples that it may draw before the next quorum.
     """
 
     end: int = 0
-    deal: str = ""
+    assignment: str = ""
     number: int = 0
     reached: int = 0
     ahead: int = 0
@@ -69,42 +69,46 @@ class SampleAssigner:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._deals: tuple[Assignment, ...] = ()  # replaced as a whole: threads read it
+        self._assignments: tuple[Assignment, ...] = ()  # replaced as a whole: threads read it
         self._size = 0  # samples per epoch
-        self._heard = 0  # limit of the last quorum: no node draws at or after it before the next quorum
+        self._limit = 0  # limit of the last quorum: no node draws at or after it before the next quorum
         self._end = self.ahead = self.reached = 0
-        self._told, self._warned = 0, False  # the limit that this node reported
+        self._reported, self._warned = 0, False  # the limit that this node reported
 
-    def begin(self, place: int) -> None:
+    def start_at(self, place: int) -> None:
         """Continue at the position of a checkpoint."""
-        self._heard = self.reached = place
+        self._limit = self.reached = place
 
     def report(self) -> SampleProgress:
         """Return the report for the next request."""
-        if not self._deals:
-            return SampleProgress(self._heard, reached=self.reached, ahead=self.ahead)
-        now = max(self._end, self._deals[0].begin)
-        holds = next(place for place, each in reversed(list(enumerate(self._deals))) if each.begin <= now)
-        strides = [len(each.names) for each in self._deals[holds:]]
+        if not self._assignments:
+            return SampleProgress(self._limit, reached=self.reached, ahead=self.ahead)
+        now = max(self._end, self._assignments[0].begin)
+        holds = next(place for place, each in reversed(list(enumerate(self._assignments))) if each.begin <= now)
+        strides = [len(each.names) for each in self._assignments[holds:]]
         # Two positions of the node are at most one stride apart; two strides if the second is in a later assignment.
         end = now + (self.ahead + len(strides) - 1) * max(strides)
         # includes samples of nodes that have left
-        last, reached = self._deals[-1], max(self._end, self.reached)
-        self._told = max(end, self._heard)
-        return SampleProgress(self._told, last.name, last.number, reached, self.ahead)
+        last, reached = self._assignments[-1], max(self._end, self.reached)
+        self._reported = max(end, self._limit)
+        return SampleProgress(self._reported, last.name, last.number, reached, self.ahead)
 
-    def update(self, names: Sequence[str], said: Sequence[SampleProgress]) -> None:
+    def update(self, names: Sequence[str], reports: Sequence[SampleProgress]) -> None:
         """Make a new assignment if nodes have joined or left. All nodes of a quorum make the same assignment."""
-        last = self._deals[-1] if self._deals else Assignment()
-        newest = max(said, key=lambda each: (each.number, each.deal))
-        self._heard, self.reached = max(each.end for each in said), max(each.reached for each in said)
-        if last.names == tuple(names) and {each.deal for each in said} == {last.name}:
+        last = self._assignments[-1] if self._assignments else Assignment()
+        newest = max(reports, key=lambda each: (each.number, each.assignment))
+        self._limit, self.reached = max(each.end for each in reports), max(each.reached for each in reports)
+        if last.names == tuple(names) and {each.assignment for each in reports} == {last.name}:
             return
-        before = self._deals if newest.deal == last.name else ()  # else assignments were made without this node
-        self._deals = (*before, Assignment(self._heard, tuple(names), newest.number + 1))[-REMEMBERED:]
+        before = (
+            self._assignments if newest.assignment == last.name else ()
+        )  # else assignments were made without this node
+        self._assignments = (*before, Assignment(self._limit, tuple(names), newest.number + 1))[-REMEMBERED:]
         # Nodes that were away draw from this assignment on, and could not report it.
-        self._heard += len(names) * max((each.ahead for each in said if each.deal != newest.deal), default=0)
-        self._told = max(self._told, self._heard, self._deals[-1].begin + len(names) * self.ahead)
+        self._limit += len(names) * max(
+            (each.ahead for each in reports if each.assignment != newest.assignment), default=0
+        )
+        self._reported = max(self._reported, self._limit, self._assignments[-1].begin + len(names) * self.ahead)
 
     def draw(self, place: int, end: int = sys.maxsize) -> int | None:
         """Return this node's first position in [place, end), and count all positions up to it as drawn; None if it has
@@ -114,7 +118,7 @@ class SampleAssigner:
             self._mark_drawn(mine)
         return mine
 
-    def leaves(self, epoch: int, samples: int) -> bool:
+    def has_left(self, epoch: int, samples: int) -> bool:
         """Return whether this node has that many samples of an epoch left, if the length of epochs is known."""
         place, end = epoch * self._size, (epoch + 1) * self._size
         for _ in range(samples if self._size else 0):
@@ -125,15 +129,15 @@ class SampleAssigner:
         return True
 
     def _find(self, place: int, end: int) -> int | None:
-        deals = self._deals
+        assignments = self._assignments
         while place < end:
             until = end
-            for deal in reversed(deals):
-                if deal.begin > place:  # the last assignment that has begun counts, up to the next one
-                    until = min(until, deal.begin)
+            for each in reversed(assignments):
+                if each.begin > place:  # the last assignment that has begun counts, up to the next one
+                    until = min(until, each.begin)
                     continue
-                if self._node in deal.names:
-                    mine = place + (deal.names.index(self._node) + deal.begin - place) % len(deal.names)
+                if self._node in each.names:
+                    mine = place + (each.names.index(self._node) + each.begin - place) % len(each.names)
                     if mine < until:
                         return mine
                 break
@@ -142,7 +146,7 @@ class SampleAssigner:
 
     def _mark_drawn(self, mine: int) -> None:
         self._end = max(self._end, mine + 1)
-        if mine >= self._told and not self._warned:
+        if mine >= self._reported and not self._warned:
             self._warned = True
             log.warning(
                 "this node has drawn more samples since the last round than it had reported. If nodes join or leave, "
@@ -187,7 +191,7 @@ Share = Callable[[list[int], int], Iterator[int]]
 """Takes all samples of an epoch in order, and the position of the first; yields the samples of this device."""
 
 
-class Dealt(Protocol):
+class ElasticSource(Protocol):
     """A sampler or loader that draws the samples of one device.
 
     Attributes:
@@ -196,7 +200,7 @@ class Dealt(Protocol):
 
     prefetch_depth: int
 
-    def deal(self, share: Share) -> None:
+    def set_share(self, share: Share) -> None:
         """Draw the samples that ``share`` yields."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -204,17 +208,17 @@ class Dealt(Protocol):
 
 
 @runtime_checkable
-class DealtLoader(Dealt, Protocol):
+class ElasticLoader(ElasticSource, Protocol):
     """A loader of a bundled DataModule."""
 
     batch_size: int
 
 
-def sampler_of(loader: Any) -> Dealt | None:
+def sampler_of(loader: Any) -> ElasticSource | None:
     """Return the sampler of a loader, or the loader itself, if it can draw the samples of one device, or None."""
     if isinstance(loader, DataLoader):
         return loader.sampler if isinstance(loader.sampler, ElasticSampler) else None
-    return loader if isinstance(loader, DealtLoader) else None
+    return loader if isinstance(loader, ElasticLoader) else None
 
 
 def min_samples_per_round(loader: Any) -> int:
@@ -242,7 +246,7 @@ class ElasticSampler(DistributedSampler[int]):
         self._share: Share | None = None
         self.prefetch_depth = 0
 
-    def deal(self, share: Share) -> None:
+    def set_share(self, share: Share) -> None:
         self._share = share
 
     def __iter__(self) -> Iterator[int]:

@@ -165,7 +165,7 @@ class ElasticUpdates(LocalUpdates):
             if version is not None:
                 self.peers.token, self.peers.number, place, run = version
                 self.peers.run = run or version.token
-                self.peers.deals.begin(place)
+                self.peers.assigner.start_at(place)
             self._join()
         except BaseException:
             self.end()
@@ -194,7 +194,7 @@ class ElasticUpdates(LocalUpdates):
             return self._shows
         self._stop_watching()
         self._state.receive()
-        return Version(self.peers.token, self.peers.number, self.peers.deals.reached, self.peers.run)
+        return Version(self.peers.token, self.peers.number, self.peers.assigner.reached, self.peers.run)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -252,20 +252,20 @@ class ElasticUpdates(LocalUpdates):
                 f"batches={batches!r} must be the number of batches between two steps, a whole number of at least 1: "
                 f"it limits the samples that this node may draw."
             )
-        dealt = sampler_of(loader)
-        if dealt is None:
+        source = sampler_of(loader)
+        if source is None:
             return
         if isinstance(loader, DataLoader):
-            dealt.prefetch_depth = loader.num_workers * (loader.prefetch_factor or 0)
+            source.prefetch_depth = loader.num_workers * (loader.prefetch_factor or 0)
         batch_size = loader.batch_size or 1
-        deals, devices = self.peers.deals, self._devices
+        assigner, devices = self.peers.assigner, self._devices
         self._least = max(self._least, min_samples_per_round(loader) * devices.size)
-        ahead = (1 + 2 * batches * self.config.sync_every + dealt.prefetch_depth) * batch_size * devices.size
-        if ahead > deals.ahead:
-            deals.ahead = ahead
+        ahead = (1 + 2 * batches * self.config.sync_every + source.prefetch_depth) * batch_size * devices.size
+        if ahead > assigner.ahead:
+            assigner.ahead = ahead
             self.watch()
             self._from_first(self._watch.wait_for_a_round)
-        dealt.deal(partial(deals.share, device=devices.place, devices=devices.size))
+        source.set_share(partial(assigner.share, device=devices.place, devices=devices.size))
 
     def deal(self, loader: Any, batches: int = 1) -> None:
         """Deprecated name of `shard_loader`, until version 0.3."""
@@ -274,7 +274,7 @@ class ElasticUpdates(LocalUpdates):
     def has_batch(self, epoch: int) -> bool:
         """Return whether the loaders passed to `shard_loader` have a batch of this epoch left for this node. Every
         device of the node calls it."""
-        return bool(self._from_first(lambda: self.peers.deals.leaves(epoch, self._least)))
+        return bool(self._from_first(lambda: self.peers.assigner.has_left(epoch, self._least)))
 
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this node, for example during a
@@ -297,7 +297,7 @@ class ElasticUpdates(LocalUpdates):
         if not names:
             return
         state.answered += names
-        given = {
+        snapshot = {
             "optimizer": to_python(self.optimizers[0].division.optimizer_state()),
             "extra": None if extra is None else to_python(extra()),
             "version": tuple(self.version[:2]),  # the next quorum gives the place
@@ -306,7 +306,7 @@ class ElasticUpdates(LocalUpdates):
         }
         with self.global_weights():
             if self._server is not None:
-                self._server.offer(names, {**given, "weights": self.module.state_dict()})
+                self._server.offer(names, {**snapshot, "weights": self.module.state_dict()})
 
     def finish(self) -> None:
         """Send all pending updates. Every device of the node calls it."""
@@ -333,8 +333,8 @@ class ElasticUpdates(LocalUpdates):
     def gauges(self) -> dict[str, float]:
         """Return the `RoundStats` so far."""
         stats = self.peers.stats
-        told = {"nodes": stats.nodes, "rounds_lost": stats.lost, "rounds_left_out": stats.left_out}
-        return {**super().gauges(), **told, "waited_s": stats.waited_s, "healing_s": stats.healing_s}
+        counts = {"nodes": stats.nodes, "rounds_lost": stats.lost, "rounds_left_out": stats.left_out}
+        return {**super().gauges(), **counts, "waited_s": stats.waited_s, "healing_s": stats.healing_s}
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
@@ -379,15 +379,15 @@ class ElasticUpdates(LocalUpdates):
         weights."""
         while True:
             began = time.monotonic()
-            given = self._from_first(self._fetch)
+            snapshot = self._from_first(self._fetch)
             self.peers.stats.healing_s += time.monotonic() - began
-            if given is None:
+            if snapshot is None:
                 self.peers.wants = ""
                 return False
             self._watch.stop()
-            rounds = self.peers.since(given["version"][0])
+            rounds = self.peers.since(snapshot["version"][0])
             if rounds is not None:
-                self._install(given, rounds, pending_S)
+                self._install(snapshot, rounds, pending_S)
                 self._watch.start()
                 return True
             self.peers.ask()
@@ -406,25 +406,25 @@ class ElasticUpdates(LocalUpdates):
                 return None
             if self.peers.source and (download.address, download.name) != (self.peers.source, self.peers.wants):
                 download = Download(self.peers.source, self.peers.wants)
-            given = download.take(1.0, self.config.timeout) if self.peers.source else None
-            if given is not None:
-                return given
+            snapshot = download.take(1.0, self.config.timeout) if self.peers.source else None
+            if snapshot is not None:
+                return snapshot
             wait.check(download if self.peers.source else None, self.config.timeout)
             time.sleep(WATCH_SECONDS)
 
     @torch.no_grad()
-    def _install(self, given: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
+    def _install(self, snapshot: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
         one, state = self.optimizers[0], self._state
-        self.module.load_state_dict(given["weights"])
+        self.module.load_state_dict(snapshot["weights"])
         if pending_S is None:
-            one.optimizer.load_state_dict(given["optimizer"])
-            self.snapshot = given
+            one.optimizer.load_state_dict(snapshot["optimizer"])
+            self.snapshot = snapshot
             self._joined, self._begins = True, False
-        token, number = (rounds[-1].token, rounds[-1].number) if rounds else given["version"]
-        self.peers.run = given["run"]
-        history = [*given["history"], *(each.token for each in rounds)]
-        returned, had = self.peers.set_version(token, number, history)
-        state.start_from(rounds, pending_S, returned, had)
+        token, number = (rounds[-1].token, rounds[-1].number) if rounds else snapshot["version"]
+        self.peers.run = snapshot["run"]
+        history = [*snapshot["history"], *(each.token for each in rounds)]
+        returned, counted = self.peers.set_version(token, number, history)
+        state.start_from(rounds, pending_S, returned, counted)
         one.gather()
 
     def _stop_watching(self) -> None:
@@ -520,7 +520,7 @@ class RoundObserver:
                 with torch.no_grad():
                     outcome = self._peers.round()
                 self._ended += 1
-                kept += sum(each.nbytes for found in outcome.rounds for each in (found.messages_MB, *found.dense))
+                kept += sum(each.nbytes for round_ in outcome.rounds for each in (round_.messages_MB, *round_.dense))
                 self._seen.rounds += outcome.rounds
                 self._seen.returned += outcome.returned
                 self._seen.requests_for_me += outcome.requests_for_me
@@ -735,13 +735,13 @@ def _own_group(topology: Topology) -> Group:
 
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
     """Connect to the lighthouse, on the first device of the node. All devices raise its error."""
-    found: list[Lighthouse] = []
+    connected: list[Lighthouse] = []
 
     def connect() -> None:
-        found.append(Lighthouse(config.lighthouse, name or socket.gethostname(), config.timeout))
+        connected.append(Lighthouse(config.lighthouse, name or socket.gethostname(), config.timeout))
 
     from_first(devices, connect)
-    return found[0] if found else None
+    return connected[0] if connected else None
 
 
 def _facts(

@@ -133,10 +133,10 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
 
     def _tell_epoch(self, dataloader: Any) -> bool:
         """Set the epoch of a loader that draws assigned samples; return False for other loaders."""
-        dealt = sampler_of(dataloader)
-        if dealt is not None:
-            dealt.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
-        return dealt is not None
+        source = sampler_of(dataloader)
+        if source is not None:
+            source.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
+        return source is not None
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
         updates = super()._new_updates(module, optimizers)

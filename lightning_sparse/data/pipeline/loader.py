@@ -155,7 +155,7 @@ class TrainLoader(_Loader):
         self.batch_size = sampler.config.batch_size
         self.prefetch_depth = pipeline.prefetch_depth
 
-    def deal(self, share: Share) -> None:
+    def set_share(self, share: Share) -> None:
         """Draw in each epoch what `share` yields, for ranks that come and go. Samples at the end that fill no batch are
         left out. How many batches there are is not known, so a loader that resumes begins its epoch anew."""
         self._share = share
