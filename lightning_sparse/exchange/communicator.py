@@ -1,16 +1,17 @@
 """The collectives of the exchange over a topology. It knows process groups, but neither DDP nor compression."""
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.exchange.lanes import Stopwatch
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.waits import waiting
@@ -319,3 +320,54 @@ def _padded(flat: Tensor, numel: int) -> Tensor:
     padded[: flat.numel()] = flat
     padded[flat.numel() :] = 0
     return padded
+
+
+# -- time in collectives -----------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Adds up seconds over all threads and streams."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._open: deque[tuple[Any, Any]] = deque()  # pairs of marks that the device has not passed yet
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Time the block, unless it raises."""
+        begin = _mark(device)
+        yield
+        end = _mark(device)
+        with self._lock:
+            self._open.append((begin, end))
+            self._read()
+
+    def seconds(self) -> float:
+        """Return the seconds so far, on CUDA without running work."""
+        with self._lock:
+            self._read()
+            return self._seconds
+
+    def _read(self) -> None:
+        while self._open and _has_passed(self._open[0][1]):
+            self._seconds += _between(*self._open.popleft())
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _has_passed(mark: Any) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3

@@ -20,9 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -299,9 +297,9 @@ def _work(
         onward.put(None)
 
 
-# -- values and times that the host reads ------------------------------------------------------------------------------
+# -- values that the host reads ----------------------------------------------------------------------------------------
 #
-# The host waits for a GPU only when it reads a value or a time.
+# The host waits for a GPU only when it reads a value.
 
 
 class AsyncHostTensor:
@@ -319,51 +317,3 @@ class AsyncHostTensor:
         if self._copied is not None:
             self._copied.synchronize()
         return self._here
-
-
-class Stopwatch:
-    """Adds up seconds over all threads and streams."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds = 0.0
-        self._open: deque[tuple[Any, Any]] = deque()  # pairs of marks that the device has not passed yet
-
-    @contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
-        """Time the block, unless it raises."""
-        begin = _mark(device)
-        yield
-        end = _mark(device)
-        with self._lock:
-            self._open.append((begin, end))
-            self._read()
-
-    def seconds(self) -> float:
-        """Return the seconds so far, on CUDA without running work."""
-        with self._lock:
-            self._read()
-            return self._seconds
-
-    def _read(self) -> None:
-        while self._open and _has_passed(self._open[0][1]):
-            self._seconds += _between(*self._open.popleft())
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _has_passed(mark: Any) -> bool:
-    return isinstance(mark, float) or bool(mark.query())
-
-
-def _between(begin: Any, end: Any) -> float:
-    if isinstance(end, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3

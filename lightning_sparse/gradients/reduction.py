@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.exchange import Shard, Transfer
 from lightning_sparse.gradients.groups import Bucket, BucketGroup
@@ -162,18 +161,3 @@ class Reduction:
             return
         for name, here, _ in part.group.shard_slices(part.unused, store.device_index, store.num_devices):
             unused.save(name, next_S[here], None if before_S is None else before_S[here])
-
-
-def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
-
-    In a loop, call ``state.watch([optimizer])`` once, ``state.before_backward()`` before each backward pass, and
-    ``state.end()`` at the end. A gradient that is never stepped then leaves its residual unchanged.
-
-    Raises:
-        CommunicationError: if a collective failed, with the step, ranks, round and bucket. With ``overlap``, it is
-            raised
-            at the end of the backward pass.
-    """
-    received = state.on_bucket(bucket)
-    return state.exchange.runner.run(Reduction(state, received), received.flat_N)
