@@ -1,17 +1,16 @@
-"""Does a change of the code change a bit of what is trained? Digests of short runs, to be held against earlier ones.
+"""Check whether a change of the code changes any bit of trained weights, by digests of short runs.
 
-    python -m benchmarks.digests before.json                          # with the code as it was; some minutes
-    python -m benchmarks.digests after.json --compare before.json     # names the cases that differ; exit code 1 if any
+    python -m benchmarks.digests before.json                          # before the change; some minutes
+    python -m benchmarks.digests after.json --compare before.json     # lists the cases that differ; exit code 1 if any
     python -m benchmarks.digests some.json --only "2x2 sparse"        # cases whose names begin so; or updates, pto, ...
 
-Real Gloo ranks train small models, once a case of digests_cases.py: through DDP and the hook for 20 steps, with each
-path, dtype, topology, and each thing that may become of a round; with updates, FSDP2, the shared step, and checkpoints
-of a Trainer. The digest of a case is of all parameters after each step and of the optimizer's state at the end, of all
-ranks; ``CASE / residual`` is that of what waits in residuals then. -0.0 counts as 0.0. A case that all ranks refuse has
-what they said for a digest.
+Real Gloo ranks train small models, one case of digests_cases.py at a time. Cases with DDP and the hook train 20 steps,
+for each path, dtype, topology and event. Other cases cover updates, FSDP2, the sharded step, and checkpoints of a
+Trainer. The digest of a case covers all parameters after each step and the optimizer's final state, on all ranks;
+``CASE / residual`` covers the residuals. -0.0 counts as 0.0. If all ranks refuse a case, the digest is their error.
 
-Digests are those of one kind of processor and one version of torch: both runs on one machine. ``_paths`` says, for
-information, how many entries took which path.
+Digests depend on the type of CPU and the version of torch, so make both on one machine. ``_paths`` lists how many
+entries took which path.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ def rank_main(rank: int, world_size: int, chosen: list[Case], folder: str) -> No
 
 
 def joined(digests: tuple[str, ...]) -> str:
-    """One digest of all ranks."""
+    """Return one digest of all ranks."""
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def run(chosen: list[Case]) -> Digests:
-    """All cases of a world size in one start of its ranks."""
+    """Run all cases of a world size with one start of its ranks."""
     results: Digests = {"_paths": {}, "_of": f"torch {torch.__version__}, {platform.machine()}"}
     with tempfile.TemporaryDirectory(prefix="digests-") as folder:
         for world_size in sorted({case.world_size for case in chosen}):
@@ -92,7 +91,7 @@ def run(chosen: list[Case]) -> Digests:
 
 
 def compare(ours: Digests, other: Digests, titles: list[str]) -> bool:
-    """Say which digests differ; residuals that one side could not find are no difference, but said."""
+    """Report which digests differ. A residual that is missing on one side is reported, but is not a difference."""
     if ours["_of"] != other.get("_of"):
         print(f"made with {ours['_of']}, and the others with {other.get('_of')}: they may differ by that alone")
     names = [name for title in titles for name in (title, title + RESIDUAL)]

@@ -1,4 +1,4 @@
-"""What digests.py trains: the cases by name."""
+"""The cases of digests.py by name."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Case:
     """One training run.
 
     Args:
-        name: what differs from others, without engine and topology.
+        name: distinguishes it from other cases, without engine and topology.
         topology: one of TOPOLOGIES.
-        config: options of the engine; of "gradients" beside ``density=0.05`` and ``warmup_epochs=0``.
+        config: options of the engine; for "gradients", in addition to ``density=0.05`` and ``warmup_epochs=0``.
         ddp: options of DistributedDataParallel.
-        dtype: of parameters.
+        dtype: dtype of the parameters.
         optimizer: a key of digests_engines.OPTIMIZERS.
-        watch: tell the state of the optimizer, and call before_backward().
-        events: what else happens (see digests_engines.py).
+        watch: pass the optimizer to the state, and call before_backward().
+        events: other events of the run (see digests_engines.py).
         engine: a key of digests_engines.ENGINES.
     """
 
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Names the case in files."""
+        """The name of the case in files."""
         engine = "" if self.engine == "gradients" else f"{self.engine} "
         return f"{engine}{self.topology} {self.name}"
 
@@ -68,12 +68,12 @@ class Case:
 
 
 def of(engine: str, name: str, topology: str, config: dict[str, Any], *events: str, **options: Any) -> Case:
-    """A case of another engine than the one of gradients."""
+    """Return a case of another engine than gradients."""
     return Case(name, topology, config, engine=engine, events=frozenset(events), **{"optimizer": "adamw", **options})
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     of_gradients = (_paths(), _types(), _auto(), _options(), _lives())
     every = [replace(case, ddp={"bucket_cap_mb": SMALL_MB, **case.ddp}) for group in of_gradients for case in group]
     every += [case for group in (_updates(), _fsdp(), _pto(), _trainers()) for case in group]
@@ -105,7 +105,7 @@ def _types() -> Iterator[Case]:
 
 
 def _auto() -> Iterator[Case]:
-    """Rates are given, so nothing is measured. The paths that they lead to stand in the results."""
+    """Return cases with given rates, so that nothing is measured. The resulting paths are in the results."""
     ways = {"sparse": (0.05, "bfloat16"), "dense": (0.6, "float32"), "dense16": (0.6, "bfloat16")}
     for topology, (name, (density, value_dtype)) in itertools.product(("2x2", "3x1", "4x1"), ways.items()):
         config = {"exchange": "auto", "inter_gbps": 1.0, "density": density, "value_dtype": value_dtype}
@@ -132,7 +132,7 @@ def _options() -> Iterator[Case]:
 
 
 def _lives() -> Iterator[Case]:
-    """What becomes of rounds, parameters and wrappers."""
+    """Return cases with events of rounds, parameters and wrappers."""
     watched = ("throw away", "drop none", "several", "scaler", "bypass", "rewrap")
     for topology, path in itertools.product(("2x2", "3x1", "2x2-dealt"), ("sparse", "regional", "dense16")):
         for event in watched:

@@ -1,12 +1,12 @@
-"""Does a change of the code change a sample, a label or a pixel? Digests of short runs, to compare with earlier ones.
+"""Check whether a change of the code changes a sample, a label or a pixel, by digests of short runs.
 
-    python -m benchmarks.digests_data before.json                       # with the code as it was; a minute or two
-    python -m benchmarks.digests_data after.json --compare before.json  # names the cases that differ; exit code 1
+    python -m benchmarks.digests_data before.json                       # before the change; a minute or two
+    python -m benchmarks.digests_data after.json --compare before.json  # lists the cases that differ; exit code 1
 
-Pictures of scikit-learn are written in each layout of a source that the data half reads, and the DataModules make
-batches of them: all layouts, formats of the memory tier and shuffles, on one rank and on two nodes, every other case
-with an epoch that is interrupted and resumed. A digest covers the batches and the fingerprint of the data set. Digests
-hold for one machine and its versions of packages: make both on one machine.
+Photographs of scikit-learn are written in each layout of a source, and the DataModules make batches of them, for all
+layouts, formats of the memory tier and shuffles, on one rank and on two nodes. Every other case interrupts and resumes
+an epoch. A digest covers the batches and the fingerprint of the data set. Digests depend on the machine and the
+versions of packages, so make both on one machine.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def write_parquet(path: Path, files: list[tuple[str, bytes, str]]) -> None:
 
 
 def write_sources(root: Path) -> None:
-    """Write all layouts, the same pictures in each."""
+    """Write all layouts with equal images."""
     files = photographs(72)
     parts = {"train": files[:48], "val": files[48:60], "test": files[60:]}
     for split, some in parts.items():
@@ -139,7 +139,7 @@ def write_sources(root: Path) -> None:
 
 
 def passes(data: Any, resumed: Callable[[], Any] | None = None) -> list[Any]:
-    """Return all batches of two epochs and of the evaluations; with `resumed`, stop in epoch 1 and continue in that."""
+    """Return all batches of two epochs and of the evaluations; with `resumed`, stop in epoch 1 and continue."""
     data.setup("fit")
     found: list[Any] = [data.num_classes, data.class_names] if hasattr(data, "class_names") else [data.vocab_size]
     loader = data.train_dataloader()
@@ -189,7 +189,7 @@ def lists_of(root: Path, kind: str) -> dict[str, str]:
 
 
 def cases(root: Path, cache: Path) -> dict[str, Callable[[], Any]]:
-    """Cases that run on one rank."""
+    """Return the cases that run on one rank."""
     found: dict[str, Callable[[], Any]] = {}
     pictures, small = partial(images, root, cache), {"memory_gb": 0.05}
     for format in ("decoded", "jpeg", "auto"):
@@ -212,7 +212,7 @@ def cases(root: Path, cache: Path) -> dict[str, Callable[[], Any]]:
 
 
 def orders() -> Digests:
-    """Digests of the sampler's orders, in several worlds, also resumed in another one."""
+    """Return digests of the sampler's orders, in several worlds, some of them resumed in another world."""
     found, labels = {}, np.arange(211)
     shuffle: Literal["local", "global"]
     for shuffle in ("local", "global"):
@@ -242,7 +242,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 def rank_of_world(rank: int, root: Path, folder: Path, name: str, port: int) -> None:
-    """One of two nodes of two ranks each."""
+    """Run one rank of two nodes of two ranks each."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LIGHTNING_SPARSE_NODE=str(rank // 2))
     dist.init_process_group("gloo", rank=rank, world_size=4, timeout=TIMEOUT)
     cache = folder / f"cache{rank // 2}"
@@ -276,7 +276,9 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--compare", type=Path)
     options = parser.parse_args()
-    folder = Path(tempfile.gettempdir()) / f"digests_data-{os.geteuid()}"  # the same in each run: paths are in hashes
+    folder = (
+        Path(tempfile.gettempdir()) / f"digests_data-{os.geteuid()}"
+    )  # equal in each run, because hashes contain paths
     root = folder / "sources"
     shutil.rmtree(folder / "cache", ignore_errors=True)
     if not root.exists():

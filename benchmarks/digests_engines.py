@@ -1,6 +1,6 @@
-"""How digests.py trains: DDP's hook, updates, FSDP2, the shared step, and strategies that resume in a Trainer.
+"""The trainings of digests.py: DDP's hook, updates, FSDP2, the sharded step, and strategies that resume in a Trainer.
 
-A run gives what it computed, in order, to a `Trail`. Models have sizes that divide by nothing convenient.
+A run adds its results to a `Trail`, in order. Sizes of models divide by no convenient number.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ STEPS, JOINS = 10, 4
 
 
 class Trail:
-    """Digest of what is added to it; of gradients also that of residuals, and the entries by path."""
+    """Digest of the added tensors; for gradients also the digest of residuals, and the entries by path."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.sha256()
         self.residual, self.paths = "", dict[str, int]()
 
     def add(self, *values: Any) -> None:
-        """Tensors by their elements in the order of dims; of a sharded one, those of this rank."""
+        """Add tensors by their elements in the order of dims; of a sharded tensor, this rank's shard."""
         for value in values:
             if isinstance(value, DTensor):
                 value = value.to_local()
@@ -53,7 +53,7 @@ class Trail:
             self._hasher.update(value if isinstance(value, bytes) else repr(value).encode())
 
     def add_tree(self, tree: Any) -> None:
-        """What a state_dict holds, in its order."""
+        """Add the contents of a state_dict, in its order."""
         if isinstance(tree, dict):
             for key, value in tree.items():
                 self.add(key)
@@ -79,13 +79,13 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
 
 
 def raw(tensor: Tensor) -> bytes:
-    """In the order of dims, -0.0 as 0.0."""
+    """Return the bytes in the order of dims, with -0.0 as 0.0."""
     flat = (tensor.detach() + 0.0).reshape(-1).contiguous()
     return flat.view(torch.uint8).numpy().tobytes()
 
 
 def batch(step: int, part: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same in every run."""
+    """Return a batch, equal in every run."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * part + rank)
     x, y = torch.randn(6, 3, 8, 8, generator=generator), torch.randn(6, 7, generator=generator)
     return x.to(dtype), y.to(dtype)
@@ -97,8 +97,8 @@ ROUNDS, BAD_STEP = 20, 8
 
 
 class Net(nn.Module):
-    """19,000 parameters: channels_last convolutions, a bucket's worth of linear layer, a branch that may go unused, and
-    a parameter of one element."""
+    """19,000 parameters: channels_last convolutions, a linear layer that fills a bucket, a branch that may be unused,
+    and a parameter of one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,8 @@ def wrap(case: Case, module: nn.Module, state: Any, **options: Any) -> Distribut
 
 
 def backward(case: Case, ddp: DistributedDataParallel, state: Any, scaler: Any, step: int, rank: int) -> None:
-    """The passes before a step: of several, "several" reduces each and "accumulate" the last."""
+    """Run the backward passes before a step. Of several passes, "several" reduces each, and "accumulate" only the
+    last."""
     passes = 2 if "several" in case.events else 3 if "accumulate" in case.events else 1
     for part in range(passes):
         x, y = batch(step, part, rank, case.dtype)
@@ -180,7 +181,7 @@ def backward(case: Case, ddp: DistributedDataParallel, state: Any, scaler: Any, 
 
 
 def drop(case: Case, module: nn.Module, step: int) -> bool:
-    """Take the widest layer's gradient away, or all of them: rounds that must leave no trace there."""
+    """Drop the widest layer's gradient, or all gradients. Such rounds must not change residuals."""
     events = {event for event in case.events if event == "throw away" or event.startswith("drop")}
     if not events or step < 6 or step % 3:
         return False
@@ -192,7 +193,7 @@ def drop(case: Case, module: nn.Module, step: int) -> bool:
 
 
 def residual_digest(state: HierState) -> str:
-    """Digest of the residuals and the velocities: nothing and zeros are the same."""
+    """Return the digest of residuals and velocities. None and zeros are equal."""
     found = []
     for store in state.stores:
         one = hashlib.sha256()
@@ -209,14 +210,14 @@ def residual_digest(state: HierState) -> str:
 
 
 def make_inside_slow(state: HierState) -> None:
-    """The network inside a node costs a second a byte from now on, so that "auto" all-reduces over all ranks."""
+    """Let the network inside a node cost one second per byte, so that "auto" all-reduces over all ranks."""
     choice = state.exchange.choice
     assert choice.rates is not None
     choice.rates = replace(choice.rates, intra=replace(choice.rates.intra, seconds_per_byte=1.0))
 
 
 def grouped(name: str, module: nn.Module) -> Optimizer:
-    """The optimizer of this name; those with momentum have two groups."""
+    """Return the optimizer of this name. Optimizers with momentum have two groups."""
     if name in ("adamw", "sgd"):
         return OPTIMIZERS[name](list(module.parameters()))
     weights = [p for p in module.parameters() if p.dim() > 1]
@@ -229,7 +230,7 @@ def grouped(name: str, module: nn.Module) -> Optimizer:
 
 
 class Normed(Net):
-    """A model with buffers, of which each rank has its own."""
+    """A model with buffers that differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +242,7 @@ def train_updates(case: Case, topology: Any, trail: Trail) -> None:
     module = Normed().to(case.dtype)
     with torch.no_grad():
         for p in module.parameters():
-            p.mul_(1 + rank / 8)  # ranks begin with what the first one has
+            p.mul_(1 + rank / 8)  # ranks start with the values of rank 0
     added = list(module.side.parameters()) if "group" in case.events else []
     first = [p for p in module.parameters() if all(p is not each for each in added)]
     halves = [first[::2], first[1::2]] if "two optimizers" in case.events else [first]
@@ -308,7 +309,7 @@ def check_finite(module: nn.Module) -> None:
 
 
 class Blocks(nn.Module):
-    """Blocks that repeat between two layers, of sizes that no number of devices divides."""
+    """Repeated blocks between two layers, whose sizes no number of devices divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +369,7 @@ def train_fsdp(case: Case, topology: Any, trail: Trail) -> None:
 
 
 def train_pto(case: Case, topology: Any, trail: Trail) -> None:
-    """Gradients are made up, the same on all ranks, as a reduction would leave them."""
+    """Train with random gradients, equal on all ranks, as a reduction would leave them."""
     communicator = communicator_of(topology, case.config["scope"])
     parameters = pto_parameters("big" in case.events)
     late = parameters.pop() if "group" in case.events else None
@@ -396,7 +397,7 @@ def train_pto(case: Case, topology: Any, trail: Trail) -> None:
 
 
 def pto_parameters(big: bool) -> list[nn.Parameter]:
-    """More than there are ranks, none a multiple of another; one so big that it is divided."""
+    """Return more parameters than ranks, none a multiple of another, with one that is large enough to be divided."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(37, 13), (37,), (29, 37), (29,), (5, 29), (5,), (), (3, 2, 5, 5), *([(301, 67)] if big else []), (11, 7)]
     made = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -406,7 +407,7 @@ def pto_parameters(big: bool) -> list[nn.Parameter]:
 
 
 def set_gradients(parameters: list[nn.Parameter], step: int) -> None:
-    """One parameter is unused in every third step."""
+    """Set the gradients. One parameter is unused in every third step."""
     generator = torch.Generator().manual_seed(100 + step)
     for index, p in enumerate(parameters):
         grad = torch.empty_like(p.data).copy_(torch.randn(p.shape, generator=generator))
@@ -414,7 +415,7 @@ def set_gradients(parameters: list[nn.Parameter], step: int) -> None:
 
 
 def whole_state(optimizer: Any) -> Any:
-    """The state_dict as rank 0 saves it, given to all ranks."""
+    """Return the state_dict as rank 0 saves it, on all ranks."""
     optimizer.consolidate_state_dict()
     held = [optimizer.state_dict() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(held)
@@ -427,7 +428,7 @@ SAVED, LAST = 3, 6
 
 
 def train_resumed(case: Case, topology: Any, trail: Trail) -> None:
-    """Steps to LAST with a save at SAVED; and from there to LAST in a new Trainer."""
+    """Train to LAST with a save at SAVED, and from SAVED to LAST in a new Trainer."""
     os.environ |= environment(topology)
     folder: list[str] = [tempfile.mkdtemp(prefix="digests-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
@@ -448,7 +449,7 @@ def train_resumed(case: Case, topology: Any, trail: Trail) -> None:
 
 
 def environment(topology: Any) -> dict[str, str]:
-    """Set the environment as torchrun does, for ranks that have joined their process group already."""
+    """Set the environment as torchrun does, for ranks that have a process group."""
     values = {
         "RANK": topology.rank, "LOCAL_RANK": topology.device_index, "GROUP_RANK": topology.node_index,
         "WORLD_SIZE": topology.world_size, "LOCAL_WORLD_SIZE": topology.num_devices,
@@ -459,7 +460,7 @@ def environment(topology: Any) -> dict[str, str]:
 
 
 def fit(case: Case, topology: Any, save: Path | None) -> tuple[Any, Any]:
-    """A module, and a Trainer that saves it at SAVED."""
+    """Return a module, and a Trainer that saves it at SAVED."""
     import pytorch_lightning as pl
 
     from lightning_sparse.flavours import pytorch_lightning as classes
@@ -470,7 +471,9 @@ def fit(case: Case, topology: Any, save: Path | None) -> tuple[Any, Any]:
             self.net = Blocks()
 
         def training_step(self, _: Tensor, index: int) -> Tensor:
-            return loss_of_blocks(case, self.net)(self.trainer.global_step)  # whatever the loader says: a resume
+            return loss_of_blocks(case, self.net)(
+                self.trainer.global_step
+            )  # not the loader's batch, which a resume changes
 
         def configure_optimizers(self) -> Optimizer:
             return OPTIMIZERS[case.optimizer](list(self.parameters()))

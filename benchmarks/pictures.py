@@ -1,9 +1,9 @@
-"""How the pictures of results look, and those of result files again, without measuring.
+"""The style of plots, and plots of result files without new measurements.
 
     python -m benchmarks.pictures [FOLDER]      # default: benchmarks/results
 
-All are `WIDTH` inches wide, with the legend below the axes. The background is transparent and text is grey, which can
-be read on white and on black; so nothing that matters is drawn in either.
+All plots are `WIDTH` inches wide, with the legend below the axes. The background is transparent, and text is grey,
+which is readable on white and on black; so no curve is drawn in white or black.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PALETTE = (*DARK, *LIGHT)
 
 
 def colour(index: int) -> str:
-    """Colour of a line of a picture, in order. Grey is left to the text and to the baselines."""
+    """Return the color of a curve, in order. Grey is reserved for text and baselines."""
     return PALETTE[index % len(PALETTE)]
 
 
 @contextmanager
 def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool = False) -> Iterator[Sequence[Any]]:
-    """Draw on these axes, side by side; the file is written at the end. The same rows give the same SVG.
+    """Draw on these axes, side by side; the file is written at the end. Equal rows give an equal SVG.
 
     Raises:
         ValueError: if matplotlib is not installed.
@@ -71,7 +71,7 @@ def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool =
 
 # -- again -------------------------------------------------------------------------------------------------------------
 
-# beginning of a picture's name -> the module of this folder that draws it; the longest one counts
+# prefix of a plot's name -> the module that draws it; the longest prefix counts
 BY = {
     "convergence": "convergence.images",
     "convergence-text": "convergence.text",
@@ -90,7 +90,7 @@ GONE = ("data-learning", "peers")
 
 
 def draw(file: Path, record: dict[str, Any]) -> None:
-    """Draw one picture of a record, by the benchmark that wrote the record."""
+    """Draw the plot of a record, with the benchmark that wrote it."""
     name = max((each for each in BY if file.name.startswith(each)), key=len)
     import_module(f"benchmarks.{BY[name]}").plot(record, file)
 

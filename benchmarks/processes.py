@@ -1,7 +1,6 @@
-"""The processes that measure: the ranks of a launcher or of an emulated cluster, and calls in a process of their own.
+"""The processes of a measurement: ranks of a launcher or of an emulated cluster, and calls in a new process.
 
-Ranks of an emulated cluster are started as ``python -m benchmarks.processes`` and find what to do in a folder, of which
-`FOLDER` tells them.
+Ranks of an emulated cluster run ``python -m benchmarks.processes`` and read their task from the folder `FOLDER`.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def on_clusters(
     storage: tuple[Path, float] | None = None,
     rtt_ms: float = 0.0,
 ) -> Rows | None:
-    """Rows of `work` with cluster and rate in each: of emulated clusters of these sizes and rates, one after the other.
+    """Return the rows of `work` with cluster and rate, for emulated clusters of these sizes and rates, one after the
+    other.
 
-    Under torchrun or srun those of its ranks, and None on all but rank 0. A rate is None where nobody knows it: on a
-    cluster that is not emulated, and over loopback, which takes the place of links where those cannot be shaped.
-    `storage` is a folder that emulated nodes see over the network alone, and the rate of its link; `rtt_ms` is what a
-    packet to another node and its answer take.
+    Under torchrun or srun, return the rows of its ranks, on rank 0 only. A rate is None if it is unknown: on a cluster
+    that is not emulated, and over loopback, which replaces links that cannot be shaped. `storage` is a folder that
+    emulated nodes see over the network alone, and the rate of its link; `rtt_ms` is the round-trip time between nodes.
     """
     if is_launched():
         topology, device = join_ranks()
@@ -80,7 +79,7 @@ def _emulated(
     storage: tuple[Path, float] | None,
     rtt_ms: float,
 ) -> Rows:
-    """What rank 0 of a cluster returns; without a rate over loopback."""
+    """Return the result of rank 0 of a cluster; without a rate over loopback."""
     nodes, devices = map(int, cluster.split("x"))
     config = LabConfig(nodes=nodes, devices=devices, gbps=gbps or 1.0, network=gbps is not None)
     if gbps is not None:
@@ -100,7 +99,7 @@ def _emulated(
 
 
 def main() -> None:
-    """One rank of an emulated cluster."""
+    """Run one rank of an emulated cluster."""
     folder = Path(os.environ[FOLDER])
     module, name, gbps, arguments = pickle.loads((folder / "work").read_bytes())
     torch.set_num_threads(1)
@@ -112,7 +111,7 @@ def main() -> None:
 
 
 def set_rate(gbps: float) -> None:
-    """Have the lab shape all links anew; nothing happens on ranks that are in none. A collective."""
+    """Let the lab change the rate of all links; without effect outside a lab. A collective."""
     dist.barrier()
     if FOLDER in os.environ and dist.get_rank() == 0:
         _ask(f"rate {gbps}")
@@ -120,12 +119,12 @@ def set_rate(gbps: float) -> None:
 
 
 def storage_sent() -> int:
-    """Bytes so far that the lab's storage node sent, as counted by the kernel. On rank 0 alone."""
+    """Return the bytes that the lab's storage node has sent, counted by the kernel, on rank 0 only."""
     return int(_ask("storage"))
 
 
 def _ask(question: str) -> str:
-    """What the process that holds the lab answers."""
+    """Return the answer of the process that holds the lab."""
     asked, answer = (Path(os.environ[FOLDER], name) for name in ("asked", "answer"))
     asked.with_suffix(".new").write_text(question)
     asked.with_suffix(".new").rename(asked)
@@ -138,7 +137,7 @@ def _ask(question: str) -> str:
 
 @contextmanager
 def _answered(lab: Cluster, folder: Path) -> Iterator[None]:
-    """Answer what rank 0 asks."""
+    """Answer the requests of rank 0."""
     asked, over = folder / "asked", threading.Event()
 
     def serve() -> None:
@@ -164,7 +163,7 @@ def _answered(lab: Cluster, folder: Path) -> Iterator[None]:
 
 
 def received_bytes() -> int:
-    """Bytes that this node received on eth0, as counted by the kernel; 0 outside a lab."""
+    """Return the bytes that this node received on eth0, counted by the kernel; 0 outside a lab."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("eth0:"):
             return int(line.split(":")[1].split()[0])
@@ -172,7 +171,7 @@ def received_bytes() -> int:
 
 
 def slowest(seconds: float | Sequence[float], device: torch.device) -> torch.Tensor:
-    """Times of the slowest rank. A collective."""
+    """Return the times of the slowest rank. A collective."""
     taken = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return taken
@@ -182,10 +181,10 @@ def slowest(seconds: float | Sequence[float], device: torch.device) -> torch.Ten
 
 
 def alone(what: str, work: Callable[..., Any], *arguments: object) -> Any:
-    """Return ``work(*arguments)`` of a process that starts afresh.
+    """Return ``work(*arguments)`` from a new process.
 
     Raises:
-        RuntimeError: if the process ends before; the message says which one (`what`) and how.
+        RuntimeError: if the process ends before; the message says which process (`what`) and how.
     """
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:

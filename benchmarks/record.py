@@ -1,4 +1,4 @@
-"""What the benchmarks have alike around a measurement: options, where a number comes from, and files of results."""
+"""Common parts of the benchmarks: options, provenance of numbers, and files of results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def processor() -> str:
 
 
 def parser_of(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
-    """A parser with OUT, and with --quick where `quick` says what it does."""
+    """Return a parser with OUT, and with --quick if `quick` describes it."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
     if quick:
@@ -37,26 +37,26 @@ def parser_of(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
 
 
 def add_clusters(parser: argparse.ArgumentParser, clusters: list[str], gbps: list[float]) -> None:
-    """Emulated clusters and the rates of their links, each with each."""
+    """Add options for emulated clusters and the rates of their links; all combinations are measured."""
     parser.add_argument("--clusters", nargs="+", default=clusters, metavar="MxL", help="nodes x devices to emulate")
     parser.add_argument("--gbps", type=float, nargs="+", default=gbps, metavar="R", help="Gbit/s of a link each way")
 
 
 def command() -> str:
-    """The command that runs, without places of this machine."""
+    """Return the command line, without paths of this machine."""
     spec = sys.modules["__main__"].__spec__
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return " ".join(["python -m", spec.name if spec else Path(sys.argv[0]).stem, *words])
 
 
 def commit() -> str:
-    """Commit of the source; "unknown" outside a clone."""
+    """Return the commit of the source; "unknown" outside a clone."""
     changed = _git("status", "--porcelain", "-uno")
     return (_git("rev-parse", "--short", "HEAD") or "unknown") + (" with local changes" if changed else "")
 
 
 def _git(*words: str) -> str:
-    """Output of a git command in this folder; empty if git fails."""
+    """Return the output of a git command in this folder; empty if git fails."""
     try:
         return subprocess.run(
             ["git", "-C", Path(__file__).parent, *words], capture_output=True, text=True
@@ -66,7 +66,7 @@ def _git(*words: str) -> str:
 
 
 def surroundings(*packages: str) -> dict[str, str]:
-    """Provenance, with the versions of these packages where they are installed."""
+    """Return hardware, date, commit and command, with the versions of these packages if they are installed."""
     gpu = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}", *map(_version, packages)]
     return {
@@ -88,7 +88,7 @@ def _version(package: str) -> str:
 def write(
     file: Path, record: dict[str, Any], text: str = "", plot: Callable[[dict[str, Any], Path], None] | None = None
 ) -> None:
-    """Write `file`, a .json; beside it `text` as .md, which is printed; and the picture, if matplotlib is installed."""
+    """Write `file`, a .json, `text` as .md, which is printed, and the plot if matplotlib is installed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=1) + "\n")
     if text:
@@ -98,5 +98,5 @@ def write(
         try:
             plot(record, file.with_suffix(".svg"))
         except ValueError as error:
-            print(f"no picture: {error}")
+            print(f"no plot: {error}")
     print(f"\nwrote {file}", flush=True)

@@ -1,1 +1,1 @@
-"""What sending little costs: accuracy and loss, at equal steps and at equal time."""
+"""Accuracy and loss of methods that send little, at equal steps and at equal time."""

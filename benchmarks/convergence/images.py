@@ -1,31 +1,30 @@
-"""Validation accuracy of hierarchical top-k communication against dense training, on a small CIFAR-10.
+"""Validation accuracy of hierarchical top-k communication compared with dense training, on a small CIFAR-10.
 
-    python -m benchmarks.convergence.images PICTURES --tune     # once: learning rate, on dense training alone
-    python -m benchmarks.convergence.images PICTURES            # the whole table; again after an interruption
+    python -m benchmarks.convergence.images IMAGES --tune     # once: learning rate, on dense training alone
+    python -m benchmarks.convergence.images IMAGES            # the whole table; again after an interruption
 
-PICTURES is a folder ``{train,val}/<class>/*.jpg``, all pictures of one size (32 x 32).
+IMAGES is a folder ``{train,val}/<class>/*.jpg``, with images of one size (32 x 32). Runs are those of runs.py: four
+real processes as two nodes of two devices, or as four nodes of one device ("-4x1"). Bytes are counted, and times mean
+nothing.
 
-Runs are those of runs.py: four real processes, taken for two nodes of two devices or for four of one
-("-4x1"). Bytes are counted and times mean nothing.
+The regional exchange and the all-gather of messages are compared at equal bytes. With M = 4 nodes, a device receives
+(M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so K may be twice as large by regions.
 
-The regional exchange is held against the all-gather of messages at equal bytes: with M = 4 nodes a device receives
-(M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so by regions K may be twice as large.
+**Single-node baseline.** Training without communication: a node on its share of each batch (half; with "-4x1" a
+quarter), for as many steps, at the same learning rate. A method that does not beat it is worse than no network.
 
-**One node alone.** The baseline without communication: a node on its share of each batch (half of it; with "-4x1" a
-quarter), as many steps, the same learning rate. A way that does not beat it is worse than no network.
+**Paired.** Initialization, data order and augmentation depend only on the seed; a configuration changes only the
+communication. So differences to dense training are computed per seed, and their interval is much narrower than that of
+the accuracies. Runs are ordered by seed, so an unfinished table is paired, too.
 
-**Paired.** Initialisation, data order and augmentation are functions of the seed alone; a configuration changes only
-how gradients travel. So differences to dense are taken seed by seed, and their interval is far narrower than that of
-the accuracies. Runs go seed by seed, each with all configurations: an unfinished table is paired already.
+**One learning rate.** ``--tune`` chooses it for dense training, on seeds that are not in the table. All configurations
+use it, so the table does not show what a separate learning rate would gain.
 
-**One learning rate.** ``--tune`` chooses it for dense training on seeds that are not in the table, and all
-configurations reuse it. Whatever a configuration would gain from a learning rate of its own is not in the numbers.
+**Short runs.** 1,170 steps are few for a method that sends an entry about every 1/density steps; published parity is
+for tens of thousands. Read the table as a ranking of variants and a regression test.
 
-**Short runs.** 1,170 steps are few for a method that sends a coordinate every 1/density steps or so; published parity
-is for tens of thousands. Read the table as an ordering of the variants and a regression test, not as a promise.
-
-Every finished (configuration, seed) is one file ``runs/<configuration>-seed<seed>.json`` and is not run again.
-The summary is results.md, results.json and results.svg in the same folder.
+Each finished (configuration, seed) is a file ``runs/<configuration>-seed<seed>.json`` and is not run again. The summary
+is results.md, results.json and results.svg in the same folder.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class PictureSettings(Settings):
     weight_decay: float = 5e-4
 
 
-# --- the pictures, decoded once, and the order in which training sees them
+# --- the images, decoded once, and their order in training
 
 
 SUFFIXES = {".jpg", ".jpeg", ".png"}
@@ -110,7 +109,7 @@ class Pictures:
     val_x: Tensor
     val_y: Tensor
     classes: tuple[str, ...]
-    mean_C: Tensor  # of the training pictures, in 0..255
+    mean_C: Tensor  # of the training images, in 0..255
     std_C: Tensor
 
     @property
@@ -122,7 +121,7 @@ class Pictures:
 
 
 def augmented(padded_NCHW: Tensor, index_B: Tensor, top_B: Tensor, left_B: Tensor, flip_B: Tensor, size: int) -> Tensor:
-    """Crops of `size` at (top, left) of the pictures `index`, some mirrored; float, channels last in memory."""
+    """Return crops of `size` at (top, left) of the images `index`, some mirrored; float, channels last in memory."""
     rows_BH = top_B[:, None] + torch.arange(size)
     columns_BW = left_B[:, None] + torch.where(flip_B[:, None], torch.arange(size - 1, -1, -1), torch.arange(size))
     # Indices on both sides of a slice put the indexed dimensions first: [B, H, W, C].
@@ -131,7 +130,7 @@ def augmented(padded_NCHW: Tensor, index_B: Tensor, top_B: Tensor, left_B: Tenso
 
 
 class EpochOrder:
-    """Which pictures, crops and mirrorings a rank sees in one epoch: a pure function of (seed, epoch)."""
+    """The images, crops and flips of a rank in one epoch: a pure function of (seed, epoch)."""
 
     PAD = 4
 
@@ -153,7 +152,7 @@ class EpochOrder:
 
 
 def load_pictures(source: Path, cache: Path) -> Path:
-    """The file in `cache` with the decoded pictures of `source`, made if it is not there."""
+    """Return the file in `cache` with the decoded images of `source`; make it if it is missing."""
     if not (source / "train").is_dir() or not (source / "val").is_dir():
         raise ValueError(f"{source} lacks train/ or val/; give a folder with {{train,val}}/<class>/*.jpg")
     stat = source.stat()
@@ -167,7 +166,7 @@ def load_pictures(source: Path, cache: Path) -> Path:
 
 
 def decode(source: Path) -> Pictures:
-    """Sorted by path, so that the result does not depend on the order of a directory."""
+    """Decode all images, sorted by path."""
     tensors: dict[str, Tensor] = {}
     classes = tuple(sorted(each.name for each in (source / "train").iterdir() if each.is_dir()))
     for split in ("train", "val"):
@@ -175,9 +174,7 @@ def decode(source: Path) -> Pictures:
         found = [np.asarray(Image.open(path).convert("RGB")) for path in tqdm(files, desc=split, unit="picture")]
         shapes = {pixels.shape for pixels in found}
         if len(shapes) != 1:
-            raise ValueError(
-                f"{source / split} holds pictures of {len(shapes)} sizes, {sorted(shapes)[:2]}; one is needed"
-            )
+            raise ValueError(f"{source / split} has images of {len(shapes)} sizes, {sorted(shapes)[:2]}. Use one size")
         tensors[f"{split}_x"] = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).contiguous()
         tensors[f"{split}_y"] = torch.tensor([classes.index(path.parent.name) for path in files])
     values = tensors["train_x"].double()
@@ -207,7 +204,7 @@ class Block(nn.Module):
 
 
 def resnet8(num_classes: int, widths: Sequence[int]) -> nn.Sequential:
-    """78,042 parameters for ten classes and widths 16, 32, 64. The stem halves the picture: a quarter of the cost."""
+    """Return a ResNet of 78,042 parameters for ten classes and widths 16, 32, 64. The stem halves the image."""
     a, b, c = widths
     return nn.Sequential(
         nn.Conv2d(3, a, 3, 2, 1, bias=False),
@@ -226,7 +223,7 @@ def resnet8(num_classes: int, widths: Sequence[int]) -> nn.Sequential:
 
 
 class PictureLearner(Learner):
-    """The network, SGD with a cosine, and the augmented batches of this rank."""
+    """The network, SGD with a cosine schedule, and the augmented batches of this rank."""
 
     def __init__(self, run: Run, pictures: Pictures, rank: int) -> None:
         self.settings: PictureSettings = run.settings
@@ -252,7 +249,7 @@ class PictureLearner(Learner):
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Accuracy in percent. Each rank takes its share of the pictures, with the mean of all batch statistics."""
+        """Return the accuracy in percent, with averaged batch statistics. Each rank takes its share of the images."""
         ranks, pictures = dist.get_world_size(), self.pictures
         for buffer in self.model.buffers():
             if buffer.is_floating_point():
@@ -282,7 +279,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=Path, help="folder with {train,val}/<class>/*.jpg")
+    parser.add_argument("pictures", type=Path, help="image folder with {train,val}/<class>/*.jpg")
     run_command(TASK, parser, OUT, lambda options: load_pictures(options.pictures, options.out))
 
 

@@ -1,4 +1,4 @@
-"""From the records of the convergence benchmarks to a table and a plot. Only `write_report` touches the disk."""
+"""Tables and plots from the records of the convergence benchmarks. Only `write_report` writes to disk."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.record import surroundings, write
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+# Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What a task is judged by: a number in every line of a run's history, under `key`."""
+    """The metric of a task: a number in every line of a run's history, under `key`."""
 
     key: str
     name: str  # also of the plot's file
@@ -29,7 +29,7 @@ class Metric:
     higher_is_better: bool
 
     def best(self, values: Mapping[str, float]) -> str:
-        """The name with the best value; not a number is the worst."""
+        """Return the name with the best value; NaN is the worst."""
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         if not known:
             raise ValueError(f"{self.name} is not a number for any of {', '.join(values)}; nothing can be chosen")
@@ -40,7 +40,7 @@ class Metric:
 
 
 def half_width_95(values: Sequence[float]) -> float | None:
-    """Half of the 95 % t-interval of the mean; None for fewer than two values, which have none."""
+    """Return half of the 95% t-interval of the mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     quantile = T_95[min(len(values) - 1, len(T_95)) - 1]
@@ -48,7 +48,7 @@ def half_width_95(values: Sequence[float]) -> float | None:
 
 
 def summarise(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[str, Any]]:
-    """One row a configuration. Metrics are those of the last epoch, never the best one."""
+    """Return one row per configuration, with the metrics of the last epoch, not of the best one."""
     last = {(record["config"], record["seed"]): record["history"][-1] for record in records}
     rows = []
     for config in dict.fromkeys(record["config"] for record in records):
@@ -76,8 +76,8 @@ def summarise(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[st
 
 
 def against_alone(records: Sequence[dict[str, Any]], metric: Metric) -> dict[str, tuple[float, float | None]]:
-    """Return what each configuration gains over one node alone of its cluster (above zero is better), seed
-    by seed, and half of the 95 % interval. Configurations without such a row are left out."""
+    """Return the gain of each configuration over the single-node baseline of its cluster (above zero is better), per
+    seed, and half of the 95% interval. Configurations without a baseline are left out."""
 
     def cluster(record: dict[str, Any]) -> Any:
         return (record["arguments"] or {}).get("nodes")
@@ -98,7 +98,7 @@ def against_alone(records: Sequence[dict[str, Any]], metric: Metric) -> dict[str
 
 
 def verdict(records: Sequence[dict[str, Any]], metric: Metric) -> list[str]:
-    """Lines that name what is worse than no network at all."""
+    """Return lines that name methods worse than no network."""
     gains = against_alone(records, metric)
     if not gains:
         return []
@@ -120,7 +120,7 @@ def verdict(records: Sequence[dict[str, Any]], metric: Metric) -> list[str]:
 
 
 def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list[float]:
-    """The mean over seeds of `key`, epoch by epoch."""
+    """Return the mean over seeds of `key` per epoch."""
     histories = [record["history"] for record in records if record["config"] == config]
     return [fmean(row[key] for row in rows) for rows in zip(*histories, strict=True)]
 
@@ -151,7 +151,7 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
         for index, config in enumerate(dict.fromkeys(record["config"] for record in records)):
             curve = mean_curve(records, config, metric.key)
             megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
-            if not any(megabytes):  # one node alone: where it ends is what bytes have to beat
+            if not any(megabytes):  # single-node baseline: methods must end below it
                 style = {"linestyle": next(alone), "color": GREY}
                 against_bytes.axhline(curve[-1], **style)
             else:
@@ -165,7 +165,7 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
 
 
 def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric) -> str:
-    """Write results.json, results.md and a plot; returns the table."""
+    """Write results.json, results.md and a plot; return the table."""
     rows, about = summarise(records, metric), surroundings()
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     settings, parameters = records[0]["settings"], records[0]["parameters"]

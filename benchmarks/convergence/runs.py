@@ -1,11 +1,9 @@
-"""What the convergence benchmarks share: a run of a configuration and a seed, on real ranks, kept in a file of its own.
+"""Common part of the convergence benchmarks: one run of a configuration and a seed, on real ranks, stored in a file.
 
-A benchmark brings a `Task`: how one rank's `Learner` (model, optimizer, batches, validation) is made, and the metric
-that it is judged by. All about communication is here, so a row means the same in the tables of two tasks.
-
-What runs is the real thing: processes with Gloo, four taken for two nodes of two devices unless another cluster is
-asked for, `DistributedDataParallel`, and what ways.py has for the row. Only the network is missing: all
-nodes are this machine, so bytes are counted and times mean nothing.
+A benchmark defines a `Task`: a rank's `Learner` (model, optimizer, batches, validation), and its metric. The code of
+communication is here, so rows mean the same in the tables of both tasks. Runs are real: processes with Gloo, four as
+two nodes of two devices by default, `DistributedDataParallel`, and the method from ways.py. Only the network is
+missing, because all nodes are this machine. So bytes are counted, and times mean nothing.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ from benchmarks.convergence.ways import WAYS
 from benchmarks.record import commit
 from lightning_sparse.topology import Topology, with_groups
 
-# What differs between rows of a table: the way (ways.py; "gradients" unless given) with its options, and
-# "nodes", "bucket_cap_mb" and "lr_times" where they are not the usual ones. None: plain DDP. With "alone" one node
-# trains by itself, plain DDP inside it, on its ranks' share of each batch.
+# The differences between rows of a table: the method (ways.py; default "gradients") with its options, and "nodes",
+# "bucket_cap_mb" and "lr_times" if they are not the defaults. None: plain DDP. "alone": the single-node baseline, plain
+# DDP inside one node, on its ranks' share of each batch.
 Arguments = dict[str, Any] | None
-OF_RUN = ("nodes", "lr_times", "alone", "way")  # what is not the way's
+OF_RUN = ("nodes", "lr_times", "alone", "way")  # options of the run, not of the method
 ALONE = {"alone": True}
 SPARSE = {"exchange": "sparse", "value_dtype": "float32", "warmup_epochs": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all configurations of a table share; a task adds its own."""
+    """Settings of all configurations of a table; a task adds its own."""
 
     lr: float
     epochs: int = 15
@@ -55,7 +53,7 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        """Ranks that share each batch."""
+        """Number of ranks that share each batch."""
         return self.nodes * self.devices
 
 
@@ -64,30 +62,30 @@ class Run:
     config: str
     arguments: Arguments
     seed: int
-    settings: Any  # Settings, or what a task makes of it
+    settings: Any  # Settings, or a task's subclass
 
     @property
     def file_name(self) -> str:
         return f"{self.config}-seed{self.seed}.json".replace("/", " per ")  # a rate has a slash
 
     def option(self, name: str, usual: Any) -> Any:
-        """What the configuration says of something that HierConfig does not know."""
+        """Return an option of the configuration that HierConfig does not know."""
         return (self.arguments or {}).get(name, usual)
 
     @property
     def alone(self) -> bool:
-        """Whether one node trains by itself."""
+        """Whether one node trains without the others."""
         return bool(self.option("alone", False))
 
     @property
     def world_size(self) -> int:
-        """How many ranks run: all of them, or those of one node."""
+        """Number of ranks: all of them, or those of one node."""
         ranks: int = self.settings.world_size
         return ranks // self.nodes if self.alone else ranks
 
     @property
     def nodes(self) -> int:
-        """Among which the batch is shared."""
+        """Number of nodes that share the batch."""
         return int(self.option("nodes", self.settings.nodes))
 
     @property
@@ -97,9 +95,8 @@ class Run:
 
 
 class Learner(ABC):
-    """What a task brings for one run on one rank. All but the batches is the same on every rank. A batch is dealt to
-    the ranks of all nodes even where those of one run.
-    """
+    """A task's part of one run on one rank. Everything except the batches is equal on all ranks. A batch is divided
+    among the ranks of all nodes, even if only one node runs."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -108,20 +105,20 @@ class Learner(ABC):
 
     @abstractmethod
     def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:
-        """This rank's loss of every step of an epoch, through `model`, which is `self.model` in DDP."""
+        """Yield this rank's loss of every step of an epoch, through `model`, which is `self.model` in DDP."""
 
     @abstractmethod
     def validate(self) -> float:
-        """The metric, the same on every rank. Collective."""
+        """Return the metric, equal on all ranks. A collective."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a table is about. Functions are found by name in other processes, so they belong to a module.
+    """The subject of a table. Other processes find its functions by name, so they belong to a module.
 
     Args:
-        learner: makes the Learner of (run, data, rank); called with torch's seed set to the run's.
-        settings: makes the settings of ``lr`` and ``epochs``.
+        learner: makes the Learner of (run, data, rank), after torch is seeded with the run's seed.
+        settings: makes the settings from ``lr`` and ``epochs``.
     """
 
     metric: Metric
@@ -138,7 +135,7 @@ class Task:
 
 
 def check_ranks_agree(model: nn.Module) -> None:
-    """Ranks that drift apart would make the metric meaningless. Collective."""
+    """Raise RuntimeError if ranks have different parameters, which would make the metric meaningless. A collective."""
     flat_N = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     low_N, high_N = flat_N.clone(), flat_N.clone()
     dist.all_reduce(low_N, op=dist.ReduceOp.MIN)
@@ -148,7 +145,7 @@ def check_ranks_agree(model: nn.Module) -> None:
 
 
 class Trainer:
-    """One run on one rank. All its methods are collective and give the same on every rank."""
+    """One run on one rank. All methods are collectives, with equal results on all ranks."""
 
     def __init__(self, task: Task, run: Run, data: Any, topology: Topology) -> None:
         torch.manual_seed(run.seed)
@@ -158,7 +155,7 @@ class Trainer:
         self.way = WAYS[run.way](self.learner.model, self.learner.optimizer, topology, options)
 
     def epoch(self, epoch: int) -> dict[str, Any]:
-        """Train for one epoch and validate: a line of the run's history."""
+        """Train for one epoch and validate; return a line of the run's history."""
         learner = self.learner
         self.way.begin_epoch(epoch)
         loss_sum = torch.zeros(())
@@ -187,7 +184,7 @@ class Trainer:
 def train(
     task: Task, run: Run, data: Any, topology: Topology, on_epoch: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """One row of one seed: the record that is written to its file."""
+    """Run one row of one seed; return the record for its file."""
     began, trainer, history = time.perf_counter(), Trainer(task, run, data, topology), []
     for epoch in range(run.settings.epochs):
         history.append(trainer.epoch(epoch))
@@ -208,7 +205,7 @@ def train(
 
 
 def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path, rendezvous: str) -> None:
-    """One rank of runs of one world size. Rank 0 writes the files and shows the progress."""
+    """Run one rank of runs of one world size. Rank 0 writes the files and shows the progress."""
     world_size = runs[0].world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
@@ -239,10 +236,10 @@ def worker(rank: int, task: Task, runs: list[Run], data_file: Path, folder: Path
 
 
 def execute(task: Task, runs: list[Run], data_file: Path, folder: Path) -> list[dict[str, Any]]:
-    """The records of `runs`, in order; those that have a file in `folder` are read, the others are run.
+    """Return the records of `runs`, in order. Runs with a file in `folder` are read, and the others are run.
 
     Raises:
-        ValueError: a file was made with other settings.
+        ValueError: if a file was made with other settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     missing = [run for run in runs if not (folder / run.file_name).exists()]
@@ -261,13 +258,13 @@ def execute(task: Task, runs: list[Run], data_file: Path, folder: Path) -> list[
     return records
 
 
-# --- the command line: choose the learning rate, run what is missing of a table, report
+# --- the command line: choose the learning rate, run the missing rows of a table, report
 
-TUNE_SEEDS = (1000, 1001)  # of no table
+TUNE_SEEDS = (1000, 1001)  # not used in tables
 
 
 def tune(task: Task, data_file: Path, out: Path, epochs: int) -> dict[str, Any]:
-    """The learning rate with the best metric of dense training, and the mean outcome of each that was tried."""
+    """Return the learning rate with the best metric of dense training, and the mean result of each trial."""
     outcome = {}
     for lr in task.tune_lrs:
         runs = [task.run("dense", seed, task.settings(lr=lr, epochs=epochs)) for seed in TUNE_SEEDS]
@@ -278,7 +275,7 @@ def tune(task: Task, data_file: Path, out: Path, epochs: int) -> dict[str, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser, task: Task, out: str) -> None:
-    """The options of every such benchmark; `out` is where results lie if nothing else is said."""
+    """Add the options of all convergence benchmarks; `out` is the default folder of the results."""
     parser.add_argument("--out", type=Path, default=Path(out), help="results, and the data as it is read by the ranks")
     parser.add_argument(
         "--configs",
@@ -291,15 +288,15 @@ def add_options(parser: argparse.ArgumentParser, task: Task, out: str) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
     parser.add_argument("--cluster", default="2x2", help="nodes x devices that share each batch")
-    parser.add_argument("--lr", type=float, help="instead of the one that --tune found")
+    parser.add_argument("--lr", type=float, help="learning rate; default: the result of --tune")
     parser.add_argument("--tune", action="store_true", help="find the learning rate on dense training, and stop")
-    parser.add_argument("--report-only", action="store_true", help="run nothing: report on what is finished")
+    parser.add_argument("--report-only", action="store_true", help="run nothing: report on the finished runs")
 
 
 def run_command(
     task: Task, parser: argparse.ArgumentParser, out: str, load: Callable[[argparse.Namespace], Path]
 ) -> None:
-    """Everything after the options that a benchmark has for itself; `load` gives the file of its data."""
+    """Run a benchmark after its options are parsed; `load` returns the file of its data."""
     add_options(parser, task, out)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

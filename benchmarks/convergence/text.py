@@ -1,22 +1,20 @@
-"""Validation loss of hierarchical top-k communication against dense training: a character Transformer with AdamW.
+"""Validation loss of hierarchical top-k communication compared with dense training: a character Transformer with AdamW.
 
     python -m benchmarks.convergence.text --tune                # once: learning rate, on dense training alone
     python -m benchmarks.convergence.text                       # the whole table; again after an interruption
 
-The text is the source of Python's own library, of which the last 65,536 characters are held out. The metric is bits
-per character: the mean cross-entropy of the held-out characters, each predicted from the 1 to 64 before it.
+The text is the source of Python's library; its last 65,536 characters are held out. The metric is bits per character:
+the mean cross-entropy of the held-out characters, each predicted from the 1 to 64 characters before it.
 
-The rest is as in images.py, which says what its numbers are not: runs are those of runs.py, paired by
-seed, with one learning rate from dense training (times a number where the name says so), and 600 steps are few. What
-differs is what it asks: an optimizer that divides by the size of recent gradients. A coordinate that is sent once in
-1/density steps arrives as a few large gradients among zeros, and AdamW's moments see those: the mean of g/density once
-in 1/density steps is g, but the root of its mean square is g/sqrt(density), and AdamW divides by that. So rows with
-other learning rates say whether the loss is one of step size.
+Everything else is as in images.py, with its caveats: paired by seed, one learning rate from dense training (times a
+factor if the name has one), and only 600 steps. This table is about an optimizer that divides by the size of recent
+gradients. An entry that is sent once in 1/density steps arrives as a few large gradients among zeros. The mean of
+g/density once in 1/density steps is g, but its root mean square is g/sqrt(density), and AdamW divides by that. So rows
+with other learning rates show whether the loss is only one of step size.
 
-An epoch is 40 steps of windows drawn from all of the text; it is what warm-up counts in. Gradients are not clipped.
-
-Every finished (configuration, seed) is one file ``runs/<configuration>-seed<seed>.json`` and is not run again.
-The summary is results.md, results.json and results.svg in the same folder.
+An epoch is 40 steps of windows from all of the text; warm-up counts epochs. Gradients are not clipped. Each finished
+(configuration, seed) is a file ``runs/<configuration>-seed<seed>.json`` and is not run again. The summary is
+results.md, results.json and results.svg in the same folder.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ CONFIGS: dict[str, Arguments] = {
     "updates 1%": UPDATES,
     "updates 1%, bfloat16": {**UPDATES, "value_dtype": "bfloat16"},
     "updates 1%, 2 bits": {**UPDATES, "value_dtype": "2bit"},
-    "updates 2.4%, 2 bits": {**UPDATES, "density": 0.024, "value_dtype": "2bit"},  # the bytes of 1 % in bfloat16
+    "updates 2.4%, 2 bits": {**UPDATES, "density": 0.024, "value_dtype": "2bit"},  # the bytes of 1% in bfloat16
     "updates 0.1%": {**UPDATES, "density": 0.001},
     "updates 3%": {**UPDATES, "density": 0.03},
     "updates 10%": {**UPDATES, "density": 0.1},
@@ -113,7 +111,7 @@ class TextSettings(Settings):
 
 # --- the text: the source of Python's own library, as numbers of characters
 #
-# The files are those of the library's modules whose names begin with a letter, in order of name: what begins with an
+# The files are the library's modules whose names begin with a letter, in order of name. Modules whose names begin with an
 # underscore may belong to one machine. Another Python version has another text, so its version and a digest of the
 # characters are part of a table's settings.
 
@@ -128,31 +126,31 @@ class Corpus:
     num_symbols: int
 
     def windows(self, start_B: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """What is read and what is to be predicted, one character later: int64 [B, length] each."""
+        """Return inputs and targets, one character later: int64 [B, length] each."""
         both_BL = self.train_N[start_B[:, None] + torch.arange(length + 1)].long()
         return both_BL[:, :-1], both_BL[:, 1:]
 
     def val_windows(self, length: int) -> tuple[Tensor, Tensor]:
-        """All of the validation text, window after window, each character predicted once but the first."""
+        """Return all of the validation text in windows. Each character except the first is predicted once."""
         count = (len(self.val_N) - 1) // length
         x_N, y_N = self.val_N[: count * length].long(), self.val_N[1 : count * length + 1].long()
         return x_N.view(count, length), y_N.view(count, length)
 
 
 def start_of_windows(corpus: Corpus, seed: int, epoch: int, shape: tuple[int, int], length: int) -> Tensor:
-    """Where the windows of an epoch begin, [steps, batch]: a pure function of (seed, epoch), with repetition."""
+    """Return the first characters of the windows of an epoch, [steps, batch]: a pure function of (seed, epoch)."""
     generator = torch.Generator().manual_seed(seed * 10_007 + epoch)
     return torch.randint(len(corpus.train_N) - length, shape, generator=generator)
 
 
 def read_library(whole: bool = False) -> bytes:
-    """ASCII; every other character is a question mark.
+    """Return the source of Python's library as ASCII, with question marks for other characters.
 
     Args:
-        whole: all of it that is installed, tests included, some 30 million characters; else `CHARACTERS`.
+        whole: everything that is installed, with tests, about 30 million characters; else `CHARACTERS`.
 
     Raises:
-        ValueError: this Python's library is not there as source.
+        ValueError: if this Python has no source of its library.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     found = folder.rglob("*.py") if whole else folder.glob("*.py")
@@ -172,14 +170,14 @@ def described(text: bytes) -> str:
 
 
 def corpus_of(text: bytes) -> Corpus:
-    """`text` as positions in its alphabet, in two parts."""
+    """Return `text` as indices in its alphabet, in two parts."""
     alphabet, position_N = torch.unique(torch.frombuffer(bytearray(text), dtype=torch.uint8), return_inverse=True)
     position_N = position_N.to(torch.uint8)
     return Corpus(position_N[:-VALIDATION].clone(), position_N[-VALIDATION:].clone(), len(alphabet))
 
 
 def save_corpus(text: bytes, folder: Path) -> Path:
-    """The file in `folder` with the Corpus of `text`."""
+    """Return the file in `folder` with the Corpus of `text`."""
     file = folder / "corpus.pt"
     torch.save(corpus_of(text), file)
     return file
@@ -189,7 +187,7 @@ def save_corpus(text: bytes, folder: Path) -> Path:
 
 
 class CharacterTransformer(nn.Module):
-    """[B, L] characters to [B, L, num_symbols] logits of the next ones. 116,576 parameters for 96 characters."""
+    """[B, L] characters -> [B, L, num_symbols] logits of the next characters. 116,576 parameters for 96 characters."""
 
     def __init__(self, num_symbols: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -209,12 +207,12 @@ class CharacterTransformer(nn.Module):
 
 
 def scale(step: int, warmup: int, steps: int) -> float:
-    """What the learning rate is multiplied with: linear warm-up, and a cosine to zero over all steps."""
+    """Return the factor of the learning rate: linear warm-up, and a cosine to zero over all steps."""
     return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 class TextLearner(Learner):
-    """The Transformer, AdamW with warm-up and a cosine, and the windows of this rank."""
+    """The Transformer, AdamW with warm-up and a cosine schedule, and the windows of this rank."""
 
     def __init__(self, run: Run, corpus: Corpus, rank: int) -> None:
         self.settings: TextSettings = run.settings
@@ -230,7 +228,7 @@ class TextLearner(Learner):
         return (self.loss(model, epoch * self.steps + step) for step in range(self.steps))
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
-        """Of one step of the run."""
+        """Return the loss of one step."""
         epoch, row = divmod(step, self.steps)
         if epoch != self._epoch:
             shape = (self.steps, self.settings.global_batch)
@@ -240,7 +238,7 @@ class TextLearner(Learner):
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Bits per character. Every rank takes its share of the windows. Collective."""
+        """Return bits per character. Each rank takes its share of the windows. A collective."""
         x_NL, y_NL = self.corpus.val_windows(CONTEXT)
         mine = slice(self.rank, None, dist.get_world_size())
         nats = F.cross_entropy(self.model(x_NL[mine]).flatten(0, 1), y_NL[mine].flatten(), reduction="sum").double()

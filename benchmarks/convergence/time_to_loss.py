@@ -1,20 +1,19 @@
-"""How long until a loss or an accuracy is reached, on nodes with slow links: ours beside other ways to train.
+"""Time to reach a loss or an accuracy on nodes with slow links: this library compared with other training methods.
 
     sudo python -m benchmarks.convergence.time_to_loss OUT [--clusters 4x1] [--gbps 0.1] [--epochs 15]
-    sudo python -m benchmarks.convergence.time_to_loss OUT --pictures PICTURES [--grace PATH] [--demo PATH] --epochs 4
+    sudo python -m benchmarks.convergence.time_to_loss OUT --pictures IMAGES [--grace PATH] [--demo PATH] --epochs 4
 
 The task is that of text.py, a character Transformer with AdamW, or that of images.py with a wider net, a ResNet of
-308,650 parameters with SGD. Its ranks are the nodes of an emulated cluster (`lightning_sparse.lab`), and share this
-machine's processors. Models are small, so links are chosen that are slow for them: the Transformer's dense gradients of
-466 KB take 56 ms at 0.1 Gbit/s on four nodes. Seconds are those of training; after each epoch all ranks wait for each
-other and validate. Bytes are the kernel's count on a node's link. Ways run one after the other; ways.py says what each
-is. In "one node alone" all nodes train beside each other, so that each has its share of the processors, and the first
-one's model counts. PATHs are checkouts of sands-lab/grace and bloc97/DeMo (which needs einops), without which those
-rows are left out. All share one learning rate but DeMo, and none is tuned: what a way would gain from a rate of its own
-is not in the numbers.
+308,650 parameters with SGD. Ranks are the nodes of an emulated cluster (`lightning_sparse.lab`), and share this
+machine's CPUs. Models are small, so the links are slow: the Transformer's dense gradients of 466 KB take 56 ms at 0.1
+Gbit/s on four nodes. Seconds are those of training; after each epoch, all ranks wait for each other and validate. The
+kernel counts the bytes on a node's link. Methods (ways.py) run one after the other. In the single-node baseline, all
+nodes train at the same time, so that each has its share of the CPUs, and the first node's model counts. PATHs are
+checkouts of sands-lab/grace and bloc97/DeMo (which needs einops); without them, these rows are left out. All methods
+except DeMo use one learning rate, and none is tuned, so the table does not show what a separate rate would gain.
 
-The metric is given at the end; when so many bytes were received as by the row "at equal bytes" names at its end; and by
-the seconds to each goal. In between validations it is interpolated. Writes OUT/time-to-loss.json, .md and .svg.
+The table has the metric at the end, the metric at equal bytes (those of the row that "at equal bytes" names), and the
+seconds to each goal. Between validations, the metric is interpolated. Writes OUT/time-to-loss.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ DEMO: dict[str, Arguments] = {"DeMo": {"way": "demo", "demo_lr": 1e-3}}
 
 @dataclass(frozen=True)
 class Race:
-    """A task, the ways that run, the goals to reach, and the row whose bytes all are given."""
+    """A task, its methods, its goals, and the row whose bytes all methods get."""
 
     task: Task
     rows: dict[str, Arguments]
@@ -88,7 +87,7 @@ OF_PICTURES = Race(
 
 
 class Timed(Trainer):
-    """With the seconds of training so far, and the bytes received in them, in each line of the history."""
+    """A run with the seconds and bytes of training so far in each line of the history."""
 
     seconds, received = 0.0, 0
 
@@ -118,7 +117,7 @@ def measure(
     epochs: int,
     paths: Sequence[str],
 ) -> Rows:
-    """The history of each way. A collective."""
+    """Return the history of each method. A collective."""
     sys.path += paths
     cluster: dict[str, int] = {"epochs": epochs, "nodes": topology.num_nodes, "devices": topology.num_devices}
     if pictures is None:
@@ -136,7 +135,7 @@ def measure(
 
 
 def when(history: Rows, key: str, reached: float, wanted: str) -> float | None:
-    """What `wanted` was when `key` first came to `reached`, up or down, interpolated; None if it never did."""
+    """Return the value of `wanted` when `key` first reached `reached`, interpolated; None if it never did."""
     for before, line in itertools.pairwise(history):
         low, high = sorted((before[key], line[key]))
         if low <= reached <= high:
@@ -146,7 +145,7 @@ def when(history: Rows, key: str, reached: float, wanted: str) -> float | None:
 
 
 def table(rows: Rows, race: Race) -> str:
-    """A block for each cluster and rate."""
+    """Return a block per cluster and rate."""
     metric, blocks = race.task.metric, []
     goals = [f"s to {goal:g}" for goal in race.goals]
     for place in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
@@ -167,7 +166,7 @@ def table(rows: Rows, race: Race) -> str:
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """The metric over seconds, a panel for each cluster and rate."""
+    """Draw the metric over seconds, with a panel per cluster and rate."""
     if "histories" in record:  # in files of before
         where = {name: record[name] for name in ("cluster", "gbps")}
         record = {"rows": [{**where, "way": way, "history": each} for way, each in record["histories"].items()]}
@@ -189,7 +188,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_clusters(parser, ["4x1"], [0.1])
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--pictures", type=Path, help="folder with {train,val}/<class>/*.jpg: its task")
+    parser.add_argument("--pictures", type=Path, help="train on images: folder with {train,val}/<class>/*.jpg")
     parser.add_argument("--grace", type=Path, metavar="PATH", help="a checkout of sands-lab/grace")
     parser.add_argument("--demo", type=Path, metavar="PATH", help="a checkout of bloc97/DeMo")
     parser.add_argument("--ways", nargs="+", metavar="NAME", help="default: all that can run")
@@ -206,7 +205,7 @@ def main() -> None:
 
 
 def runnable(race: Race, options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The ways that are asked for and can run, and the folders of checkouts that they import from."""
+    """Return the requested methods that can run, and the folders of the checkouts that they import."""
     found = {name: path for path, names in ((options.grace, GRACE), (options.demo, DEMO)) if path for name in names}
     names = [name for name in race.rows if name not in {**GRACE, **DEMO} or name in found]
     return [name for name in names if name in (options.ways or names)], [str(p.resolve()) for p in {*found.values()}]

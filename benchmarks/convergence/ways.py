@@ -44,7 +44,7 @@ from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 def wrap(
     model: nn.Module, bucket_cap_mb: float = 25, process_group: dist.ProcessGroup | None = None
 ) -> DistributedDataParallel:
-    """DDP whose batch statistics stay local while training, as a cluster that minds its slow link would have them."""
+    """Return DDP with local batch statistics, as for a cluster with a slow link."""
     # torch 2.15 renames the option and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -54,13 +54,13 @@ def wrap(
 
 
 class Way:
-    """Plain DDP, and what the others do besides.
+    """Plain DDP, and hooks for other methods.
 
     Args:
-        model: to train.
-        optimizer: that steps it.
-        topology: of the ranks.
-        options: of the row.
+        model: model to train.
+        optimizer: its optimizer.
+        topology: topology of the ranks.
+        options: options of the row.
     """
 
     group: ClassVar[str] = "world"
@@ -75,26 +75,26 @@ class Way:
         self.rounds = 0
 
     def begin_epoch(self, epoch: int) -> None:
-        """Before the first step of an epoch."""
+        """Prepare an epoch."""
 
     def before_backward(self) -> None:
-        """Between forward and backward."""
+        """Run between forward and backward."""
 
     def step(self) -> None:
-        """The optimizer's step."""
+        """Run the optimizer's step."""
         self.optimizer.step()
 
     def after_step(self) -> None:
-        """After the optimizer's step."""
+        """Run after the optimizer's step."""
         self.rounds += 1
 
     def receive(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is in flight."""
 
     @contextmanager
     @torch.no_grad()
     def shown(self) -> Iterator[None]:
-        """The model holds what a user would get."""
+        """Return a context in which the model holds the weights for a user."""
         parameters: list[Tensor] = list(self.model.parameters())
         own = [p.detach().clone() for p in parameters]
         self.finish()
@@ -102,19 +102,19 @@ class Way:
         torch._foreach_copy_(parameters, own)
 
     def finish(self) -> None:
-        """Make all ranks hold the same, at the end."""
+        """Give all ranks equal weights, at the end."""
 
     def bytes_per_node(self) -> float:
-        """Received by a node's devices from other nodes so far. Collective."""
+        """Return the bytes that a node's devices received from other nodes so far. A collective."""
         if self.topology.num_nodes == 1:
             return 0.0
-        # What the dense exchange of the same hierarchy would; DDP's flat ring takes half as much again.
+        # The bytes of a dense exchange in this hierarchy. DDP's flat ring takes 1.5 times as many.
         work = TensorSpec(self.topology.num_nodes, self.topology.num_devices, self.numel)
         return self.rounds * self.topology.num_devices * Dense(work).bytes()
 
 
 class Hooked(Way):
-    """DDP with a hook of torch's."""
+    """DDP with one of torch's hooks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
         hook = options.pop("hook")
@@ -134,7 +134,7 @@ class Hooked(Way):
 
 
 class Gradients(Way):
-    """The paper: the largest gradients."""
+    """The paper's method: the largest gradients."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
         super().__init__(model, optimizer, topology, options)
@@ -181,7 +181,7 @@ class Updates(Way):
 
 
 class Average(Way):
-    """Models averaged now and then; DiLoCo with an outer optimizer."""
+    """Models averaged every ``every`` steps; DiLoCo with an outer optimizer."""
 
     group = "node"
 
@@ -209,7 +209,7 @@ class Average(Way):
         torch._foreach_copy_(list(self.model.parameters()), means)
 
     def means(self) -> list[Tensor]:
-        """Return the means of all ranks' parameters. Collective."""
+        """Return the means of all ranks' parameters. A collective."""
         parameters = list(self.model.parameters())
         flat = torch.cat([p.detach().flatten() for p in parameters])
         dist.all_reduce(flat)
@@ -223,7 +223,7 @@ class Average(Way):
 
 
 class PostLocal(Average):
-    """Plain DDP for the first steps, then models averaged now and then."""
+    """Plain DDP for the first steps, then averaged models."""
 
     group = "world"
 
@@ -242,7 +242,7 @@ class PostLocal(Average):
 
 
 class EachAlone(Way):
-    """Every node trains by itself; the first one's model is validated."""
+    """All nodes train separately; the first node's model is validated."""
 
     group = "node"
 
@@ -275,7 +275,7 @@ class Grace(Way):
 
 
 class DeMo(Way):
-    """DeMo, whose learning rate follows the schedule of the optimizer that it takes the place of."""
+    """DeMo, whose learning rate follows the schedule of the optimizer that it replaces."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
         for parameter in model.parameters():
@@ -308,7 +308,7 @@ WAYS: dict[str, type[Way]] = {
 
 
 def received(here: float, topology: Topology) -> float:
-    """Bytes of all devices of a node, given this device's. Collective."""
+    """Return the bytes of all devices of a node, from this device's. A collective."""
     total = torch.tensor(here, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / topology.num_nodes

@@ -1,1 +1,1 @@
-"""What a sample costs: tiers, backends, storage, and the list of samples."""
+"""The costs of a sample: tiers, backends, storage, and the list of samples."""

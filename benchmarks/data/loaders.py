@@ -1,7 +1,7 @@
-"""Loaders that the data benchmarks have alike, and how they are measured: images per CPU-second.
+"""Common loaders of the data benchmarks, and their measurement in images per CPU-second.
 
-CPU time is that of the process and all its children, so it does not depend on the number of threads or on other load
-(unless that affects caches and clock).
+CPU time is that of the process and all its children. So it does not depend on the number of threads, or on other load,
+except through caches and clock rates.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ BATCH = 64
 
 
 def throughput(batches: Iterator[Any], images: float = math.inf) -> dict[str, float]:
-    """Images per CPU-second and per second of so many images, or of all until the loader is closed."""
+    """Return images per CPU-second and per second, for a number of images or until the loader ends."""
     seen, cpu, wall = 0.0, cpu_seconds(os.getpid()), time.perf_counter()
     for pixels, *_ in batches:
         seen += len(pixels)
         float(pixels[0, 0, 0, 0])  # on a GPU, wait for it
         if seen >= images:
             break
-    seen = min(seen, images)  # without those that fill a last batch
+    seen = min(seen, images)  # without repeated images in the last batch
     cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - wall
     return {"images": seen, "per_cpu_second": seen / cpu, "per_second": seen / wall}
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of a process, its threads and all its children, running or ended."""
+    """Return the CPU time of a process, its threads and all its children, running or ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         tasks = list(Path(f"/proc/{process}/task").iterdir())
@@ -52,7 +52,7 @@ def cpu_seconds(process: int) -> float:
         return 0.0
     children: list[int] = []
     for task in tasks:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             children += map(int, (task / "children").read_text().split())
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
 
@@ -60,7 +60,7 @@ def cpu_seconds(process: int) -> float:
 def in_turn(
     measure: Callable[..., dict[str, float]], cases: dict[str, tuple[Any, ...]], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Measure cases (name -> arguments), each in a process of its own, so many times in turn; the medians by name."""
+    """Measure cases (name -> arguments) interleaved, each repetition in a new process; return the medians by name."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for name in tqdm([*cases] * rounds, unit="row", disable=None):
         found[name].append(alone(f"the row {name!r}", measure, *cases[name]))
@@ -71,7 +71,7 @@ def in_turn(
 
 
 def files_of(pictures: Path) -> list[Path]:
-    """The files of ``train/<class>/*``, in order."""
+    """Return the files of ``train/<class>/*``, sorted."""
     return sorted(path for path in (pictures / "train").rglob("*.*") if path.is_file())
 
 
@@ -98,7 +98,7 @@ def generated(folder: Path, of_each: int = 96) -> Path:
 
 
 def transforms(size: int) -> Any:
-    """torchvision's transforms: random resized crop, flip, normalised, float32."""
+    """Return torchvision's transforms: random resized crop, flip, normalization, float32."""
     from torchvision.transforms import v2
 
     steps = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
@@ -107,7 +107,7 @@ def transforms(size: int) -> Any:
 
 
 def over_and_over(data: Any) -> Iterator[Any]:
-    """The batches of a data set by torch's DataLoader with one worker process."""
+    """Yield the batches of a data set from torch's DataLoader with one worker process."""
     from torch.utils.data import DataLoader
 
     # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its workers, and
@@ -155,14 +155,14 @@ def _as_chunk(path: str) -> dict[str, Any]:
 
 
 def make_chunks(pictures: Path, chunks: Path, workers: int = 1) -> None:
-    """The files of an image folder as LitData's chunks."""
+    """Write the files of an image folder as LitData's chunks."""
     optimize = import_optional("litdata", "its rows").optimize
     files = [str(path) for path in files_of(pictures)]
     optimize(_as_chunk, files, str(chunks), chunk_bytes="16MB", num_workers=workers, verbose=False)
 
 
 def litdata_loader(chunks: str, cache: Path, classes: list[str], size: int, **options: Any) -> Any:
-    """LitData's own loader of chunks, with one worker process."""
+    """Return LitData's loader of chunks, with one worker process."""
     from litdata import StreamingDataLoader, StreamingDataset
     from PIL import Image
 

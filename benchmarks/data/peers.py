@@ -1,23 +1,22 @@
-"""Loaders of images beside each other: images per CPU-second in the first epoch, with preparation, and in later ones.
+"""Compare loaders of images: images per CPU-second in the first epoch, with preparation, and in later epochs.
 
-    python -m benchmarks.data.peers OUT NAME=PICTURES:SIZE ...
+    python -m benchmarks.data.peers OUT NAME=IMAGES:SIZE ...
 
-as in ``photographs=/data/imagenet:224 tiny=/data/cifar10:32``. PICTURES is an image folder with ``train/<class>/*`` on
-local disk. All rows end in the same: batches of 64, random resized crop to SIZE, flip, normalised, float32.
+such as ``photographs=/data/imagenet:224 tiny=/data/cifar10:32``. IMAGES is an image folder with ``train/<class>/*`` on
+local disk. All rows make equal batches: 64 images, random resized crop to SIZE, flip, normalized, float32.
 
 ========================== =================================================================================
-row                        what it does
+row                        loader
 ========================== =================================================================================
-ImageFolder + DataLoader   torchvision's own: open, decode, transforms v2, one worker process
-DALI file reader           DALI's own: readers.file, decoders.image_random_crop, resize, ...
-LitData                    `optimize` writes chunks; StreamingDataset, transforms v2, one worker process
-pixels in one file         as FFCV does: decoded once to a short side of 8/7 SIZE, memory-mapped, transforms v2
-CachedImageDataModule      this library, with its defaults
+ImageFolder + DataLoader   torchvision: open, decode, transforms v2, one worker process DALI file reader           DALI:
+readers.file, decoders.image_random_crop, resize, ... LitData                    `optimize` writes chunks;
+StreamingDataset, transforms v2, one worker process pixels in one file         as in FFCV: decoded once to a short side
+of 8/7 SIZE, memory-mapped, transforms v2 CachedImageDataModule      this library, with its defaults
 ========================== =================================================================================
 
-The first epoch is everything from an empty folder on: imports, listing, converting, the first batches. Only Lightning
-is imported before, by all rows. Each row runs in a process of its own, `ROUNDS` times in turn; shown are medians.
-LitData is left out if it is not installed. Writes OUT/data-peers.json and .md.
+The first epoch starts with an empty folder: it includes imports, listing, conversion and the first batches. Only
+Lightning is imported before, in all rows. Each row runs in its own process, `ROUNDS` times, interleaved; the table has
+medians. LitData is left out if it is not installed. Writes OUT/data-peers.json and .md.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def litdata(pictures: Path, work: Path, size: int) -> Iterator[Any]:
 
 
 class Pixels(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Images in one file that is mapped into memory."""
+    """Images in one memory-mapped file."""
 
     def __init__(self, file: Path, shapes: list[tuple[int, int]], labels: list[int], look: Any) -> None:
         self._shapes, self._labels, self._look = shapes, labels, look
@@ -104,8 +103,9 @@ ROWS: dict[str, Row] = {
 
 
 def measure(name: str, pictures: Path, size: int) -> dict[str, float]:
-    """Images per CPU-second and per second, of the first epoch and of later ones; CPU-seconds of three epochs."""
-    import pytorch_lightning  # noqa: F401  # a training has imported it, whatever loads its data
+    """Return images per CPU-second and per second for the first epoch and for later epochs, and CPU-seconds of three
+    epochs."""
+    import pytorch_lightning  # noqa: F401  # as any training does
 
     torch.set_num_threads(1)
     count = len(loaders.files_of(pictures))

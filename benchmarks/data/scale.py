@@ -1,13 +1,12 @@
-"""What the list of samples and the sampler cost on clusters that are not at hand, with a synthetic list.
+"""Costs of the list of samples and of the sampler on large clusters, with a synthetic list.
 
     python -m benchmarks.data.scale OUT
 
-For each cluster (nodes x devices, files in 1,000 classes): seconds and bytes to make the list from what storage
-answers, to write and to map it; seconds to place samples on nodes and to begin an epoch, which each rank does;
-milliseconds of a step of the sampler, and of CPU time in it, which other load changes less; and how evenly samples of
-other nodes fall on devices: all wait for the slowest.
+For each cluster (nodes x devices, files in 1,000 classes), it measures: seconds and bytes to make the list from the
+answers of storage, to write it and to map it; seconds per rank to assign samples to nodes and to begin an epoch;
+milliseconds and CPU time per step of the sampler; and how evenly foreign samples are spread over devices.
 
-Everything is what a run does, except that storage is not asked: its answers are made here, and take no time.
+All code is that of a run, except that the answers of storage are synthetic and take no time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CLASSES, BATCH, STEPS = 1000, 256, 20
 
 
 def answers(files: int) -> dict[str, Listed]:
-    """What storage answers: the files of each class."""
+    """Return the answers of storage: the files of each class."""
     each = [files // CLASSES + (label < files % CLASSES) for label in range(CLASSES)]
     return {
         f"n{label:08}": Listed(
@@ -78,7 +77,7 @@ def measure(files: int, nodes: int, devices: int) -> dict[str, Any]:
 
 
 def steps(manifest: Manifest, nodes: int, devices: int) -> dict[str, Any]:
-    """What each rank does: at the start, at the start of an epoch, and in each step."""
+    """Measure the work of each rank: at the start, at the start of an epoch, and in each step."""
     row: dict[str, Any] = {}
     with timed(row, "place_s"):
         placed = owners(manifest.class_ids, nodes, 0)
@@ -97,7 +96,7 @@ def steps(manifest: Manifest, nodes: int, devices: int) -> dict[str, Any]:
 
 
 def foreign(plan: EpochPlan, placed: np.ndarray[Any, Any], count: int) -> dict[str, Any]:
-    """Shares of the samples of the devices of node 0 that other nodes own, over some steps."""
+    """Return the fraction of foreign samples of each device of node 0, over some steps."""
     batches = [[plan.batch(step, 0, device) for device in range(plan.config.devices[0])] for step in range(count)]
     shares = np.array([[np.mean(placed[batch] != 0) for batch in each] for each in batches])
     spread = shares.max(1) - shares.min(1)

@@ -1,19 +1,18 @@
-"""What crosses the storage link: bytes and time of each epoch and run, beside reading the mount directly.
+"""Bytes on the storage link and time of each epoch and run, compared with reading the mount directly.
 
-    sudo python -m benchmarks.data.storage OUT [--pictures PICTURES] [--count 3000] [--gbps 0.2]
+    sudo python -m benchmarks.data.storage OUT [--pictures IMAGES] [--count 3000] [--gbps 0.2]
 
-Two nodes of two ranks and a storage node behind a slow link of its own (`lightning_sparse.lab`, so root and sshfs are
-needed). All ranks read an image folder on that mount and make training batches of it: random resized crop to 224, flip,
-normalise; nothing is trained. The systems, each in a cluster of its own:
+Two nodes of two ranks read from a storage node behind a slow link (`lightning_sparse.lab`, which needs root and sshfs).
+All ranks read an image folder on that mount and make training batches: random resized crop to 224, flip, normalization.
+Nothing is trained. Each system runs in its own cluster:
 
-    this library   CachedImageDataModule's loaders, cache_dir empty: run 1; the same again with what it left: run 2
-    ImageFolder    torchvision's ImageFolder, DistributedSampler and DataLoader with a worker process a rank: twice
-    LitData        where it is installed: the same files, rewritten on storage as its chunks before anything is timed;
-                   StreamingDataset with the folder as a "local:" remote and a cache folder a node: twice
+    this library   CachedImageDataModule's loaders: run 1 with an empty cache_dir, run 2 with the cache of run 1
+    ImageFolder    torchvision's ImageFolder, DistributedSampler and DataLoader with one worker process per rank: twice
+    LitData        if installed: the files as chunks, written before the measurement; StreamingDataset with the folder
+                   as a "local:" remote and a cache folder per node: twice
 
-Bytes are counted by the kernel on the storage node's link, frames and all, between barriers at which every rank has
-ended its epoch. The pictures are the given ones, or crops of photographs of 375 x 500. Before each run
-the page cache is dropped, and its hits would in any case be those of a data set that fits into memory.
+The kernel counts the bytes on the storage node's link, between barriers at the ends of epochs. The images are the given
+folder, or 375 x 500 crops of photographs. The page cache is dropped before each run; the data set fits into memory.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ def read(
     topology: Topology, device: torch.device, gbps: float | None, role: str, source: str, work: Path, epochs: int,
     begun: float,
 ) -> Rows:  # fmt: skip
-    """Seconds and bytes over the storage link of the start, and of each epoch. A collective."""
+    """Return seconds and bytes on the storage link, of the start and of each epoch. A collective."""
     rows, last, before = Rows(), begun, 0
 
     def note(**about: Any) -> None:
-        """All ranks have come this far."""
+        """Record time and bytes once all ranks have come this far."""
         nonlocal last, before
         dist.barrier()
         if topology.rank == 0:
@@ -123,7 +122,7 @@ def _litdata(source: str, work: Path) -> tuple[Any, Any]:
 
 
 def measure(role: str, source: Path, work: Path, gbps: float, epochs: int) -> dict[str, Any]:
-    """One run of all ranks: bytes over the storage link and seconds of its start and of each epoch."""
+    """Run all ranks once; return bytes on the storage link and seconds of the start and of each epoch."""
     subprocess.run(["sync"], check=True)
     DROP_CACHES.write_text("3\n")
     arguments = role, str(source), work, epochs, time.time()
@@ -134,8 +133,10 @@ def measure(role: str, source: Path, work: Path, gbps: float, epochs: int) -> di
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--pictures", type=Path, help="a folder with train/<class>/*.jpg; default: generated ones")
-    parser.add_argument("--count", type=int, default=3000, help="generated pictures (default %(default)s)")
+    parser.add_argument(
+        "--pictures", type=Path, help="image folder with train/<class>/*.jpg; default: generated images"
+    )
+    parser.add_argument("--count", type=int, default=3000, help="number of generated images (default %(default)s)")
     parser.add_argument("--gbps", type=float, default=0.2, help="rate of the storage node's link in Gbit/s")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--shuffles", nargs="+", default=["global", "local"])

@@ -1,21 +1,20 @@
-"""What a picture costs: images per CPU-second of each tier of the cache and each backend.
+"""The cost of an image: images per CPU-second by tier of the cache and backend.
 
-    python -m benchmarks.data.tiers OUT [PICTURES] [--quick] [--device cuda]
+    python -m benchmarks.data.tiers OUT [IMAGES] [--quick] [--device cuda]
 
-PICTURES is an image folder with ``train/<class>/*``; without it, crops of scikit-learn's two photographs are made. All
-rows end in the same thing: batches of 64, random resized crop to 224, flip, normalised, float32 [64, 3, 224, 224].
+IMAGES is an image folder with ``train/<class>/*``; without it, crops of scikit-learn's two photographs are made. All
+rows make equal batches: 64 images, random resized crop to 224, flip, normalized, float32 [64, 3, 224, 224].
 
 ========================== ============================================================================================
-row                        work for each image
+row                        work per image
 ========================== ============================================================================================
 storage, BACKEND           first epoch with a new cache: read, validate by decoding, write to disk and memory, batch
-disk, BACKEND              memory_gb=0: read from LMDB and decode in every epoch
-memory jpeg, BACKEND       files in memory, decode in every epoch
-memory decoded, BACKEND    pixels in memory
+disk, BACKEND              memory_gb=0: read from LMDB and decode in every epoch memory jpeg, BACKEND       files in
+memory, decoded in every epoch memory decoded, BACKEND    pixels in memory
 ========================== ============================================================================================
 
-Each row runs in a process of its own, `ROUNDS` times in turn; its number is the median. On a GPU, where images per
-second say more, the backend is DALI. Writes OUT/data.json, .md and .svg.
+Each row runs in its own process, `ROUNDS` times, interleaved; the table has medians. On a GPU, the backend is DALI, and
+images per second are more informative. Writes OUT/data.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ TIERS = ("storage", "disk", "memory jpeg", "memory decoded")
 def batches_of(
     tier: str, backend: Backend, pictures: Path, folder: Path, epochs: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the batches of some epochs of a tier; the first one fills it."""
+    """Yield the batches of some epochs of a tier; the first epoch fills the tier."""
     memory_gb, kept = 0.0 if tier == "disk" else 4.0, "jpeg" if tier == "memory jpeg" else "decoded"
     cache = CacheConfig(source=str(pictures), cache_dir=str(folder), memory_gb=memory_gb, format=kept)  # type: ignore[arg-type]
     options = DataOptions(cache=cache, batch_size=BATCH, samples=ImageOptions(backend=backend, threads=1))
@@ -59,7 +58,7 @@ def batches_of(
 
 
 def one_row(tier: str, backend: Backend, pictures: Path, images: int, device: torch.device) -> dict[str, float]:
-    """Measure the whole first epoch of the tier "storage"; of others `images` images after the first epoch."""
+    """Measure the first epoch for the tier "storage", and `images` images after the first epoch for other tiers."""
     torch.set_num_threads(1)
     count = len(files_of(pictures))
     with tempfile.TemporaryDirectory(prefix="data-benchmark-") as cache:
@@ -71,7 +70,7 @@ def one_row(tier: str, backend: Backend, pictures: Path, images: int, device: to
 
 
 def measure(pictures: Path, device: torch.device, rounds: int, images: int) -> Rows:
-    """One row for each tier and backend; of decoded images, four times as many."""
+    """Return one row per tier and backend, with four times as many images if they are decoded."""
     backends = ["dali"] if device.type == "cuda" else ["torch", *["dali"] * has_dali()]
     cases = {
         f"{tier}, {backend}": (tier, backend, pictures, (4 if tier == "memory decoded" else 1) * images, device)
@@ -87,7 +86,7 @@ def table(rows: Rows) -> str:
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Horizontal bars, the first at the top."""
+    """Draw horizontal bars, the first row at the top."""
     values = {row["row"]: row["per_cpu_second"] for row in record["rows"]}
     by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
     colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]

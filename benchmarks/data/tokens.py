@@ -1,27 +1,27 @@
-"""Loaders of tokens beside each other: what crosses the storage link, and tokens per CPU-second, over three runs.
+"""Compare loaders of tokens: bytes on the storage link, and tokens per CPU-second, over three runs.
 
     sudo python -m benchmarks.data.tokens OUT [--shards 32] [--gbps 0.2] [--rows ROW ...]
 
-One process on a node of an emulated cluster reads documents from a mount (sshfs) of a storage node behind a slow link
-of its own (`lightning_sparse.lab`, so root and sshfs are needed): three epochs, and the same in two restarts, with what
-the run before has left on the node's disk. All rows end in the same: shuffled batches of 8 windows of 1,024 tokens, as
-inputs and targets of int64; a token is a byte, so that no row is one of a tokenizer's speed.
+One process on a node reads documents from a mount (sshfs) of a storage node behind a slow link (`lightning_sparse.lab`,
+which needs root and sshfs). It reads three epochs, and again after each of two restarts, with the node's disk as the
+last run left it. All rows make equal batches: 8 shuffled windows of 1,024 tokens, inputs and targets of int64. A token
+is a byte, so the speed of a tokenizer does not matter.
 
 =========================== ============================ =============================================================
 row                         on storage                   loader
 =========================== ============================ =============================================================
-TokenDataModule             documents, ``.jsonl``        this library, which makes ids of them and keeps these
-TokenDataModule, ids        ids, ``.bin``                this library
-LitData                     chunks of ids by `optimize`  StreamingDataset of a plain path, TokensLoader, one worker
-LitData, cached             the same                     the same of a ``local:`` remote, with a cache folder
-Mosaic                      windows of ids, MDSWriter    StreamingDataset with a remote and a local folder, one worker
-Hugging Face                documents, ``.jsonl``        load_dataset(streaming=True), map, shuffle, one worker
+TokenDataModule             documents, ``.jsonl``        this library, which tokenizes them and keeps the ids
+TokenDataModule, ids        ids, ``.bin``                this library LitData                     chunks of ids by
+`optimize`  StreamingDataset of a plain path, TokensLoader, one worker LitData, cached             chunks of ids by
+`optimize`  StreamingDataset of a ``local:`` remote with a cache folder Mosaic                      windows of ids,
+MDSWriter    StreamingDataset with a remote and a local folder, one worker Hugging Face                documents,
+``.jsonl``        load_dataset(streaming=True), map, shuffle, one worker
 =========================== ============================ =============================================================
 
-What rows have on storage is written before anything is timed. Bytes are counted by the kernel on the storage node's
-link, frames and all; the page cache is dropped before each run. CPU time is that of the process and its children, from
-the call on that makes the loader, without sshfs; Lightning is imported before, by all rows. Rows that are not installed
-are left out. Writes OUT/data-tokens.json and .md.
+All files on storage are written before the measurement. The kernel counts the bytes on the storage node's link. The
+page cache is dropped before each run. CPU time is that of the process and its children, without sshfs, from the
+creation of the loader on; all rows import Lightning before. Missing packages are left out. Writes OUT/data-tokens.json
+and .md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Batches = Callable[[int], Iterator[torch.Tensor]]
 """The windows of an epoch, [B, CONTEXT + 1]."""
 
 
-# -- what is on storage ------------------------------------------------------------------------------------------------
+# -- files on storage --------------------------------------------------------------------------------------------------
 
 
 def texts(file: Path) -> list[str]:
@@ -62,12 +62,12 @@ def texts(file: Path) -> list[str]:
 
 
 def ids(file: str | Path) -> np.ndarray[Any, Any]:
-    """The ids of a shard of documents, uint16, each document with its end."""
+    """Return the ids of a shard of documents, uint16, each document with its end."""
     return np.frombuffer(b"".join(each.encode() + bytes([END]) for each in texts(Path(file))), np.uint8).astype("<u2")
 
 
 def write_text(source: Path, shards: int) -> list[Path]:
-    """Write shards of documents of some 2,000 letters."""
+    """Write shards of documents of about 2,000 letters."""
     random, files = np.random.default_rng(0), []
     (source / "text").mkdir(parents=True)
     for number in range(shards):
@@ -169,7 +169,7 @@ def hugging_face(folder: Path, work: Path) -> Batches:
 
 
 def _targets(rows: torch.Tensor) -> torch.Tensor:
-    """The inputs; the targets are made as a training would, and left."""
+    """Return the inputs, after making the targets as a training would."""
     rows = rows.long()
     inputs, _ = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     return inputs
@@ -187,8 +187,9 @@ LOADERS: dict[str, tuple[str, Callable[..., Batches], str, dict[str, Any]]] = {
 
 
 def read(topology: Topology, device: torch.device, gbps: float | None, row: str, source: str, work: str) -> Rows:
-    """Tokens, CPU-seconds, seconds and bytes over the storage link of each epoch; the first has the start in it."""
-    import pytorch_lightning  # noqa: F401  # a training has imported it, whatever loads its data
+    """Return tokens, CPU-seconds, seconds and bytes on the storage link of each epoch; the first epoch includes the
+    start."""
+    import pytorch_lightning  # noqa: F401  # as any training does
 
     folder, make, _, more = LOADERS[row]
     rows, last = Rows(), (cpu_seconds(os.getpid()), time.perf_counter(), storage_sent())
@@ -208,7 +209,7 @@ def read(topology: Topology, device: torch.device, gbps: float | None, row: str,
 
 
 def measure(row: str, source: Path, work: Path, gbps: float) -> list[Rows]:
-    """The epochs of each run."""
+    """Return the epochs of each run."""
     runs = []
     for _ in range(RUNS):
         subprocess.run(["sync"], check=True)
@@ -255,7 +256,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def _speed(epochs: Rows) -> float:
-    """Millions of tokens per CPU-second."""
+    """Return millions of tokens per CPU-second."""
     return float(sum(each["tokens"] for each in epochs) / sum(each["cpu_seconds"] for each in epochs) / 1e6)
 
 

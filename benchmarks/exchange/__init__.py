@@ -1,1 +1,1 @@
-"""What a step costs: gradients and updates between nodes, kernels, the optimizer's step, and the cost model."""
+"""The costs of a step: gradients and updates between nodes, kernels, the optimizer's step, and the cost model."""

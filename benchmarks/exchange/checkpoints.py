@@ -1,11 +1,11 @@
-"""What do a save and a restore cost: seconds, memory of a rank beyond training, and bytes an element on disk?
+"""Costs of a save and a restore: seconds, memory of a rank beyond training, and bytes per element on disk.
 
     python -m benchmarks.exchange.checkpoints OUT --parameters 100e6 [--folder]
 
 Trains a linear model with AdamW for two steps on 2x2 ranks over Gloo, saves through Lightning's Trainer, and resumes on
-the clusters given. Bytes are those of the checkpoint and its side files together, which hold an optimizer's state for
-each node, over the elements of the model. Memory is the highest of a rank while it saves or restores, less what it
-holds when it trains. Files come out of the page cache, so seconds are those of a fast disk.
+the given clusters. Bytes are those of the checkpoint and its side files, which contain an optimizer's state per node,
+divided by the elements of the model. Memory is the maximum of a rank during the save or restore, minus its memory in
+training. Files come from the page cache, so seconds are those of a fast disk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Linear(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Times what Lightning does between these two hooks: the restore, and what a fit without one does, too."""
+    """Times Lightning between two hooks: the restore, and the work of a fit without a restore."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.began = time.monotonic()
@@ -67,7 +67,8 @@ def measure(
     distributed: bool,
     restores: bool,
 ) -> Rows:
-    """One save or restore: the slowest rank's seconds and the largest rank's memory beyond training. A collective."""
+    """Run one save or restore; return the slowest rank's seconds and the largest rank's memory beyond training. A
+    collective."""
     clock, checkpoint = Clock(), folder / CHECKPOINT
     data: DataLoader[Tensor] = DataLoader(list(torch.randn(64, SIDE)), batch_size=2)  # type: ignore[arg-type]
     trainer = pl.Trainer(
@@ -103,7 +104,7 @@ def _status(name: str) -> int:
 
 
 def bytes_in(folder: Path) -> int:
-    """Total bytes that a save wrote."""
+    """Return the total bytes that a save wrote."""
     written = (file for each in folder.glob(f"{CHECKPOINT}*") for file in (each, *each.rglob("*")))
     return sum(file.stat().st_size for file in written if file.is_file())
 

@@ -1,14 +1,14 @@
-"""What do nodes that come and go cost, in loss and in seconds?
+"""Costs of elastic nodes, in loss and in seconds.
 
     sudo python -m benchmarks.exchange.elastic OUT [--gbps 0.1] [--seeds 0]
 
-Three nodes, which are namespaces on one machine, train the task of convergence/text.py: the batches, the rates and the
-steps of its rows, which run beside them on fixed nodes. torchft's lighthouse is a fourth host. A node that is killed is
-killed by SIGKILL; one that leaves sends what is pending first. What the nodes print after each step is compared: global
-weights of one name must have one digest.
+Three nodes, which are namespaces on one machine, train the task of convergence/text.py, with the batches, learning
+rates and steps of its rows. The same rows run on fixed nodes, too. torchft's lighthouse is a fourth host. Nodes are
+killed by SIGKILL; a node that leaves sends its pending updates first. After each step, nodes print the name and the
+digest of their global weights, and weights with equal names must have equal digests.
 
-Seconds lost to an event are those by which the steps of a node that went on exceed its usual ones until the next event.
-The steps of fixed and of elastic nodes are timed in turn, without a pause. Writes OUT/elastic.json, .md and .svg.
+The seconds lost to an event are the excess of a continuing node's steps over its usual steps, until the next event.
+Steps of fixed and of elastic nodes are timed interleaved, without a pause. Writes OUT/elastic.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class World:
     """Three nodes and a lighthouse in namespaces.
 
     Attributes:
-        events: what was done to nodes: when, what, to which.
+        events: events of nodes: time, event, node.
     """
 
     def __init__(self, network: Network, folder: Path, seed: int, steps: int, pause: float) -> None:
@@ -73,21 +73,21 @@ class World:
         self._spawn("lighthouse", light, folder / "lighthouse.txt")
 
     def start(self, place: int) -> None:
-        """Start a node, or start it again."""
+        """Start or restart a node."""
         work = Node(place=place, lighthouse=self._lighthouse, folder=str(self.folder), **self._work)
         command = [sys.executable, "-m", "benchmarks.exchange.elastic_node", work.to_json()]
         self.events.append((time.time(), "start", place))
         self._nodes[place] = self._spawn(f"node{place}", command, self.folder / f"{place}.txt")
 
     def kill(self, place: int, by: signal.Signals = signal.SIGKILL) -> None:
-        """Kill a node, or let it leave in order by SIGTERM."""
+        """Kill a node, or let it leave by SIGTERM."""
         self.events.append((time.time(), "kill", place))
         node = self._nodes.pop(place)
         node.send_signal(by)
         node.wait()
 
     def wait(self, *, step: float = math.inf, seconds: float = math.inf) -> bool:
-        """Wait until a node has made so many steps, or so many seconds; False once all nodes have ended.
+        """Wait until a node has made a number of steps, or for some seconds. Return False once all nodes have ended.
 
         Raises:
             RuntimeError: if a node has failed.
@@ -106,17 +106,17 @@ class World:
         return code is None
 
     def lines(self, place: int) -> Rows:
-        """What a node has said, in all its lives."""
+        """Return all lines that a node has printed, over all its starts."""
         said = (self.folder / f"{place}.txt").read_text().splitlines()
         return [json.loads(line) for line in said if line.startswith("{") and line.endswith("}")]
 
     @property
     def training(self) -> list[int]:
-        """Nodes that take part, by what they said last."""
+        """Return the training nodes, by their last lines."""
         return [place for place in self._nodes if any(line.get("nodes", 0) > 1 for line in self.lines(place)[-1:])]
 
     def step(self) -> int:
-        """The step that nodes have come to."""
+        """Return the current step of the nodes."""
         return max((line.get("step", 0) for place in self._nodes for line in self.lines(place)[-1:]), default=0)
 
     def _spawn(self, host: str, command: list[str], output: Path) -> subprocess.Popen[bytes]:
@@ -129,7 +129,7 @@ class World:
 
 @contextmanager
 def world(gbps: float, seed: int, steps: int, pause: float) -> Iterator[World]:
-    """A world that is removed in the end."""
+    """Yield a world, and remove it at the end."""
     hosts = [f"node{place}" for place in range(NODES)] + ["lighthouse"]
     network = Network(RunName.new(), [(host, node_address(place), gbps) for place, host in enumerate(hosts)])
     with tempfile.TemporaryDirectory() as folder:
@@ -141,15 +141,15 @@ def world(gbps: float, seed: int, steps: int, pause: float) -> Iterator[World]:
             network.close()
 
 
-# -- what happens to them ----------------------------------------------------------------------------------------------
+# -- events ------------------------------------------------------------------------------------------------------------
 
 
 def no_fault(nodes: World) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 def one_is_away(nodes: World, by: signal.Signals) -> None:
-    """A node goes after a third of the steps, and comes back later."""
+    """Kill a node after a third of the steps, and restart it later."""
     nodes.wait(step=nodes.steps / 3)
     nodes.kill(NODES - 1, by)
     nodes.wait(step=nodes.steps * 7 / 12)
@@ -157,8 +157,8 @@ def one_is_away(nodes: World, by: signal.Signals) -> None:
 
 
 def killed_at_random(nodes: World) -> None:
-    """Every 30 s a node is killed, and started again, up to the last tenth: one that comes back when the others have
-    ended would train by itself."""
+    """Kill and restart a node every 30 s, up to the last tenth of the steps. Later, it could come back after the others
+    have ended, and train alone."""
     generator = random.Random(0)
     nodes.wait(step=1)
     while nodes.wait(seconds=EVERY_SECONDS) and nodes.step() < 0.9 * nodes.steps:
@@ -176,7 +176,7 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
 
 
 def measure(name: str, gbps: float, seed: int, steps: int, pause: float) -> dict[str, Any]:
-    """A run of nodes that come and go."""
+    """Run elastic nodes once."""
     with world(gbps, seed, steps, pause) as nodes:
         for place in range(NODES):
             nodes.start(place)
@@ -197,7 +197,7 @@ def measure(name: str, gbps: float, seed: int, steps: int, pause: float) -> dict
 
 
 def validated(folder: Path, seed: int, steps: int) -> Rows:
-    """Validation losses of the weights that nodes have left."""
+    """Return the validation losses of the saved weights."""
     corpus = torch.load(folder / "corpus.pt", weights_only=False)
     learner, history = learner_of(corpus, seed, steps), Rows()
     x_NL, y_NL = corpus.val_windows(text.CONTEXT)
@@ -226,8 +226,7 @@ def compared(said: dict[int, Rows]) -> dict[str, Any]:
 
 
 def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[str, Any]:
-    """The usual seconds of a step, and for each event those lost until the next, or until a node has made all its
-    steps, by the node that went on and lost most."""
+    """Return the usual seconds of a step, and the seconds lost to each event, by the continuing node that lost most."""
     times = {place: [line["time"] for line in lines if "step" in line] for place, lines in said.items()}
     usual = median(after - before for each in times.values() for before, after in itertools.pairwise(each))
     at_once = {after[0] for before, after in itertools.pairwise(events) if after[0] - before[0] < 1}
@@ -244,11 +243,11 @@ def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[st
     return {"step s": usual, "lost": losses}
 
 
-# -- fixed nodes beside elastic ones -----------------------------------------------------------------------------------
+# -- fixed and elastic nodes -------------------------------------------------------------------------------------------
 
 
 def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps: int) -> Rows:
-    """Median seconds of a step of fixed nodes, of the slowest one. A collective."""
+    """Return the median seconds of a step of the slowest fixed node. A collective."""
     learner = learner_of(text.corpus_of(text.read_library()), 0, steps, topology.rank)
     updates = LocalUpdates(learner.model, learner.optimizer, UpdatesConfig(density=0.01), topology)
     seconds = []
@@ -265,7 +264,7 @@ def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps
 
 
 def elastic_steps(gbps: float, steps: int) -> float:
-    """The same of nodes that may come and go."""
+    """Return the median seconds of a step of elastic nodes."""
     with world(gbps, 0, steps, 0.0) as nodes:
         for place in range(NODES):
             nodes.start(place)
@@ -275,7 +274,7 @@ def elastic_steps(gbps: float, steps: int) -> float:
 
 
 def step_times(gbps: float, steps: int, repeats: int) -> Rows:
-    """Step times of either, in turn."""
+    """Return step times of fixed and elastic nodes, interleaved."""
     rows = Rows()
     for repeat in range(repeats):
         fixed = on_clusters(fixed_steps, steps, clusters=[f"{NODES}x1"], gbps=[gbps])
@@ -289,7 +288,7 @@ def step_times(gbps: float, steps: int, repeats: int) -> Rows:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Losses, then step times."""
+    """Return the tables of losses and step times."""
     lines = []
     for row in record["rows"]:
         kills = [each["seconds"] for each in row.get("lost", ()) if each["what"] == "kill"]
@@ -316,14 +315,14 @@ def table(record: dict[str, Any]) -> str:
 
 
 def shown(seconds: list[float]) -> str:
-    """Median and range."""
+    """Format median and range."""
     if not seconds:
         return "-"
     return f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})" if seconds[1:] else f"{seconds[0]:.1f}"
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """The loss over steps, of the first seed."""
+    """Draw the loss over steps, for the first seed."""
     with picture(file) as (axes,):
         for index, row in enumerate(each for each in record["rows"] if each["seed"] == record["rows"][0]["seed"]):
             alone = row["way"] == time_to_loss.ALONE

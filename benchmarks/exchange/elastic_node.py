@@ -1,7 +1,7 @@
-"""One node of the benchmark of nodes that come and go: ``python -m benchmarks.exchange.elastic_node WORK``.
+"""One node of the benchmark of elastic nodes: ``python -m benchmarks.exchange.elastic_node WORK``.
 
 WORK is a `Node` as JSON. The node trains the task of convergence/text.py, prints a line of JSON after each step, and
-leaves its global weights in the folder: every 40 steps, and in the end. On SIGTERM it sends what is pending, and
+writes its global weights to the folder every 40 steps and at the end. On SIGTERM it sends its pending updates and
 leaves.
 """
 
@@ -34,12 +34,12 @@ KEPT_EVERY = 40  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What a node is told.
+    """The task of a node.
 
     Args:
-        place: which share of each batch it takes.
-        folder: with the corpus; for weights.
-        pause: seconds between two steps, in the place of a larger model.
+        place: index of its share of each batch.
+        folder: folder of the corpus and of the weights.
+        pause: seconds between two steps, to simulate a larger model.
     """
 
     place: int
@@ -50,12 +50,12 @@ class Node:
     pause: float
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return it for the command line."""
         return json.dumps(asdict(self))
 
 
 class Held:
-    """The name of the global weights that the state of this process holds now; empty until it is known."""
+    """The name of the global weights in the state of this process; empty until it is known."""
 
     def __init__(self) -> None:
         self.token, self.number = "", 0
@@ -75,7 +75,7 @@ class Held:
 
 
 def learner_of(corpus: text.Corpus, seed: int, steps: int, place: int = 0) -> text.TextLearner:
-    """The model and its optimizer, as all rows have them."""
+    """Return the model and its optimizer, equal in all rows."""
     epochs = -(-steps // text.TextSettings.steps_per_epoch)
     settings = text.TextSettings(lr=0.008, text="", epochs=epochs, nodes=NODES, devices=1)
     torch.manual_seed(seed)

@@ -1,13 +1,12 @@
-"""Memory of a rank and time of a step under FSDP2, on an emulated cluster of slow links: updates beside native HSDP.
+"""Memory per rank and time per step under FSDP2, on an emulated cluster of slow links: updates compared with native
+HSDP.
 
     sudo python -m benchmarks.exchange.fsdp OUT [--clusters 2x2] [--gbps 1] [--width 1024] [--layers 12] [--quick]
 
-Nodes are network namespaces on this machine (`lightning_sparse.lab`), and all ranks share its processors. The model is
-a stack of perceptron blocks in fp32 with AdamW, and 8 rows a batch, so that there is little compute. Ways run one after
-the other, each with a model of its own; a step is the median of those after the first three. Memory is what the tensors
-of a rank hold between two steps: parameters, gradients, the optimizer's state, and what the exchange keeps.
-
-Writes OUT/fsdp.json and OUT/fsdp.md.
+Nodes are network namespaces on this machine (`lightning_sparse.lab`), and all ranks share its CPUs. The model is a
+stack of perceptron blocks in fp32 with AdamW, with 8 rows per batch, so compute is small. Methods run one after the
+other, each with its own model. A step is the median without the first three steps. Memory is that of a rank's tensors
+between two steps: parameters, gradients, optimizer state, and exchange. Writes OUT/fsdp.json and OUT/fsdp.md.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class Block(nn.Module):
 
 
 class Way:
-    """One way of training on one rank.
+    """One method on one rank.
 
     Attributes:
-        module: what a batch is given to.
-        called: the same, wrapped by DDP where that is the way.
-        after: what follows the optimizer's step.
+        module: module that gets a batch.
+        called: the module, or its DDP wrapper.
+        after: runs after the optimizer's step.
     """
 
     def __init__(self, name: str, topology: Topology, width: int, layers: int) -> None:
@@ -102,7 +101,7 @@ class Way:
             yield from (each for each in vars(managed).values() if isinstance(each, Tensor))
 
     def nbytes(self) -> int:
-        """Bytes of all storages, each counted once."""
+        """Return the bytes of all storages, each counted once."""
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}.values())
 
 
@@ -117,7 +116,7 @@ WAYS = (
 
 
 def measure(topology: Topology, device: torch.device, gbps: float | None, width: int, layers: int) -> Rows:
-    """One row a way. A collective."""
+    """Return one row per method. A collective."""
     rows = Rows()
     for name in WAYS:
         torch.manual_seed(0)
@@ -144,7 +143,7 @@ def measure(topology: Topology, device: torch.device, gbps: float | None, width:
 
 
 def table(rows: Rows) -> str:
-    """A block for each cluster and rate."""
+    """Return a block per cluster and rate."""
     blocks = []
     for place in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
         here = [row for row in rows if (row["cluster"], row["gbps"]) == place]

@@ -1,24 +1,22 @@
-"""How long gradient synchronisation takes, for torch's own ways and for ours.
+"""Time of gradient synchronization, for torch's own methods and this library's.
 
     sudo python -m benchmarks.exchange.gradients OUT [--clusters 2x1 4x1 2x2] [--gbps 0.1 1 10] [--quick]
-    torchrun ... -m benchmarks.exchange.gradients OUT       # on a cluster of yours, on CPUs or GPUs
+    torchrun ... -m benchmarks.exchange.gradients OUT       # on your own cluster, on CPUs or GPUs
 
-Emulated clusters are network namespaces on this machine (`lightning_sparse.lab`), so the network is real and slow on
-purpose, and all ranks share the processors: host costs are larger than on machines of their own. Parameters have the
-shapes of a model, and backward returns precomputed gradients. The ways take turns in the same processes, so that other
-load affects them alike; they share parameter storage, but not buckets. Synchronisation time is the time of a step minus
-that of the same step under no_sync().
+Emulated clusters are network namespaces on this machine (`lightning_sparse.lab`). The network is real, but slow, and
+all ranks share the CPUs, so host costs are larger than on separate machines. Parameters have the shapes of a model, and
+backward returns precomputed gradients. Methods are interleaved in the same processes, so that other load affects them
+equally. They share the memory of parameters, but not buckets. Synchronization time is the time of a step minus the time
+of the step under no_sync().
 
 ========================= ============================================================================================
-no synchronisation        backward under no_sync(), the baseline
-hook that does nothing    DDP's copies into and out of buckets
-DDP                       with its defaults
-bf16, fp16 hook, PowerSGD torch's own; PowerSGD gets one bucket, since on Gloo it crashes with more
-2-D dense, ours           lightning_sparse with a fixed exchange and 16-bit values in messages
-flat top-k                ours with each rank as a node
-auto                      ours with ``exchange="auto"``
-updates                   SGD, then ``LocalUpdates``: the time includes SGD. Turns of `BESIDE` steps, so that what hides
-                          behind the next step can; a turn ends when nothing is under way
+no synchronisation        backward under no_sync(), the baseline hook that does nothing    DDP's copies into and out of
+buckets DDP                       with its defaults bf16, fp16 hook, PowerSGD torch's own; PowerSGD gets one bucket,
+because on Gloo it crashes with more 2-D dense, ours           lightning_sparse with a fixed exchange and 16-bit values
+in messages flat top-k                ours with each rank as a node auto                      ours with
+``exchange="auto"`` updates                   SGD, then ``LocalUpdates``: the time includes SGD. Measured over `BESIDE`
+steps, so that an
+                          exchange can overlap with the next step
 ========================= ============================================================================================
 
 Writes OUT/exchange.json, .md and .svg.
@@ -82,7 +80,7 @@ ALWAYS = (NONE, NOTHING, "DDP", "2-D dense", "auto 1 %")
 
 
 class _HandOut(torch.autograd.Function):
-    """Backward returns slices of ``source``, starting at an offset, as the gradients."""
+    """In backward, returns slices of ``source``, starting at an offset, as the gradients."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, offset: int, *parameters: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ class _HandOut(torch.autograd.Function):
 
 
 class Gradients(nn.Module):
-    """Parameters over a shared storage; forward(offset) is a scalar whose gradients are slices of ``source``."""
+    """Parameters in a shared storage; forward(offset) is a scalar whose gradients are slices of ``source``."""
 
     def __init__(self, shapes: Sequence[torch.Size], storage: Tensor, source: Tensor) -> None:
         super().__init__()
@@ -115,7 +113,7 @@ class Gradients(nn.Module):
 
 @dataclass
 class Way:
-    """One way to reduce gradients, with its measurements."""
+    """One method to reduce gradients, with its measurements."""
 
     ddp: DistributedDataParallel
     state: HierState | None = None
@@ -124,7 +122,7 @@ class Way:
     received: list[float] = field(default_factory=list)
 
     def turn(self, offset: int, synchronised: bool) -> None:
-        """Time a step, or several one after the other. A collective."""
+        """Time a step, or several consecutive steps. A collective."""
         dist.barrier()
         before, begin, steps = received_bytes(), time.perf_counter(), 1 if self.updates is None else BESIDE
         for _ in range(steps):
@@ -149,9 +147,9 @@ class Way:
 def build(
     topology: Topology, shapes: Sequence[torch.Size], device: torch.device, only: Sequence[str]
 ) -> dict[str, Way]:
-    """The ways by name, all unless `only` names some. A collective.
+    """Return the methods by name; `only` selects some. A collective.
 
-    Each has buckets and residuals of its own: eight ranks with all of them take 33 GB.
+    Each method has its own buckets and residuals: eight ranks with all methods take 33 GB.
     """
     storage, source = _storage_and_source(sum(shape.numel() for shape in shapes), device)
     ways: dict[str, Way] = {}
@@ -180,7 +178,8 @@ def build(
 
 
 def _storage_and_source(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Zeros for the parameters, and random gradients with `SPARE` more elements; their scale differs by layer."""
+    """Return zeros for the parameters, and random gradients with `SPARE` more elements, whose scale differs by
+    layer."""
     torch.manual_seed(dist.get_rank())
     storage, source = torch.zeros(numel, device=device), torch.randn(numel + SPARE, device=device)
     for piece in torch.split(source, 1 << 16):
@@ -195,7 +194,7 @@ def _updates(module: Gradients, config: UpdatesConfig, topology: Topology) -> Wa
 
 
 def _register(name: str, ddp: DistributedDataParallel) -> None:
-    """Register torch's hook of this name, if there is one."""
+    """Register torch's hook of this name, if it exists."""
     if name == NOTHING:
         ddp.register_comm_hook(None, _nothing)
     elif name == "bf16 hook":
@@ -222,7 +221,8 @@ def measure(
     seconds: float,
     only: Sequence[str],
 ) -> Rows:
-    """One row a way, nearly the same on every rank. A collective. `seconds` limits all but the first three repeats."""
+    """Return one row per method, almost equal on all ranks. A collective. `seconds` limits all except the first three
+    repeats."""
     ways, offset = build(topology, shapes, device, only), 0
     set_rate(FASTEST)
     for _ in range(SETTLING):  # DDP rebuilds buckets; PowerSGD starts to compress
@@ -251,7 +251,7 @@ def measure(
 
 
 def _row(name: str, way: Way, device: torch.device) -> dict[str, Any]:
-    """Medians over the slowest rank's times, without the first step, in which auto measures the network."""
+    """Return medians of the slowest rank's times, without the first step, in which auto measures the network."""
     taken = slowest(way.seconds[1:], device)
     row: dict[str, Any] = {
         "way": name,
@@ -271,7 +271,7 @@ def _row(name: str, way: Way, device: torch.device) -> dict[str, Any]:
 
 
 def table(rows: Rows) -> str:
-    """Synchronisation time in ms by way and rate, a block a cluster."""
+    """Return a table of the synchronization time in ms by method and rate, one block per cluster."""
     lines = []
     for cluster in dict.fromkeys(row["cluster"] for row in rows):
         here = {(row["way"], row["gbps"]): row for row in rows if row["cluster"] == cluster}
@@ -313,7 +313,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="for one rate, where it allows three repeats")
     beside = ", ".join(ALWAYS).replace("%", "%%")
-    parser.add_argument("--ways", nargs="+", default=[], help=f"only these, beside {beside}")
+    parser.add_argument("--ways", nargs="+", default=[], help=f"only these methods, and {beside}")
     parser.add_argument("--model", default="resnet50", metavar="NAME", help="of torchvision or timm (default resnet50)")
     options = parser.parse_args()
     shapes = QUICK if options.quick else parameter_shapes(options.model)

@@ -78,12 +78,12 @@ def laplace(numel: int, g: torch.Generator) -> Tensor:
 
 
 def heavy_tailed(numel: int, g: torch.Generator) -> Tensor:
-    """Similar to Student's t with two degrees of freedom."""
+    """Return a tensor similar to Student's t with two degrees of freedom."""
     return torch.randn(numel, generator=g) / torch.empty(numel).exponential_(generator=g).sqrt().clamp(min=1e-3)
 
 
 def layered(numel: int, g: torch.Generator) -> Tensor:
-    """Similar to gradients: layers of different sizes and scales, and rows of zeros."""
+    """Return a tensor similar to gradients: layers of different sizes and scales, and rows of zeros."""
     x = torch.randn(numel, generator=g)
     edges = (torch.rand(40, generator=g).pow(2).cumsum(0) / 20 * numel).long().clamp(max=numel).tolist()
     for begin, end in zip([0, *edges], [*edges, numel], strict=True):
@@ -94,7 +94,7 @@ def layered(numel: int, g: torch.Generator) -> Tensor:
 
 
 def resnet50(numel: int, g: torch.Generator) -> Tensor:
-    """The gradient of a ResNet-50 (25,557,032 elements) on random images, repeated or cut to `numel`."""
+    """Return the gradient of a ResNet-50 (25,557,032 elements) on random images, repeated or cut to `numel`."""
     from torchvision import models
 
     torch.manual_seed(g.initial_seed())
@@ -157,7 +157,7 @@ def _row(case: Case, name: str, times: dict[str, list[float]]) -> dict[str, Any]
 
 
 def ours(x: Tensor, k: int) -> dict[str, Method]:
-    """The baselines and kernels."""
+    """Return the baselines and kernels."""
     y, residual, left = torch.empty_like(x), torch.randn_like(x) * 0.1, torch.empty_like(x)
     four, four_2bit = (
         torch.stack([compress(x.roll(node), None, None, k, dtype) for node in range(4)])
@@ -205,7 +205,7 @@ def interleaved(methods: dict[str, Method], device: str, repeats: int, seconds: 
 
 
 def table(rows: Rows) -> str:
-    """One block per case."""
+    """Return one block per case."""
     head = ("ms", "GB/s of x", "x sum", "x copy", "repeats")
     blocks = []
     for (numel, density, name), of_case in groupby(rows, itemgetter("numel", "density", "distribution")):
@@ -245,7 +245,7 @@ def rounded(x: Tensor, residual: Tensor, left: Tensor) -> Tensor:
 
 
 def others(options: argparse.Namespace) -> Callable[[Tensor, int], dict[str, Method]]:
-    """What ours is measured against."""
+    """Return the methods to compare with."""
     compiled = None if options.no_compile else torch.compile(thirty_passes, dynamic=True)
 
     def of(x: Tensor, k: int) -> dict[str, Method]:
@@ -273,7 +273,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Time over size, for 1 % of a Gaussian vector."""
+    """Draw time over size, for 1% of a Gaussian vector."""
     shown = [row for row in record["rows"] if row["distribution"] == "gaussian" and row["density"] == 0.01]
     shown = [row for row in shown if "threads" not in row["method"]]  # in files of before
     with picture(file) as (axes,):

@@ -1,12 +1,12 @@
-"""The cost model against what gradients.py measured.
+"""Compare the cost model with the measurements of gradients.py.
 
     python -m benchmarks.exchange.plan OUT MEASURED/exchange.json
 
-Nothing is measured here. Predictions stand beside synchronisation times; the rates are those that exchange="auto"
-measured at the beginning of the same runs, and DDP's own copies, which no path avoids and the model leaves out, are
-added as measured. "nominal" has the link's rate as it was set, no latency and no cost of adding in place of what was
-measured, so it tells the model's error from the measurement's; the last two columns are predicted over measured.
-`lightning-sparse plan` is the same arithmetic for a cluster that is not at hand. Writes OUT/plan.json and .md.
+Nothing is measured here. The predictions use the rates that exchange="auto" measured at the start of the same runs.
+DDP's own copies are added as measured, because no path avoids them and the model leaves them out. "nominal" uses the
+configured rate of the link, without latency and cost of additions, to separate the error of the model from that of the
+measurement. The last two columns are predicted over measured. `lightning-sparse plan` does the same for a cluster that
+you do not have. Writes OUT/plan.json and .md.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ MEASURED: dict[str, tuple[str, float, int]] = {
 
 
 def seconds(way: str, work: TensorSpec, rates: Rates, density: float) -> float:
-    """Time of a round of the whole model."""
+    """Return the time of a round of the whole model."""
     each = work._replace(numel=-(-work.numel // BUCKETS))
     return BUCKETS * path_of(way, each, density).seconds(rates)
 
 
 def against(rows: Rows) -> Rows:
-    """Predicted and measured synchronisation, and how much of the prediction is bytes over the probed rate."""
+    """Return predicted and measured synchronization, and the part of the prediction for bytes over the measured
+    rate."""
     compared = Rows()
     for cluster, gbps in dict.fromkeys((row["cluster"], row["gbps"]) for row in rows):
         here = {row["way"]: row for row in rows if (row["cluster"], row["gbps"]) == (cluster, gbps)}

@@ -1,24 +1,23 @@
-"""What sharing the optimizer step (PTO) gains and costs: step time and optimizer state.
+"""Gains and costs of sharding the optimizer step (PTO): step time and optimizer state.
 
     python -m benchmarks.exchange.pto OUT           # every model on 1, 2 and 4 ranks; VGG-19 on 4 needs 12 GB of memory
     python -m benchmarks.exchange.pto OUT --quick   # ResNet-18 on 2 and 4 ranks
-    torchrun ... -m benchmarks.exchange.pto OUT     # on a cluster of yours, on CPUs or GPUs
+    torchrun ... -m benchmarks.exchange.pto OUT     # on your own cluster, on CPUs or GPUs
 
-Ranks are processes of this machine, one thread each, on Gloo over loopback. Parameters have the shapes of a model and
-random gradients, the same on every rank. The time of a step is that of the slowest rank; rows report medians.
+Ranks are processes of this machine with one thread each, on Gloo over loopback. Parameters have the shapes of a model,
+and random gradients, equal on all ranks. Rows report medians of the slowest rank's step times.
 
 | row | operation |
 |---|---|
 | plain | every rank steps all parameters |
 | pto node, pto world | `PTOCallback`'s step, including the gather |
-| pto compute | the same with a gather that returns at once: the sharded step, packing and unpacking |
+| pto compute | the sharded step, packing and unpacking, with a gather that returns at once |
 | pto auto | after `scope="auto"` has chosen between the plain and the sharded step |
 | zero | torch's ZeroRedundancyOptimizer |
 
 `break-even` is the link rate in Gbit/s per rank above which sharding saves time: gathered bits / (plain - pto compute);
-empty if it saves none at any rate. Muon gets only the two-dimensional parameters, which are all it supports.
-
-Writes OUT/pto.json, .md and .svg.
+empty if it saves none at any rate. Muon gets only the two-dimensional parameters, which are all it supports. Writes
+OUT/pto.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ SETTLING = 4  # the first steps create state and compare ranks
 
 
 def shapes_of(model: str) -> Sequence[torch.Size]:
-    """Parameter shapes of a torchvision or timm model, or of "Transformer", an encoder of 12 layers, width 768."""
+    """Return the parameter shapes of a torchvision or timm model, or of "Transformer", an encoder of 12 layers, width
+    768."""
     if model != "Transformer":
         return parameter_shapes(model)
     with torch.device("meta"):
@@ -68,7 +68,7 @@ def shapes_of(model: str) -> Sequence[torch.Size]:
 
 
 def optimizer_of(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Class and options of an optimizer."""
+    """Return the class and options of an optimizer."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     import timm.optim
@@ -78,7 +78,7 @@ def optimizer_of(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
 
 
 def ways(topology: Topology) -> dict[str, Make]:
-    """Functions that create the optimizer, by row."""
+    """Return functions that create the optimizer, by row."""
 
     def sharded(scope: Any, free: bool = False) -> Make:
         def make(cls: type[Optimizer], options: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
@@ -109,10 +109,11 @@ def measure(
     repeats: int = 15,
     seconds: float = 20.0,
 ) -> Rows:
-    """Return one row per way. Ways run one after the other, since the largest models fill the memory. A collective.
+    """Return one row per method. Methods run one after the other, because the largest models fill the memory. A
+    collective.
 
     Args:
-        seconds: time limit for each row.
+        seconds: time limit per row.
     """
     rows = Rows()
     for way, make in makers.items():
@@ -130,7 +131,7 @@ def measure(
 
 
 def _step_seconds(optimizer: Optimizer, device: torch.device) -> float:
-    """The time of a step on the slowest rank. A collective."""
+    """Return the time of a step on the slowest rank. A collective."""
     dist.barrier()
     begin = time.perf_counter()
     optimizer.step()
@@ -140,7 +141,7 @@ def _step_seconds(optimizer: Optimizer, device: torch.device) -> float:
 
 
 def _row(made: Optimizer, parameters: list[nn.Parameter], taken: list[float], device: torch.device) -> dict[str, Any]:
-    """What was measured of an optimizer. A collective."""
+    """Return the measurements of an optimizer. A collective."""
     sharded = getattr(getattr(made, "consolidate_state_dict", None), "__self__", None)
     return {
         "parameters": sum(p.numel() for p in parameters),
@@ -169,7 +170,7 @@ def measure_cases(
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of optimizer state on this rank."""
+    """Return the bytes of optimizer state on this rank."""
     inner = getattr(optimizer, "optim", optimizer)
     return sum(t.numel() * t.element_size() for s in inner.state.values() for t in s.values() if isinstance(t, Tensor))
 
@@ -183,7 +184,7 @@ def _parameters(shapes: Sequence[torch.Size], device: torch.device) -> list[nn.P
 
 
 def _make_free(step: ShardedStep) -> None:
-    """After the first steps, replace the gather by one that returns cached memory."""
+    """Replace the gather, after the first steps, by a function that returns cached memory."""
     if step.steps == SETTLING:
         kept: dict[int, Tensor] = {}
         size = step.group.size
@@ -192,7 +193,7 @@ def _make_free(step: ShardedStep) -> None:
 
 
 def compare(rows: Rows) -> None:
-    """Add ratios to the plain step of the same case to each row."""
+    """Add the ratio to the plain step of the case to each row."""
     by_case = {(r["model"], r["optimizer"], r["ranks"], r["way"]): r for r in rows}
     for row in rows:
         case = (row["model"], row["optimizer"], row["ranks"])
@@ -209,7 +210,7 @@ def table(rows: Rows) -> str:
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Bars for the largest number of ranks."""
+    """Draw bars for the largest number of ranks."""
     shown = [row for row in record["rows"] if row["ranks"] == max(r["ranks"] for r in record["rows"])]
     cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
     names = list(dict.fromkeys(row["way"] for row in shown))

@@ -1,1 +1,1 @@
-"""Loss for bits: ways to train over slow links, tuned alike, on workers simulated in one process."""
+"""Loss against bits: training methods for slow links, equally tuned, on workers simulated in one process."""

@@ -1,8 +1,8 @@
-"""M models of one shape, trained at once: parameters of all workers in one tensor.
+"""M models of one shape, trained at once, with the parameters of all workers in one tensor.
 
-`Models` holds M x N numbers, a row a worker, and the parameters of `CharacterTransformer` as views of shape [M, ...].
-So forward and backward are those of one model with batched products, an optimizer that works element by element steps
-one tensor, and a row is what a worker would exchange.
+`Models` holds M x N numbers, one row per worker, and the parameters of `CharacterTransformer` as views [M, ...]. So
+forward and backward use batched products, an elementwise optimizer steps one tensor, and a row is the data that a
+worker would exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.gpu.models import Block
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a row: elements [begin, end), of ``shape``."""
+    """The place of a parameter in a row: elements [begin, end), of ``shape``."""
 
     begin: int
     end: int
@@ -30,14 +30,14 @@ class Models:
     """M copies of a model.
 
     Args:
-        model: that all begin with.
+        model: initial model of all workers.
         num: M.
-        device: where they are trained.
+        device: device of the training.
 
     Attributes:
-        flat_MN: their parameters, in the order of ``model.parameters()``.
-        grad_MN: their gradients.
-        places: of each parameter in a row, by name.
+        flat_MN: parameters, in the order of ``model.parameters()``.
+        grad_MN: gradients.
+        places: place of each parameter in a row, by name.
     """
 
     def __init__(self, model: CharacterTransformer, num: int, device: torch.device) -> None:
@@ -57,16 +57,16 @@ class Models:
 
     @staticmethod
     def view(rows_MN: Tensor, place: Place) -> Tensor:
-        """A parameter in all rows, [M, *shape]."""
+        """Return a parameter in all rows, [M, *shape]."""
         return rows_MN[:, place.begin : place.end].view(len(rows_MN), *place.shape)
 
     @property
     def numel(self) -> int:
-        """N, parameters of one model."""
+        """N, number of parameters of one model."""
         return self.flat_MN.shape[1]
 
     def backward(self, x_MBL: Tensor, y_MBL: Tensor) -> Tensor:
-        """Set the gradients of each model's own mean loss, and return the mean over models, in nats."""
+        """Set the gradients of each model's mean loss, and return the mean over models, in nats."""
         losses_M = self.losses(self._parameters, x_MBL, y_MBL)
         gradients = torch.autograd.grad(losses_M.sum(), list(self._parameters.values()))
         torch._foreach_copy_([self.view(self.grad_MN, place) for place in self.places.values()], list(gradients))
@@ -74,21 +74,22 @@ class Models:
 
     @torch.no_grad()
     def bits(self, row_N: Tensor, x_BL: Tensor, y_BL: Tensor) -> float:
-        """Bits per character of the model with these parameters."""
+        """Return the bits per character of the model with these parameters."""
         parameters = {name: self.view(row_N[None], place) for name, place in self.places.items()}
         parts = zip(torch.split(x_BL, 256), torch.split(y_BL, 256), strict=True)
         nats = math.fsum(len(x) * self.losses(parameters, x[None], y[None]).item() for x, y in parts)
         return nats / len(x_BL) / math.log(2)
 
     def losses(self, parameters: dict[str, Tensor], x_MBL: Tensor, y_MBL: Tensor) -> Tensor:
-        """Mean cross-entropy of each model, [M]."""
+        """Return the mean cross-entropy of each model, [M]."""
         models, batch, length = x_MBL.shape
         logits_MTS = self._forward(parameters, x_MBL)
         nats_T = F.cross_entropy(logits_MTS.flatten(0, 1), y_MBL.flatten(), reduction="none")
         return nats_T.view(models, batch * length).mean(1)
 
     def _forward(self, parameters: dict[str, Tensor], x_MBL: Tensor) -> Tensor:
-        """[M, B, L] characters to [M, B * L, symbols] logits of the next ones: `CharacterTransformer.forward`."""
+        """[M, B, L] characters -> [M, B * L, symbols] logits of the next characters, as
+        `CharacterTransformer.forward`."""
         models, batch, length = x_MBL.shape
 
         def linear(name: str, x_MTI: Tensor) -> Tensor:
@@ -118,9 +119,11 @@ class Models:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon (Jordan et al. 2024) on the matrices of the blocks, of all models at once, and AdamW on the rest, with one
-    learning rate: updates of matrices have the root mean square of AdamW's (Liu et al. 2025), as torch.optim.Muon's
-    with ``adjust_lr_fn="match_rms_adamw"``."""
+    """Muon (Jordan et al. 2024) on the matrices of the blocks, of all models at once, and AdamW on the rest.
+
+    One learning rate serves both: updates of matrices have the root mean square of AdamW's (Liu et al. 2025), as in
+    torch.optim.Muon with ``adjust_lr_fn="match_rms_adamw"``.
+    """
 
     MOMENTUM, STEPS, TERMS = 0.95, 5, (3.4445, -4.7750, 2.0315)
 
@@ -143,7 +146,7 @@ class Muon(torch.optim.AdamW):
             models.view(models.flat_MN, place).sub_(update, alpha=0.2 * lr * max(place.shape) ** 0.5)
 
     def _orthogonal(self, x: Tensor) -> Tensor:
-        """Return matrices with singular values near 1, by Newton and Schulz's iteration."""
+        """Return matrices with singular values near 1, by the Newton-Schulz iteration."""
         a, b, c = self.TERMS
         x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
         if is_tall := x.shape[-2] > x.shape[-1]:

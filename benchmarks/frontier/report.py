@@ -1,11 +1,12 @@
-"""The table and the three plots of the frontier, from the runs that have finished.
+"""The table and the three plots of the frontier, from the finished runs.
 
     python -m benchmarks.frontier.report OUT
 
-Each row is a way at its best setting of all trials, the mean over its seeds; differences to dense training are taken
-seed by seed. Seconds are modelled, not measured: a step of GPT-2's smallest model (124 M parameters, `COMPUTE` seconds)
-receives the same bits a parameter as the small model did, and what a way sends hides behind all of the step, whatever
-the way; which flatters those that wait for it, such as DiLoCo. PowerSGD is left out: of wider matrices it sends less.
+Each row is a method at its best setting of all trials, the mean over its seeds; differences to dense training are
+computed per seed. Seconds are modeled, not measured: a step of GPT-2's smallest model (124 M parameters, `COMPUTE`
+seconds) receives as many bits per parameter as the small model did, and the communication of every method overlaps with
+the whole step, which favors methods that wait, such as DiLoCo. PowerSGD is left out, because it sends less for wider
+matrices.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DILOCO_PUBLISHED = {35e6: 2.0, 2.4e9: 0.3}
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a kind of training and way, in the order of `ALL`."""
+    """Return one row per kind of training and method, in the order of `ALL`."""
     rows = []
     for kind in dict.fromkeys(map(_kind, records)):
         here = [each for each in records if _kind(each) == kind]
@@ -43,13 +44,13 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _kind(record: dict[str, Any]) -> tuple[str, int, int, str]:
-    """What rows must have in common to be compared: size, workers, steps, and optimizer."""
+    """Return the properties that rows must share to be compared: size, workers, steps, and optimizer."""
     optimizer = "Muon" if ALL[record["row"]].muon else "AdamW"
     return record["size"], record["workers"], record["steps"] or runs.SIZES[record["size"]].steps, optimizer
 
 
 def _best(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The runs of the setting with the lowest loss of seed 0, by seed."""
+    """Return the runs of the setting with the lowest loss of seed 0, by seed."""
     trials = [each for each in records if each["seed"] == 0]
     if not trials:
         return {}
@@ -93,7 +94,7 @@ def _setting(record: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown, the lowest loss first."""
+    """Return the Markdown table, the lowest loss first."""
     lines = [
         "| way | bits a parameter and step | received | bits per character | above dense | % | seeds "
         "| best of | its setting |",
@@ -113,7 +114,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def trials(rows: Sequence[dict[str, Any]]) -> str:
-    """Every setting that was tried, and its loss with seed 0."""
+    """Return every tried setting, and its loss with seed 0."""
     lines = ["| way | trials: bits per character, seed 0 |", "|---|---|"]
     for row in rows:
         told = "; ".join(f"{setting}: {bits:.3f}" for setting, bits in row["trials"].items())
@@ -122,7 +123,7 @@ def trials(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def agreement(records: Sequence[dict[str, Any]]) -> str:
-    """Simulated losses beside those of four processes: same model, text, windows, learning rate and seed."""
+    """Return simulated losses and losses of four processes, with equal model, text, windows, learning rate and seed."""
     real = {
         (each["config"], each["seed"]): each["history"][-1]["val_bits"] for each in json.loads(REAL.read_text())["runs"]
     }
@@ -143,13 +144,13 @@ def _is_usual(record: dict[str, Any]) -> bool:
 
 
 def seconds(row: dict[str, Any], gbps: float) -> float:
-    """Modelled, of the whole training; see above."""
+    """Return the modeled seconds of the whole training."""
     receives = row["received_bits"] * PARAMETERS / (gbps * 1e9)
     return runs.SIZES[str(row["size"])].steps * max(COMPUTE, float(receives))
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
-    """Loss against bits, of the smallest size; beside it ``-seconds`` and, with several sizes, ``-size``."""
+    """Draw loss against bits, for the smallest size; also ``-seconds`` and, with several sizes, ``-size``."""
     file = file.with_stem(file.stem.removesuffix("-seconds").removesuffix("-size"))
     usual = [row for row in record["rows"] if row["workers"] == 4 and not row["steps"]]
     rows = [row for row in usual if not ALL[row["row"]].muon]

@@ -1,23 +1,22 @@
-"""Loss for bits: ways to train over slow links, tuned alike, with M workers simulated in one process.
+"""Loss against bits: training methods for slow links, equally tuned, with M workers simulated in one process.
 
-    python -m benchmarks.frontier.runs OUT --quick                 six rows at settings known, six minutes on one core
+    python -m benchmarks.frontier.runs OUT --quick                 six rows at known settings, six minutes on one core
     python -m benchmarks.frontier.runs OUT                         all rows and trials; again after an interruption
     python -m benchmarks.frontier.runs OUT --size 0.4M --carry 2   a larger model at the two best of the size below
     python -m benchmarks.frontier.runs OUT --workers 16 --lr 0.004 --rows dense "updates 1%" "updates regional 8%"
-    python -m benchmarks.frontier.report OUT                       tables and plots of what has finished
+    python -m benchmarks.frontier.report OUT                       tables and plots of the finished runs
 
-The task is that of convergence/text.py: a character Transformer with AdamW on the source of Python's library, the same
-windows for the same seed, and bits per character of 65,536 held-out ones. It takes 20 characters a parameter in many
-small steps, as large trainings have many steps: 4,600 of 8 windows for 116,576 parameters, which read 2 million
-characters about once. Larger models read the whole library, 29 million, as they would read the same text many times.
-Those from 2M on are for a GPU (part "frontier" of gpu/session.py), where all of them should fit a quarter of an hour.
+The task is that of convergence/text.py: a character Transformer with AdamW on the source of Python's library, with
+equal windows for equal seeds, and bits per character of 65,536 held-out characters. Training uses 20 characters per
+parameter in many small steps: 4,600 steps of 8 windows for 116,576 parameters, which read 2 million characters about
+once. Larger models read the whole library, 29 million characters. Sizes from 2M on are for a GPU (part "frontier" of
+gpu/session.py), where all of them should fit into a quarter of an hour.
 
-Every way has five trials at least, on seed 0: the learning rates of `LRS`, or as many settings of learning rate, outer
-learning rate and momentum; ways that send few entries every ten steps or more have five of each. The best one is run on
-the other seeds. All trials stand in the results.
+Every method has at least five trials, on seed 0: the learning rates of `LRS`, or as many settings of learning rate,
+outer learning rate and momentum. Methods that send few entries every ten or more steps have five of each. The best
+setting is run on the other seeds. All trials are in the results.
 
-Every finished run is one line of OUT/runs.jsonl and is not run again. Processes that are given different ``--rows`` may
-share OUT.
+Each finished run is a line of OUT/runs.jsonl and is not run again. Processes with different ``--rows`` may share OUT.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ Settings = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how long it is trained.
+    """A model and the length of its training.
 
     Args:
         width, layers, heads: of the Transformer.
-        steps: of ``batch`` windows, all workers together: 20 characters a parameter.
+        steps: number of steps of ``batch`` windows, for all workers together: 20 characters per parameter.
     """
 
     width: int
@@ -88,7 +87,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a way and the settings that its trials choose from."""
+    """A row of the table: a method and the settings of its trials."""
 
     way: Callable[..., ways.Way]
     options: tuple[Options, ...] = ({},)
@@ -97,7 +96,7 @@ class Row:
 
     @property
     def trials(self) -> list[tuple[float, Options]]:
-        """Every learning rate with the only options, or each of the options with the learning rate in it."""
+        """Return every learning rate with the only options, or each of the options, which contain the learning rate."""
         if len(self.options) == 1:
             return [(lr, self.options[0]) for lr in self.lrs]
         return [(each["lr"], {k: v for k, v in each.items() if k != "lr"}) for each in self.options]
@@ -108,7 +107,7 @@ def _updates(**options: Any) -> Row:
 
 
 def _every(way: Callable[..., ways.Way], lrs: tuple[float, ...], outer: Settings, **options: Any) -> Row:
-    """Learning rates with an outer one of 1, and as many settings of both."""
+    """Return learning rates with an outer learning rate of 1, and as many settings of both."""
     plain = ({"lr": lr, **options} for lr in lrs)
     return Row(way, (*plain, *({"lr": lr, "outer_lr": outer_lr, **options} for lr, outer_lr in outer)))
 
@@ -173,17 +172,18 @@ class Run:
 
     @property
     def batch(self) -> int:
-        """Windows of a step: those of the size, or one of each worker."""
+        """Windows per step: those of the size, or one per worker."""
         return max(SIZES[self.size].batch, self.workers)
 
     @property
     def key(self) -> str:
-        """The same for the same run."""
+        """A key that is equal for equal runs."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
 def windows(corpus: Corpus, seed: int, steps: int, batch: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """What each worker reads and predicts, [M, B, L] each: worker m takes what rank m takes in convergence/text.py."""
+    """Return the inputs and targets of each worker, [M, B, L] each. Worker m has the windows of rank m in
+    convergence/text.py."""
     for step in range(steps):
         if step % EPOCH == 0:
             starts = start_of_windows(corpus, seed, step // EPOCH, (EPOCH, batch), CONTEXT)
@@ -235,7 +235,7 @@ def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
 
 
 class Finished:
-    """The runs that have finished, one line of a file each."""
+    """The finished runs, one line of a file each."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -244,11 +244,11 @@ class Finished:
         self._by_key = {_run_of(record).key: record for record in self.records}
 
     def get(self, run: Run) -> dict[str, Any] | None:
-        """Its record."""
+        """Return the record of a run."""
         return self._by_key.get(run.key)
 
     def add(self, run: Run, record: dict[str, Any]) -> None:
-        """Append its record."""
+        """Append the record of a run."""
         self.records.append(record)
         self._by_key[run.key] = record
         with self.file.open("a") as out:
@@ -260,19 +260,19 @@ def _run_of(record: dict[str, Any]) -> Run:
 
 
 def ranked(row: str, finished: Finished, **where: Any) -> list[tuple[float, Options]]:
-    """The settings of a row's trials that have finished, the one with the lowest loss first."""
+    """Return the settings of a row's finished trials, the lowest loss first."""
     records = [finished.get(run) for run in tuning(row, **where)]
     done = sorted((each for each in records if each is not None), key=lambda each: float(each["val_bits"]))
     return [(each["lr"], each["options"]) for each in done]
 
 
 def tuning(row: str, **where: Any) -> list[Run]:
-    """All trials of a row."""
+    """Return all trials of a row."""
     return [Run(row, lr, options, 0, **where) for lr, options in ALL[row].trials]
 
 
 def repeats(row: str, finished: Finished, seeds: Iterable[int], **where: Any) -> list[Run]:
-    """The best setting of a row, for more seeds; empty until all trials have finished."""
+    """Return runs of the best setting of a row with more seeds; empty until all trials have finished."""
     settings = ranked(row, finished, **where)
     if len(settings) < len(ALL[row].trials):
         return []
@@ -280,7 +280,7 @@ def repeats(row: str, finished: Finished, seeds: Iterable[int], **where: Any) ->
 
 
 def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: torch.device) -> None:
-    """Train what has not been trained; a ValueError for what was trained on another text."""
+    """Run all unfinished runs. Raise ValueError for runs on another text."""
     for run in runs:
         record = finished.get(run)
         if record is not None and record.get("characters") != len(corpus.train_N):
@@ -291,7 +291,7 @@ def work_through(runs: list[Run], finished: Finished, corpus: Corpus, device: to
         finished.add(run, record)
         print(
             f"[{index + 1}/{len(open_runs)}] {run.row}, lr {run.lr}, {run.options}, seed {run.seed}, {run.size}: "
-            f"{record['val_bits']:.3f} bits per character, {record['bits_per_parameter']:.3g} bits a parameter and "
+            f"{record['val_bits']:.3f} bits per character, {record['bits_per_parameter']:.3g} bits per parameter and "
             f"step, {record['seconds']:.0f} s",
             flush=True,
         )
@@ -316,8 +316,8 @@ def main() -> None:
     parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
     parser.add_argument("--carry", type=int, metavar="N", help="only the N best of the size below, seed 0")
     parser.add_argument("--lr", type=float, help="this learning rate alone, without trials, seed 0")
-    parser.add_argument("--steps", type=int, default=0, help="default: those of the size")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="besides 0, for the best settings")
+    parser.add_argument("--steps", type=int, default=0, help="number of steps; default: of the size")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="seeds after 0, for the best settings")
     parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")

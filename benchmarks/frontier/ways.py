@@ -1,20 +1,19 @@
-"""The ways to train M workers, each what it does before and after the optimizer's step. Workers are rows of `Models`.
+"""Training methods for M workers, as code before and after the optimizer's step. Workers are rows of `Models`.
 
 ================ ======================================================================================================
-`Dense`          gradients averaged, in fp32: what all others are held against
-`Alone`          no communication; the mean of the M losses counts
-`PowerSGD`       gradients as products of rank r, with error feedback and warm start (Vogels et al. 2019); vectors dense
-`Updates`        this library: `UpdateState` itself, with messages handed over in the process
-`Outer`          an optimizer of each worker's own, and every H steps a step on the mean of what they did: averaged
-                 models (Stich 2019), DiLoCo (Douillard et al. 2023), in parts Streaming DiLoCo (Douillard et al. 2025)
-`SparseOuter`    the same with the largest entries in two bits and error feedback: SparseLoCo (Sarfi et al. 2025)
-`DeMo`           the largest coefficients of each worker's momentum in the cosine basis; the sign of their sum is the
+`Dense`          averaged gradients in fp32, the reference `Alone`          no communication; the mean of the M losses
+counts `PowerSGD`       gradients as products of rank r, with error feedback and warm start (Vogels et al. 2019);
+vectors dense `Updates`        this library: `UpdateState` itself, with messages passed inside the process `Outer`
+an optimizer per worker, and every H steps a step on the mean of their changes: averaged models (Stich
+                 2019), DiLoCo (Douillard et al. 2023), in parts Streaming DiLoCo (Douillard et al. 2025)
+`SparseOuter`    `Outer` with the largest entries in two bits and error feedback: SparseLoCo (Sarfi et al. 2025) `DeMo`
+the largest coefficients of each worker's momentum in the cosine basis; the sign of their sum is the
                  step (Peng et al. 2024)
 ================ ======================================================================================================
 
-``bits`` counts what a worker contributes, fp32 gradients with 32 bits a parameter. A sum by an all-reduce makes each
-worker receive 2 (M-1)/M times that, an all-gather of messages M-1 times (``gathers``). Selection and two-bit values of
-`SparseOuter` are those of this library's messages.
+``bits`` counts a worker's contribution; fp32 gradients have 32 bits per parameter. With a sum by an all-reduce, each
+worker receives 2 (M-1)/M times that; with an all-gather of messages, M-1 times (``gathers``). Selection and two-bit
+values of `SparseOuter` are those of this library's messages.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from lightning_sparse.updates.state import UpdateState, state_of
 
 
 class Way:
-    """Training without communication, and what the others do besides.
+    """Training without communication, and hooks for other methods.
 
     Args:
-        models: that begin with the same parameters.
+        models: models with equal parameters.
 
     Attributes:
-        bits: that a worker has contributed so far.
+        bits: number of bits that a worker has contributed so far.
         gathers: workers receive the messages of all others, not a sum.
     """
 
@@ -64,22 +63,22 @@ class Way:
 
     @property
     def received_times(self) -> float:
-        """How often a worker receives what a worker contributes."""
+        """Return the ratio of a worker's received to contributed bits."""
         others = self.models.num - 1
         return others if self.gathers else 2 * others / self.models.num
 
     def before_step(self) -> None:
-        """Between backward and the optimizer's step."""
+        """Run between backward and the optimizer's step."""
 
     def after_step(self, step: int, lr: float) -> None:
-        """After the optimizer's step, counted from 1, with the learning rate that it took."""
+        """Run after the optimizer's step, counted from 1, with its learning rate."""
 
     def results(self) -> Tensor:
-        """Return the parameters that count: [1, N], or of several models."""
+        """Return the parameters that count: [1, N], or several models."""
         return self.models.flat_MN[:1]
 
     def end(self) -> None:
-        """Release what was started."""
+        """Release threads."""
 
 
 class Alone(Way):
@@ -98,8 +97,8 @@ class Dense(Way):
 
 
 class PowerSGD(Way):
-    """Gradients of low rank. Warm start and error feedback begin after the steps that warm the learning rate up, the
-    least that torch's hook asks for (it suggests a tenth of all steps); before, gradients are dense."""
+    """Gradients of low rank. Gradients are dense during the warm-up of the learning rate. Warm start and error feedback
+    begin afterwards, as early as torch's hook allows (it suggests a tenth of all steps)."""
 
     def __init__(self, models: Models, rank: int, start: int) -> None:
         super().__init__(models)
@@ -141,14 +140,14 @@ class PowerSGD(Way):
 
 
 class Meeting:
-    """Where M threads hand each other tensors."""
+    """Lets M threads exchange tensors."""
 
     def __init__(self, num: int) -> None:
         self._barrier = threading.Barrier(num, timeout=600)
         self._rows: list[Tensor] = [torch.empty(0)] * num
 
     def all_gather(self, row: Tensor, place: int) -> Tensor:
-        """Return the rows of all, [M, ...]."""
+        """Return the rows of all threads, [M, ...]."""
         self._rows[place] = row
         self._barrier.wait()
         rows = torch.stack(self._rows)
@@ -156,12 +155,12 @@ class Meeting:
         return rows
 
     def abort(self) -> None:
-        """Let the others fail, too."""
+        """Let the other threads fail, too."""
         self._barrier.abort()
 
 
 class InProcess(HierCommunicator):
-    """The collectives between nodes, of workers that are threads."""
+    """The collectives between nodes, for workers that are threads."""
 
     def __init__(self, topology: Topology, meeting: Meeting) -> None:
         super().__init__(topology)
@@ -178,7 +177,7 @@ class InProcess(HierCommunicator):
 
 
 class Updates(Way):
-    """`UpdateState` of each worker, in a thread of its own: its collectives meet as those of processes do."""
+    """`UpdateState` of each worker, in its own thread, with collectives as between processes."""
 
     def __init__(self, models: Models, **options: Any) -> None:
         super().__init__(models)
@@ -228,11 +227,11 @@ class Updates(Way):
 
 
 class Outer(Way):
-    """DiLoCo: every ``every`` steps the mean of what workers changed since the last time is the gradient of an SGD with
-    Nesterov momentum on the shared parameters, with which all go on.
+    """DiLoCo: every ``every`` steps, the mean of the workers' changes is the gradient of an SGD with Nesterov momentum
+    on the shared parameters, from which all workers continue.
 
     With ``parts`` > 1, Streaming DiLoCo without its overlap: contiguous parts of the parameters take turns, so that
-    each is exchanged every ``every`` steps. With ``bits=4`` a worker sends its change in E3M0, as there.
+    each is exchanged every ``every`` steps. With ``bits=4``, a worker sends its change in E3M0, as there.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class Outer(Way):
         self.models.flat_MN[:, part] = shared
 
     def _mean_change(self, part: slice) -> Tensor:
-        """Return what the shared parameters lose, before the outer step."""
+        """Return the mean change of the shared parameters, before the outer step."""
         self.bits += self._value_bits * (part.stop - part.start)
         change_MN = self.shared_N[part] - self.models.flat_MN[:, part]
         return (e3m0(change_MN) if self._value_bits == 4 else change_MN).mean(0)
@@ -271,15 +270,15 @@ class Outer(Way):
 
 
 def e3m0(rows_MN: Tensor) -> Tensor:
-    """Round to a sign and one of seven powers of two from each row's largest down, or to 0: 4 bits a value."""
+    """Round to a sign and one of seven powers of two from each row's largest down, or to 0: 4 bits per value."""
     power_MN = rows_MN.abs().clamp_min(1e-30).log2().round()
     kept_MN = power_MN > power_MN.amax(1, keepdim=True) - 7
     return rows_MN.sign() * power_MN.exp2() * kept_MN
 
 
 class SparseOuter(Outer):
-    """SparseLoCo: of what a worker changed and ``decay`` times what it has not sent, the ``density`` largest entries,
-    in two bits. As in the published code, an entry changes by the mean over those that sent it."""
+    """SparseLoCo: the ``density`` largest entries of a worker's change plus ``decay`` times its unsent rest, in two
+    bits. As in the published code, an entry changes by the mean over the workers that sent it."""
 
     gathers = True
 
@@ -311,8 +310,8 @@ class SparseOuter(Outer):
 
 
 class DeMo(Way):
-    """The reference's rule on square blocks of each matrix, at most 64 wide: momentum gains the gradient, loses what is
-    sent, and the parameters lose lr times the sign of the sum of what is sent."""
+    """The reference's rule on square blocks of each matrix, at most 64 wide: momentum gains the gradient and loses the
+    sent entries, and the parameters lose lr times the sign of the sum of the sent entries."""
 
     steps_itself = gathers = True
 
@@ -357,7 +356,7 @@ class DeMo(Way):
 
 
 def cosines(side: int) -> Tensor:
-    """The orthonormal cosine basis (DCT-II), a row a frequency."""
+    """Return the orthonormal cosine basis (DCT-II), one row per frequency."""
     frequency, place = torch.arange(side)[:, None], torch.arange(side)
     basis = torch.cos(math.pi * (place + 0.5) * frequency / side) * math.sqrt(2 / side)
     basis[0] = 1 / math.sqrt(side)

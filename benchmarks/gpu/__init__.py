@@ -1,1 +1,1 @@
-"""Everything that the first minutes on a GPU should tell."""
+"""Measurements for the first minutes on a GPU."""

@@ -1,9 +1,9 @@
-"""One rank of a cluster that is not there: what a device does in a step, without the others.
+"""One rank of a cluster that does not exist: the work of a device in a step, without the others.
 
-NCCL refuses several ranks on one GPU, and ranks that are threads share one interpreter and one GPU, so that their times
-are those of neither. Here the other ranks are taken for copies of this one: collectives return what they would then
-return, and do on the device about what they would do there, besides carrying bytes. A link between nodes of a given
-rate is a wait on the stream, or in the thread, that the exchange runs on.
+NCCL refuses several ranks on one GPU, and ranks as threads would share one interpreter and one GPU, so their times
+would mean little. Here the other ranks are assumed to be copies of this rank: collectives return what they would then
+return, and do about the same work on the device, without communication. A link between nodes of a given rate is a wait
+on the stream, or in the thread, of the exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINK = "between nodes"
 
 
 def topology_of(nodes: int, devices: int) -> Topology:
-    """The place of rank 0, without groups."""
+    """Return the topology of rank 0, without groups."""
     return Topology(tuple(tuple(range(node * devices, (node + 1) * devices)) for node in range(nodes)), 0)
 
 
@@ -32,8 +32,8 @@ class Alone(HierCommunicator):
     """Collectives of one rank among its copies.
 
     Args:
-        topology: of the cluster.
-        gbps: of the link that the devices of a node share, in Gbit/s; None takes no time.
+        topology: topology of the cluster.
+        gbps: rate of the link that the devices of a node share, in Gbit/s; None takes no time.
     """
 
     def __init__(self, topology: Topology, gbps: float | None = None) -> None:

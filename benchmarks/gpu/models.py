@@ -1,6 +1,6 @@
 """The two models of the GPU session, in plain torch: a machine without package index may lack torchvision.
 
-The blocks of the GPT are those of convergence/text.py, too.
+The blocks of the GPT also serve convergence/text.py.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A training task.
 
     Args:
         build: makes the model on the CPU.
-        loss: of the model on a batch.
-        batch: makes one on a device.
-        optimizer: of parameters.
+        loss: returns the loss of the model on a batch.
+        batch: makes a batch on a device.
+        optimizer: makes the optimizer of parameters.
     """
 
     build: Callable[[], nn.Module]
@@ -48,7 +48,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> nn.Module:
-    """ResNet-50: with the defaults 25,557,032 parameters in the shapes of torchvision's."""
+    """Return ResNet-50: with the defaults 25,557,032 parameters in the shapes of torchvision's."""
     stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     blocks, before = [], width
     for stage, depth in enumerate(depths):
@@ -59,7 +59,7 @@ def resnet50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3), classes: i
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a perceptron, each on a normalised copy and added to its input."""
+    """Causal attention, then a perceptron, each on a normalized copy and added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ FULL = {
     "resnet50": Task(resnet50, _classify, _images(128, 224), _sgd),
     "gpt": Task(GPT, _predict, _tokens(8, 1024, 50257), _adamw),
 }
-SMALL = {  # for a try on a processor
+SMALL = {  # for a run on a CPU
     "resnet50": Task(lambda: resnet50(8, (1, 1, 1, 1), 10), _classify, _images(8, 32), _sgd),
     "gpt": Task(lambda: GPT(64, 2, 2, 512, 64), _predict, _tokens(4, 64, 512), _adamw),
 }

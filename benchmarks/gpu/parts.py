@@ -1,7 +1,7 @@
-"""The parts of the GPU session, each a process of its own: `python -m benchmarks.gpu.parts PART FOLDER [--cpu]`.
+"""The parts of the GPU session, each in its own process: `python -m benchmarks.gpu.parts PART FOLDER [--cpu]`.
 
-A part prints what it does, then a line of JSON after `RESULT`: its claims with a verdict and a number each, its data.
-See session.py.
+A part prints its output, then a line of JSON after `RESULT`: its claims, each with a verdict and a number, and its
+data. See session.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(folder: Path, device: torch.device) -> Result:
 
 
 def tests(folder: Path, device: torch.device) -> Result:
-    """The tests marked ``gpu``, by file: what other tests import may be missing here."""
+    """Run the tests marked ``gpu``, by file, because packages of other tests may be missing."""
     files = [path for part in ("kernels", "strategy") for path in sorted((ROOT / "tests" / part).glob("test_*.py"))]
     where = [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
     words = [sys.executable, "-m", "pytest", "-p", "tests.helpers.timeout_optional", "-m", "gpu", "-q", *where]
@@ -68,7 +68,7 @@ def tests(folder: Path, device: torch.device) -> Result:
 
 
 def kernels(folder: Path, device: torch.device) -> Result:
-    """Selection and compression beside this device's own copy and sum."""
+    """Time selection and compression, and this device's own copy and sum."""
     from benchmarks.exchange.kernels import measure, table
 
     sizes = [800_000, 6_500_000, 25_600_000, 100_000_000] if device.type == "cuda" else [100_000, 1_000_000]
@@ -93,7 +93,7 @@ def kernels(folder: Path, device: torch.device) -> Result:
 
 
 def _step(model: str, folder: Path, device: torch.device) -> Result:
-    """A step of ResNet-50 or of a GPT of 124 M parameters, on two nodes of one device each."""
+    """Time a step of ResNet-50 or of a GPT of 124 M parameters, on two nodes of one device each."""
     task = (FULL if device.type == "cuda" else SMALL)[model]
     seconds = 12.0 if device.type == "cuda" else 1.5
     ddp = {} if device.type == "cuda" else {"bucket_cap_mb": 0.2}
@@ -119,7 +119,7 @@ Times = dict[str, dict[str, float]]
 
 
 def step_claims(free: Times, slow: Times, wire_ms: float) -> Claims:
-    """Claims about steps without a link, and with one that takes so long."""
+    """Return claims about steps with an ideal link, and with a link that takes a given time."""
 
     def added(rows: Times, name: str) -> float:
         return rows[name]["ms"] - rows[NONE]["ms"]
@@ -153,7 +153,7 @@ SYNC_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
 
 
 def sync(folder: Path, device: torch.device) -> Result:
-    """Steps in which every wait of the host for the device is an error."""
+    """Run steps in which every wait of the host for the device is an error."""
     begin(device)
     claims: Claims = {}
     for name, (kind, config, devices, ddp) in SYNC_CASES.items():
@@ -181,8 +181,11 @@ def _no_waits() -> Any:
 
 
 def trace(folder: Path, device: torch.device) -> Result:
-    """One backward pass and one step with updates, as lanes over time. Of a GPT the largest gradient, that of the
-    embedding, is ready last and has nothing to hide behind, so gradients are those of ResNet-50."""
+    """Trace one backward pass of ResNet-50 and one step with updates, as lanes over time.
+
+    A GPT's largest gradient, that of the embedding, is ready last and cannot overlap, so gradients are those of
+    ResNet-50.
+    """
     begin(device)
     cuda = device.type == "cuda"
     ddp = {} if cuda else {"bucket_cap_mb": 0.2}
@@ -204,13 +207,14 @@ def trace(folder: Path, device: torch.device) -> Result:
 
 
 def _update_and_step(way: Way) -> None:
-    """What begins in one step is there in the next."""
+    """Run two steps: the exchange of one step ends in the next."""
     way.update()
     way.step()
 
 
 def frontier(folder: Path, device: torch.device) -> Result:
-    """Loss of larger models, four workers simulated, at one learning rate a size. Goes on where it was stopped."""
+    """Train larger models with four simulated workers, at one learning rate per size. It continues an interrupted
+    run."""
     from benchmarks.convergence.text import corpus_of, read_library
     from benchmarks.frontier.runs import ROWS, Finished, Run, work_through
 
@@ -234,7 +238,7 @@ PARTS: dict[str, Callable[[Path, torch.device], Result]] = {
 
 
 def _run(words: list[str], env: dict[str, str] | None = None, *, check: bool = True) -> str:
-    """What a command prints, which is shown, too."""
+    """Run a command, show its output, and return it."""
     done = subprocess.run(
         words, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -260,7 +264,7 @@ def main() -> None:
 
 
 def _needs_kernels() -> None:
-    """Numbers of plain torch would pass for those of the kernels."""
+    """Raise an error without compiled kernels, whose numbers would be those of plain torch."""
     from lightning_sparse.kernels import kernel_report
 
     report = kernel_report()

@@ -1,32 +1,32 @@
-"""Everything that the first minutes on a GPU should tell, in one command and less than nine minutes.
+"""All measurements for the first minutes on a GPU, in one command and less than nine minutes.
 
     make gpu-session PYTHON=python3 OUT=results      # or: python3 -m benchmarks.gpu.session results
-    python -m benchmarks.gpu.session /tmp/try --cpu  # the same on a CPU, small sizes
+    python -m benchmarks.gpu.session /tmp/try --cpu  # on a CPU, with small sizes
 
-It needs torch, a compiler and nvcc; nothing is downloaded. Each part is a process with a time limit of its own, and one
-that fails does not stop the others. For each claim it prints held, not held or not run, with the number.
+It needs torch, a compiler and nvcc, and downloads nothing. Each part is a process with a time limit, and a failed part
+does not stop the others. For each claim, it prints held, not held or not run, with the number.
 
-| part | what |
+| part | content |
 |---|---|
 | build | the kernels, for this GPU |
-| tests | those marked `gpu` |
-| kernels | selection and compression beside the device's own sum, copy and topk |
-| resnet50, gpt | steps on two nodes of one device, without exchange and with it, on a free link and a slow one |
+| tests | tests marked `gpu` |
+| kernels | selection and compression, and the device's own sum, copy and topk |
+| resnet50, gpt | steps on two nodes of one device, without and with an exchange, on an ideal and a slow link |
 | sync | steps in which a wait of the host for the device is an error |
 | trace | one backward pass of ResNet-50 and one step of the GPT with updates, as lanes over time |
 
-The part `frontier` does not run by default, because it takes about a quarter of an hour. If it is stopped, it
-continues with the next call:
+The part `frontier` does not run by default, because it takes about a quarter of an hour. If it is stopped, it continues
+with the next call:
 
     make gpu-session PYTHON=python3 OUT=results ARGS="--parts build frontier --minutes 16"
 
-| part | what |
+| part | content |
 |---|---|
-| frontier | losses of models of 2, 6 and 20 M parameters: dense, 1 % of the updates, one node alone |
+| frontier | losses of models of 2, 6 and 20 M parameters: dense, 1% of the updates, single-node baseline |
 
-There is one GPU, so the other node is a copy of this one (cluster.py): NCCL and a network take no part. The claims
-are about a GPU; on a CPU the verdicts say only that all parts run. Writes session.json and session.md (hardware,
-date, versions, commit, command), log.txt and two traces for chrome://tracing or Perfetto.
+There is one GPU, so the other node is a copy of this one (cluster.py), without NCCL and network. The claims are about a
+GPU; on a CPU, the verdicts say only that all parts run. Writes session.json and session.md (hardware, date, versions,
+commit, command), log.txt and two traces for chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Part:
     """One part.
 
     Args:
-        seconds: it may take at most.
-        claims: by name, what it looks at.
+        seconds: time limit.
+        claims: claims that it checks, by name.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ PARTS = {
 
 @dataclass
 class Outcome:
-    """What came of a part."""
+    """The result of a part."""
 
     seconds: float
     ended: str
@@ -125,7 +125,7 @@ class Outcome:
 
 
 def run(name: str, part: Part, folder: Path, cpu: bool, seconds: float) -> Outcome:
-    """Run a part in a process of its own, with its children ended at the limit."""
+    """Run a part in its own process; end it with its children at the limit."""
     words = [sys.executable, "-m", PARTS_OF, name, str(folder), *(["--cpu"] if cpu else [])]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -153,7 +153,7 @@ def run(name: str, part: Part, folder: Path, cpu: bool, seconds: float) -> Outco
 
 
 def session(folder: Path, names: list[str], cpu: bool, minutes: float, about: dict[str, str]) -> None:
-    """All parts, one after the other, each written when it ends; what does not fit the time is not run."""
+    """Run all parts one after the other, and write each when it ends. Parts that do not fit the time are not run."""
     until = time.monotonic() + 60 * minutes
     outcomes: dict[str, Outcome] = {}
     for name in names:
@@ -162,7 +162,7 @@ def session(folder: Path, names: list[str], cpu: bool, minutes: float, about: di
         if left < 5:
             outcomes[name] = Outcome(0.0, "no time left", dict.fromkeys(part.claims, (NOT_RUN, "no time left")))
         else:
-            limit = part.seconds * (3 if cpu else 1)  # of a processor, which others may use, too
+            limit = part.seconds * (3 if cpu else 1)  # other processes may use the CPU, too
             outcomes[name] = run(name, part, folder, cpu, min(limit, left))
         for key, (said, number) in outcomes[name].claims.items():
             print(f"{said:8}  {name:8}  {part.claims[key]}: {number}", flush=True)
@@ -170,7 +170,7 @@ def session(folder: Path, names: list[str], cpu: bool, minutes: float, about: di
 
 
 def write(folder: Path, outcomes: dict[str, Outcome], about: dict[str, str]) -> None:
-    """session.json and session.md."""
+    """Write session.json and session.md."""
     record = {**about, "parts": {name: asdict(outcome) for name, outcome in outcomes.items()}}
     (folder / "session.json").write_text(json.dumps(record, indent=1) + "\n")
     lines = ["# A session on one device", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
@@ -186,7 +186,7 @@ def write(folder: Path, outcomes: dict[str, Outcome], about: dict[str, str]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="where results go")
-    parser.add_argument("--cpu", action="store_true", help="on the processor, with small sizes")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU, with small sizes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[name for name in PARTS if name not in LONG])
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A trace of the profiler as lanes over time: how busy each CUDA stream was, or on a processor each thread."""
+"""A trace of the profiler as lanes over time: how busy each CUDA stream was, or each thread on a CPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Span = tuple[float, float]
 
 @dataclass
 class Lane:
-    """What ran on one stream or thread; nothing in it overlaps.
+    """The work of one stream or thread, without overlaps.
 
     Attributes:
-        work: everything but the link.
-        link: the time on the link between nodes.
+        work: everything except the link.
+        link: time on the link between nodes.
     """
 
     name: str
@@ -50,7 +50,7 @@ def record(step: Callable[[], None], file: Path, device: torch.device) -> dict[s
 
 
 def lanes_of(trace: dict[str, Any]) -> list[Lane]:
-    """In the order in which they begin to work."""
+    """Return the lanes, in the order in which they begin to work."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kinds = ON_DEVICE if any(event.get("cat") in ON_DEVICE for event in events) else ON_HOST
     found: dict[Any, Lane] = {}
@@ -65,7 +65,7 @@ def lanes_of(trace: dict[str, Any]) -> list[Lane]:
 
 
 def united(spans: Iterable[Span]) -> list[Span]:
-    """Without overlaps and short gaps.
+    """Join intervals that overlap or have short gaps.
 
     >>> united([(0, 20), (10, 30), (40, 50), (90, 91)])
     [(0, 50), (90, 91)]
@@ -84,7 +84,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def hidden(lanes: Iterable[Lane]) -> float | None:
-    """The share of the link's time in which another lane works; None without a link."""
+    """Return the fraction of the link's time in which another lane works; None without a link."""
     lanes = list(lanes)
     link = united(span for lane in lanes for span in lane.link)
     work = united(span for lane in lanes if not lane.link for span in lane.work)

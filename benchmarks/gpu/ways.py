@@ -1,4 +1,4 @@
-"""Ways to run a training step on one device, for the GPU session: with and without an exchange of two nodes."""
+"""Training steps on one device for the GPU session, with and without an exchange between two nodes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SETTLING = 4  # rounds until buckets are settled, and more
 
 
 class Way:
-    """A model that is trained in one way.
+    """A model with one training method.
 
     Args:
-        name: one of the four.
-        task: what is trained.
-        device: where.
-        config: options of the exchange, besides the defaults of this session: sparse, 1 %.
-        devices: of each of the two nodes.
+        name: one of the four methods.
+        task: the task.
+        device: device of the training.
+        config: options of the exchange, besides the defaults of this session: sparse, 1%.
+        devices: number of devices of each of the two nodes.
         ddp: options of DistributedDataParallel.
     """
 
@@ -66,7 +66,7 @@ class Way:
             self._updates.exchange.communicator = self.communicator
 
     def backward(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self._optimizer.zero_grad()
         if self._state is not None:
             self._state.before_backward()
@@ -76,7 +76,7 @@ class Way:
             torch.autograd.backward(loss)
 
     def update(self) -> None:
-        """The optimizer's step, and what follows it."""
+        """Run the optimizer's step, and the exchange of updates."""
         self._optimizer.step()
         if self._updates is not None:
             self._updates.step()
@@ -92,7 +92,7 @@ class Way:
         return 0.0 if holder is None else holder.exchange.stats.round_bytes
 
     def end(self) -> None:
-        """Stop its threads."""
+        """End its threads."""
         if self._state is not None:
             self._state.detach()
         if self._updates is not None:
@@ -100,7 +100,7 @@ class Way:
 
 
 def begin(device: torch.device) -> None:
-    """A process group of this rank alone, which DistributedDataParallel needs."""
+    """Make a process group of this rank alone, which DistributedDataParallel needs."""
 
     def start(backend: str) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def finish(device: torch.device) -> None:
 
 
 def times(ways: Iterable[Way], device: torch.device, seconds: float, most: int = 30) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a step, and those after which the host had queued it. The ways take turns."""
+    """Return the median milliseconds of a step, and of the host's part. The methods are interleaved."""
     ways = list(ways)
     for way in ways:
         for _ in range(SETTLING):
