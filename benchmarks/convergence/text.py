@@ -111,9 +111,8 @@ class TextSettings(Settings):
 
 # --- the text: the source of Python's own library, as numbers of characters
 #
-# The files are the library's modules whose names begin with a letter, in order of name. Modules whose names begin with an
-# underscore may belong to one machine. Another Python version has another text, so its version and a digest of the
-# characters are part of a table's settings.
+# The files are the library's modules whose names begin with a letter, sorted. Other modules may belong to one machine.
+# Another Python version has another text, so its version and a digest of the characters are part of the settings.
 
 CHARACTERS = 2_000_000
 VALIDATION = 65_536  # at the end
