@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import reference, wire
-from tests.kernels.emulation import ORDERS, Emulation, build
+from tests.kernels.emulation import ORDERS, Emulation, cuda_library
 from tests.kernels.paths import DTYPES, PLAIN, VALUES, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on P
 
 
 @pytest.fixture(scope="module")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    return Emulation(build(tmp_path_factory.mktemp("cuda_on_cpu"), flags=["-DLS_MOST_BLOCKS=3"]))
+def emulation() -> Emulation:
+    return Emulation(cuda_library())
 
 
 @pytest.fixture(params=ORDERS)
@@ -57,8 +57,17 @@ def test_compress(cuda: Emulation, numel: int) -> None:
         assert same_bits(got, want), name
 
 
-@pytest.mark.parametrize("numel", [140_001, pytest.param(1_150_001, marks=pytest.mark.slow)])
-def test_groups_of_tiles_look_back(cuda: Emulation, numel: int) -> None:  # one step of look-back is 1,048,576 elements
+@pytest.mark.slow
+def test_groups_of_tiles_look_back_several_steps(emulation: Emulation) -> None:  # a step is 1,048,576 elements
+    emulation.start(6000)
+    check_look_back(emulation, 1_150_001)
+
+
+def test_groups_of_tiles_look_back(cuda: Emulation) -> None:
+    check_look_back(cuda, 140_001)
+
+
+def check_look_back(cuda: Emulation, numel: int) -> None:
     for name, value_dtype in (("layered", torch.bfloat16), ("few values", wire.TWO_BIT)):
         x, k = inputs(numel)[name], numel // 20
         got, want = torch.empty(2, numel)
