@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torchft.process_group", "torchft.coordination", "lightning_sparse.elastic.updates", "tests.helpers.nodes"]
+from tests.helpers import distributed
+
+# One server starts the processes of all tests, so it imports what ranks need too.
+PRELOAD = [*distributed.PRELOAD, "torchft.process_group", "torchft.coordination", "tests.helpers.nodes"]
 Main = Callable[[str, str, dict[str, Any]], None]
 
 
@@ -58,6 +61,9 @@ class Nodes:
         arguments = (main or self._main, name, self.address, options, self._folder / f"{name}.txt")
         self._processes[name] = self._context.Process(target=_run, args=arguments, daemon=True)
         self._processes[name].start()
+
+    def runs(self, name: str) -> bool:
+        return name in self._processes and self._processes[name].is_alive()
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a node."""
