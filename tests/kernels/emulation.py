@@ -1,7 +1,6 @@
-"""The CUDA kernels on a CPU: built as C++ against `cuda_on_cpu/`, which checks every access to memory.
+"""The CUDA kernels on a CPU, compiled as C++ with `cuda_on_cpu/`, which checks every access to memory.
 
-The sources are the very .cu files; only launches and `__shared__` are rewritten. A seed decides the order in which
-blocks, warps and threads run.
+Only launches and `__shared__` of the .cu files are rewritten. A seed decides the order of blocks, warps and threads.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ ORDERS = [
 
 
 class EmulationError(Exception):
-    """What a kernel did wrong."""
+    """A fault of a kernel."""
 
 
 def as_cpp(source: str) -> str:

@@ -1,7 +1,6 @@
-"""The CUDA kernels without a GPU, held against plain torch: see emulation.py for what else it finds.
+"""The emulated CUDA kernels equal plain torch. The emulation checks races and accesses to memory too.
 
-Every call runs by another seed, and so in another order of blocks and threads. test_cuda.py asks the same of a GPU.
-Minutes.
+Every call has another seed, which orders blocks and threads. test_cuda.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, wire.TWO_BIT], ids=str)
-def test_few_pairs_are_added_without_a_look_at_the_other_elements(cuda: Emulation, dtype: torch.dtype) -> None:
+def test_few_pairs_are_added_without_a_pass_over_all_elements(cuda: Emulation, dtype: torch.dtype) -> None:
     numel, k = 400_000, 4000
     messages, nbytes = messages_of(numel, k, 4, dtype), []
     for count in (1, 4):
@@ -116,7 +115,7 @@ def test_few_pairs_are_added_without_a_look_at_the_other_elements(cuda: Emulatio
 
 
 @pytest.mark.parametrize(("numel", "k"), [(5000, 40), (50_000, 50)])
-def test_more_messages_than_are_open_at_once(cuda: Emulation, numel: int, k: int) -> None:
+def test_more_messages_than_one_pass_takes(cuda: Emulation, numel: int, k: int) -> None:
     messages = messages_of(numel, k, 70, torch.bfloat16).clone()
     got, want = torch.full((2, numel), 0.5)
     PLAIN.accumulate(messages, want, k, torch.bfloat16, 3.0)

@@ -77,11 +77,11 @@ def test_regions_of_several_groups_of_tiles(cuda: Emulation) -> None:
     check_regions(cuda, x, 2, 700)
 
 
-def test_a_wire_block_more_in_the_last_region(cuda: Emulation) -> None:
+def test_last_region_with_another_wire_block(cuda: Emulation) -> None:
     check_regions(cuda, torch.randn(2 * 65_536 + 1, generator=torch.Generator().manual_seed(1)), 2, 9)
 
 
-def test_a_region_whose_sample_misleads(emulation: Emulation) -> None:
+def test_region_with_a_misleading_sample(emulation: Emulation) -> None:
     """More equal elements in one region than there is room for candidates; it alone goes over all elements."""
     numel = 3 * 40_000
     x = torch.randn(numel, generator=torch.Generator().manual_seed(2))
@@ -96,7 +96,7 @@ def test_regions_at_odd_offsets(cuda: Emulation) -> None:
         check_regions(cuda, base.to(dtype)[1:9002], 3, 30, residual=base[4:9005])
 
 
-def test_a_bad_message_is_that_of_its_region_alone(cuda: Emulation) -> None:
+def test_bad_message_affects_only_its_region(cuda: Emulation) -> None:
     numel, k, shard = 9001, 5, torch.empty(9001)
     rows = cuda.compress_regions(torch.randn(numel), None, None, k, 3, torch.bfloat16)
     for place in (4, 82):  # a count of non-finite elements, an index
@@ -180,7 +180,7 @@ def test_rounding_at_odd_offsets(emulation: Emulation, dtype: torch.dtype) -> No
         check_sum(emulation, base.bfloat16()[offset : offset + 8992].view(2, 4496), 4495)
 
 
-def test_bytes_of_rounding_are_those_of_inputs_and_outputs(emulation: Emulation) -> None:
+def test_rounding_reads_inputs_and_writes_outputs_once(emulation: Emulation) -> None:
     numel, num_rows = 32_768, 8
     x = torch.randn(2, numel)
     rows = emulation.round_rows(x[0], x[1], torch.empty(numel), num_rows)
@@ -189,7 +189,7 @@ def test_bytes_of_rounding_are_those_of_inputs_and_outputs(emulation: Emulation)
     assert emulation.nbytes == numel * 2 + numel // num_rows * (2 + 4 + 4)
 
 
-def test_rounding_of_rows_that_are_not_aligned(emulation: Emulation) -> None:
+def test_rounding_of_unaligned_rows(emulation: Emulation) -> None:
     for numel, num_rows in ((9001, 8), (8192, 3)):
         check_round(emulation, torch.randn(numel + 1).bfloat16()[1:], torch.randn(numel), num_rows, None)
         check_round(emulation, torch.randn(numel), torch.randn(numel), num_rows, None)
@@ -230,7 +230,7 @@ def test_models(emulation: Emulation, ahead: float) -> None:
         check_models(emulation, sizes, ahead, mixed=(turn + SHARES.index(ahead)) % 2 == 0)
 
 
-def test_bytes_of_models_are_those_of_inputs_and_outputs(emulation: Emulation) -> None:
+def test_models_are_read_and_written_once(emulation: Emulation) -> None:
     numel = 32_768
     own, shared = models(numel)
     emulation.lerp_into(own, shared, [torch.zeros(numel)], 0.5)
