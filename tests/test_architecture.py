@@ -1,4 +1,4 @@
-"""The rules of the architecture. Imports count wherever they stand: also for type checkers, and inside functions."""
+"""Rules for imports, also for type checkers and inside functions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def graph() -> Any:
-    """The imports of the package, which a test leaves as they are."""
+    """The imports of the package."""
     grimp = pytest.importorskip("grimp")
     return grimp.build_graph(PACKAGE, include_external_packages=True, cache_dir=None)
 
@@ -106,58 +106,28 @@ def imports(source: str) -> set[str]:
     return names
 
 
-def misplaced(path: str, source: str) -> list[str]:
-    """Imports that no file at `path` in the package may have."""
-    return [
-        f"{path} imports {name}"
-        for name in sorted(imports(source))
-        for heavy, places in ONLY_IN.items()
-        if is_under(name, heavy) and not path.startswith(places)
-    ]
-
-
-def test_imports_go_down(graph: Any) -> None:
+def test_imports_follow_the_layers(graph: Any) -> None:
     assert children(graph, PACKAGE) == {part.split(".")[0] for layer in LAYERS for part in layer} | WITHOUT_LAYER
     assert upward_imports(graph, LAYERS, PACKAGE) == set()
 
 
-def test_imports_go_down_in_data(graph: Any) -> None:
+def test_imports_in_data_follow_the_layers(graph: Any) -> None:
     assert children(graph, f"{PACKAGE}.data") == set().union(*DATA_LAYERS)
     assert upward_imports(graph, DATA_LAYERS, f"{PACKAGE}.data") == set()
 
 
-def test_import_that_goes_up_is_found(graph: Any) -> None:
-    graph.add_import(importer=f"{PACKAGE}.engine", imported=f"{PACKAGE}.updates.local")
-    found = upward_imports(graph, LAYERS, PACKAGE)
-    graph.remove_import(importer=f"{PACKAGE}.engine", imported=f"{PACKAGE}.updates.local")
-    assert f"{PACKAGE}.engine imports {PACKAGE}.updates" in found
-
-
-def test_imports_for_type_checkers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "circle").mkdir()
-    (tmp_path / "circle" / "__init__.py").touch()
-    (tmp_path / "circle" / "upper.py").write_text("from circle.lower import f")
-    (tmp_path / "circle" / "lower.py").write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from circle.upper import C\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    small = pytest.importorskip("grimp").build_graph("circle", cache_dir=None)
-    assert upward_imports(small, [{"upper"}, {"lower"}], "circle") == {"circle.lower imports circle.upper"}
-    assert imports_in_circles(small) == {("circle.lower", "circle.upper"), ("circle.upper", "circle.lower")}
-
-
 @pytest.mark.parametrize("package", [PACKAGE, "benchmarks"])
-def test_no_module_imports_itself_through_others(package: str) -> None:
+def test_imports_form_no_circle(package: str) -> None:
     assert imports_in_circles(pytest.importorskip("grimp").build_graph(package, cache_dir=None)) == set()
 
 
-@pytest.mark.parametrize(
-    ("importer", "imported"),
-    [(upper, lower) for upper, lowers in FORBIDDEN.items() for lower in lowers],
-)
-def test_part_is_usable_without_others(graph: Any, importer: str, imported: str) -> None:
-    names = f"{PACKAGE}.{importer}", f"{PACKAGE}.{imported}"
-    assert graph.find_shortest_chains(*names, as_packages=True) == set()
+@pytest.mark.parametrize("importer", FORBIDDEN)
+def test_part_is_usable_without_others(graph: Any, importer: str) -> None:
+    chains = [
+        graph.find_shortest_chains(f"{PACKAGE}.{importer}", f"{PACKAGE}.{imported}", as_packages=True)
+        for imported in FORBIDDEN[importer]
+    ]
+    assert set().union(*chains) == set()
 
 
 def test_only_flavours_import_lightning(graph: Any) -> None:
@@ -171,60 +141,55 @@ def test_only_flavours_import_lightning(graph: Any) -> None:
 
 def test_heavy_modules_are_imported_only_where_listed() -> None:
     files = {path.relative_to(ROOT / PACKAGE).as_posix(): path for path in (ROOT / PACKAGE).rglob("*.py")}
-    assert [line for path, file in files.items() for line in misplaced(path, file.read_text(encoding="utf-8"))] == []
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("exchange/engine.py", "from torch.nn.parallel import DistributedDataParallel"),
-        ("exchange/paths.py", "def f():\n    import torch.optim"),
-        ("data/datamodule.py", "import nvidia.dali.fn"),
-        ("data/datamodule.py", "from nvidia import dali"),
-    ],
-)
-def test_misplaced_import_is_found(path: str, source: str) -> None:
-    assert misplaced(path, source)
+    found = [
+        f"{path} imports {name}"
+        for path, file in files.items()
+        for name in imports(file.read_text(encoding="utf-8"))
+        for heavy, places in ONLY_IN.items()
+        if is_under(name, heavy) and not path.startswith(places)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning"])
 def test_both_flavours_offer_every_public_name(flavour: str) -> None:
-    """Defined there, not imported: a class that is pickled for a spawned process is looked up in its own module."""
+    """Pickle looks for a class in its own module, so each flavour defines its classes."""
     tree = ast.parse((ROOT / PACKAGE / "flavours" / f"{flavour}.py").read_text(encoding="utf-8"))
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assert classes == set(lightning_sparse.__all__) - {"__version__"}
 
 
 def test_importing_the_package_is_light() -> None:
-    """No torch, no Lightning, no array library, nothing of our own but the two files that make names known."""
+    """It loads no other package, and of this package only the files that register names."""
     code = f"import sys; before = set(sys.modules); import {PACKAGE}; print(*(set(sys.modules) - before))"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
-    assert {name for name in loaded if is_under(name, PACKAGE)} == {
-        PACKAGE,
-        f"{PACKAGE}._autoload",
-        f"{PACKAGE}._version",
-    }
+    loaded = python(code).split()
+    ours = {PACKAGE, f"{PACKAGE}._autoload", f"{PACKAGE}._version"}
+    assert {name for name in loaded if is_under(name, PACKAGE)} == ours
     assert {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names == {PACKAGE}
 
 
-@pytest.mark.parametrize("module", ["data.shards", "data.sources.storage_reader", "lab.cluster", "cli"])
-def test_child_processes_and_commands_start_without_torch(module: str) -> None:
-    code = f"import sys, lightning_sparse.{module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+def test_child_processes_and_commands_start_without_torch() -> None:
+    modules = ["data.shards", "data.sources.storage_reader", "lab.cluster", "cli"]
+    python(f"import sys\n{imports_of(modules)}\nassert 'torch' not in sys.modules")
 
 
 def test_parts_import_no_lightning_and_no_cuda() -> None:
-    """One process imports all of them, one after the other, and names the first that brings too much."""
-    code = f"""
+    heavy = {"pytorch_lightning", "lightning", "lightning.pytorch", "nvidia.dali"}
+    python(f"""
 import sys
-from importlib import import_module
 import torch
-for part in {PARTS}:
-    import_module("{PACKAGE}." + part)
-    assert not {{"pytorch_lightning", "lightning", "lightning.pytorch", "nvidia.dali"}} & set(sys.modules), part
-    assert not torch.cuda.is_initialized(), part
-"""
+{imports_of(PARTS)}
+assert not {heavy} & set(sys.modules)
+assert not torch.cuda.is_initialized()
+""")
+
+
+def imports_of(modules: list[str]) -> str:
+    return "\n".join(f"import {PACKAGE}.{module}" for module in modules)
+
+
+def python(code: str) -> str:
+    """Return the output of `code`."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    return done.stdout

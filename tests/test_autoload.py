@@ -1,14 +1,12 @@
-"""The strategy strings exist without an import, and `import torch` pays next to nothing for it.
+"""Lightning knows the strategy names without an import of this package.
 
-In order of cost: the finder against a stand-in for Lightning (no torch, milliseconds a test), then the real thing: the
-project is installed as a wheel and as an editable checkout, and only `torch.backends` entry points connect the parts.
-Everything runs in subprocesses: what is under test is the state of an interpreter's imports.
+First the finder with a stand-in for Lightning, then real installations whose entry point connects the parts. Each test
+needs its own interpreter.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -18,7 +16,7 @@ import pytest
 
 import lightning_sparse
 from lightning_sparse._autoload import STRATEGIES
-from tests.helpers.installed import copy_of_checkout, environment_without_us, pip_install
+from tests.helpers.installed import copy_of_checkout, environment_without_us, pip_install, with_metadata
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAVOURS = ("pytorch_lightning", "lightning.pytorch")
@@ -48,7 +46,7 @@ sys.modules[stub.__name__] = stub
 
 
 def run_python(code: str, *path: Path, cwd: Path, timeout: float = 120, **environment: str) -> str:
-    """Run `code` with `path` before everything else on sys.path; its standard output, or its traceback as a failure."""
+    """Return the output of `code`, which runs with `path` first on sys.path."""
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     environment = {**kept, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1", **environment}
     script = cwd / "script.py"
@@ -60,12 +58,12 @@ def run_python(code: str, *path: Path, cwd: Path, timeout: float = 120, **enviro
     return done.stdout
 
 
-# --- the finder, against a stand-in for Lightning
+# --- the finder, with a stand-in for Lightning
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A folder with packages that look like the two flavours, as far as importing goes."""
+    """A folder with importable packages that have the names of the two flavours."""
     for flavour in FLAVOURS:
         package = tmp_path / "stand_in" / flavour.replace(".", "/")
         (package / "strategies").mkdir(parents=True)
@@ -75,43 +73,30 @@ def stand_in(tmp_path: Path) -> Path:
     return tmp_path / "stand_in"
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_registers_whoever_is_imported_first(stand_in: Path, tmp_path: Path, flavour: str, order: str) -> None:
-    imports = ["import lightning_sparse", f"from {flavour}.strategies import StrategyRegistry"]
-    run_python(
-        "\n".join(imports if order == "before" else imports[::-1])
-        + f"\nassert list(StrategyRegistry) == {list(STRATEGIES)}, StrategyRegistry",
-        stand_in,
-        ROOT,
-        cwd=tmp_path,
-    )
-
-
-def test_is_idempotent_and_survives_a_reload(stand_in: Path, tmp_path: Path) -> None:
+def test_names_are_registered_before_and_after_lightning_and_on_a_reload(stand_in: Path, tmp_path: Path) -> None:
     code = f"""
         import importlib, sys
+        import pytorch_lightning.strategies as strategies
         from lightning_sparse._autoload import autoload
         autoload(); autoload()
-        import pytorch_lightning.strategies as strategies
-        autoload()
         assert len([f for f in sys.meta_path if type(f).__module__ == "lightning_sparse._autoload"]) == 1
         first = strategies.StrategyRegistry
         importlib.reload(strategies)
+        from lightning.pytorch.strategies import StrategyRegistry
+        assert list(StrategyRegistry) == {list(STRATEGIES)}
         assert strategies.StrategyRegistry is not first
         assert list(strategies.StrategyRegistry) == {list(STRATEGIES)}
     """
     run_python(code, stand_in, ROOT, cwd=tmp_path)
 
 
-def test_factory_imports_the_flavour_only_when_used(stand_in: Path, tmp_path: Path) -> None:
+def test_strategy_is_imported_only_when_used(stand_in: Path, tmp_path: Path) -> None:
     code = f"""
         import lightning_sparse, sys
         from pytorch_lightning.strategies import StrategyRegistry
         assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
         {textwrap.indent(STUB_FLAVOUR, " " * 8).strip()}
         assert StrategyRegistry.get("mstopk_hier") == dict(start_method="popen")
-        assert StrategyRegistry.get("mstopk_hier_spawn") == dict(start_method="spawn")
         assert StrategyRegistry.get("mstopk_hier_notebook") == dict(start_method="fork")
         unused = StrategyRegistry.get("mstopk_hier_find_unused_parameters_true")
         assert unused == dict(start_method="popen", find_unused_parameters=True)
@@ -119,29 +104,21 @@ def test_factory_imports_the_flavour_only_when_used(stand_in: Path, tmp_path: Pa
     run_python(code, stand_in, ROOT, cwd=tmp_path)
 
 
-def test_names_of_others_are_not_replaced(stand_in: Path, tmp_path: Path) -> None:
-    (stand_in / "pytorch_lightning/strategies/__init__.py").write_text(
-        REGISTRY + "\nStrategyRegistry.register('mstopk_hier', 'theirs')"
-    )
+def test_existing_names_stay_and_errors_of_lightning_reach_the_user(stand_in: Path, tmp_path: Path) -> None:
+    strategies = stand_in / "pytorch_lightning/strategies/__init__.py"
+    strategies.write_text(REGISTRY + "\nStrategyRegistry.register('mstopk_hier', 'theirs')")
+    (stand_in / "lightning/pytorch/strategies/__init__.py").write_text("raise RuntimeError('theirs')")
     code = """
         import lightning_sparse
         from pytorch_lightning.strategies import StrategyRegistry
         assert StrategyRegistry["mstopk_hier"]["strategy"] == "theirs"
         assert "mstopk_hier_spawn" in StrategyRegistry
-    """
-    run_python(code, stand_in, ROOT, cwd=tmp_path)
-
-
-def test_errors_of_the_module_itself_still_reach_the_user(stand_in: Path, tmp_path: Path) -> None:
-    (stand_in / "pytorch_lightning/strategies/__init__.py").write_text("raise RuntimeError('theirs')")
-    code = """
-        import lightning_sparse
         try:
-            import pytorch_lightning.strategies
+            import lightning.pytorch.strategies
         except RuntimeError as error:
             assert str(error) == "theirs"
         else:
-            raise SystemExit("swallowed")
+            raise SystemExit("no error")
     """
     run_python(code, stand_in, ROOT, cwd=tmp_path)
 
@@ -149,20 +126,7 @@ def test_errors_of_the_module_itself_still_reach_the_user(stand_in: Path, tmp_pa
 # --- the lazy public names
 
 
-def test_public_names_with_both_flavours_raise_and_name_the_two(stand_in: Path, tmp_path: Path) -> None:
-    code = """
-        import pytorch_lightning, lightning.pytorch
-        try:
-            from lightning_sparse import MSTopKHierStrategy
-        except ImportError as error:
-            print(error)
-    """
-    message = run_python(code, stand_in, ROOT, cwd=tmp_path)
-    assert "lightning_sparse.flavours.pytorch_lightning import MSTopKHierStrategy" in message
-    assert "lightning_sparse.flavours.lightning import MSTopKHierStrategy" in message
-
-
-def test_public_names_without_an_import_take_what_is_installed(stand_in: Path, tmp_path: Path) -> None:
+def test_public_names_come_from_the_installed_flavour(stand_in: Path, tmp_path: Path) -> None:
     code = """
         import importlib.util, sys, lightning_sparse
         assert lightning_sparse._module_of("x") == "lightning_sparse.flavours.pytorch_lightning"
@@ -177,40 +141,34 @@ def test_public_names_without_an_import_take_what_is_installed(stand_in: Path, t
             assert "pip install pytorch-lightning" in str(error)
         else:
             raise SystemExit("no error")
+        importlib.util.find_spec = find
+        import pytorch_lightning, lightning.pytorch
+        try:
+            lightning_sparse.MSTopKHierStrategy
+        except ImportError as error:
+            for flavour in ("pytorch_lightning", "lightning"):
+                assert f"lightning_sparse.flavours.{flavour} import MSTopKHierStrategy" in str(error)
+        else:
+            raise SystemExit("no error")
     """
     run_python(code, stand_in, ROOT, cwd=tmp_path)
 
 
-def test_module_attributes() -> None:
+def test_module_lists_its_public_names() -> None:
     assert set(lightning_sparse.__all__) <= set(dir(lightning_sparse))
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = lightning_sparse.nonsense
 
 
-# --- the real thing: an installed distribution, real torch, real Lightning
+# --- an installed distribution, with torch and Lightning
 
 
-def described(folder: Path) -> Path:
-    """This checkout and the metadata that an installation would have, without one."""
-    for name in ("lightning_sparse", "lightning_sparse_autoload.py"):
-        (folder / name).symlink_to(ROOT / name)
-    metadata = folder / "lightning_sparse-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-sparse\nVersion: 0\n")
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (points,) = re.findall(r"^\[project\.entry-points\.(.*)\]\n(.+)$", text, re.MULTILINE)
-    (metadata / "entry_points.txt").write_text("[{}]\n{}\n".format(*(each.replace('"', "") for each in points)))
-    return folder
-
-
-@pytest.fixture(
-    scope="module", params=["metadata", *(pytest.param(each, marks=pytest.mark.slow) for each in ("wheel", "editable"))]
-)
+@pytest.fixture(scope="module")
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH under which the project is installed."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "metadata":
-        return described(folder)
+        return with_metadata(folder)
     source, target = copy_of_checkout(folder / "source"), folder / "target"
     how = ["--editable"] if request.param == "editable" else []
     pip_install("--target", str(target), *how, str(source))
@@ -226,7 +184,8 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.slow
-def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("installed", ["wheel", "editable"], indirect=True)
+def test_names_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
     code = f"""
         import multiprocessing
         import sys
@@ -253,13 +212,12 @@ def test_strings_are_known_in_both_flavours_in_a_spawned_child(installed: Path, 
     ("installed", "flavour"),
     [
         ("metadata", FLAVOURS[0]),
-        *(pytest.param("wheel", flavour, marks=pytest.mark.slow) for flavour in FLAVOURS),
-        pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow),
+        pytest.param("wheel", FLAVOURS[1], marks=pytest.mark.slow),
     ],
     indirect=["installed"],
 )
-def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str) -> None:
-    """One flavour a process: with both imported the public names are ambiguous."""
+def test_trainer_accepts_the_strategy_name(installed: Path, tmp_path: Path, flavour: str) -> None:
+    """With both flavours imported, the public names are ambiguous."""
     fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[flavour]
     code = f"""
         import sys
@@ -281,8 +239,8 @@ def test_trainer_takes_the_string(installed: Path, tmp_path: Path, flavour: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
-def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("installed", ["metadata"], indirect=True)
+def test_import_registers_names_without_the_entry_point(installed: Path, tmp_path: Path) -> None:
     code = """
         import pytorch_lightning
         registry = pytorch_lightning.strategies.StrategyRegistry
@@ -294,45 +252,41 @@ def test_without_the_entry_point_an_import_does_it(installed: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
-@pytest.mark.parametrize(
-    "sabotage",
-    [
-        "sys.meta_path = tuple(sys.meta_path)",
-        "fake = types.ModuleType('pytorch_lightning.strategies'); fake.StrategyRegistry = object()\n"
-        "sys.modules[fake.__name__] = fake",
-    ],
-)
-def test_a_failing_autoload_does_not_break_torch(installed: Path, tmp_path: Path, sabotage: str) -> None:
-    code = f"import sys, types\n{sabotage}\nimport torch\nassert 'lightning_sparse' in sys.modules\ntorch.zeros(1)"
+@pytest.mark.parametrize("installed", ["metadata"], indirect=True)
+def test_failing_autoload_leaves_torch_importable(installed: Path, tmp_path: Path) -> None:
+    code = """
+        import sys, types
+        sys.meta_path = tuple(sys.meta_path)
+        fake = types.ModuleType("pytorch_lightning.strategies")
+        fake.StrategyRegistry = object()
+        sys.modules[fake.__name__] = fake
+        import torch
+        assert "lightning_sparse" in sys.modules
+        torch.zeros(1)
+    """
     run_python(code, installed, cwd=tmp_path)
 
 
-# -- metadata that is left where the package is gone -------------------------------------------------------------------
-
-# What it does then is tested above: Lightning takes three times as long to import as torch.
-KNOWN = "import sys, torch; print('lightning_sparse._autoload' in sys.modules)"
+# -- metadata without its package --------------------------------------------------------------------------------------
 
 
-def run(python: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """In a folder of its own, with nothing of this process's environment that could find the package."""
+def run_installed(python: Path, code: str, *options: str) -> tuple[str, list[str]]:
+    """Return the output and our log lines of `code`, which finds the package only as an installation."""
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     environment = {**kept, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
-    return subprocess.run(
+    done = subprocess.run(
         [str(python), *options, "-c", code], env=environment, cwd="/", capture_output=True, text=True, timeout=120
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), [line for line in done.stderr.splitlines() if "lightning-sparse" in line]
 
 
-def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in done.stderr.splitlines() if "lightning-sparse" in line]
-
-
-MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("compat", "", "strict")]
+MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("compat", "")]
 
 
 @pytest.fixture(scope="module", params=MODES)
 def editable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An interpreter for which a checkout is installed, and the checkout."""
+    """An interpreter with an editable install, and its checkout."""
     folder = tmp_path_factory.mktemp("editable")
     python = environment_without_us(folder / "environment")
     source = copy_of_checkout(folder / "source")
@@ -341,30 +295,26 @@ def editable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return python, source
 
 
-def test_a_moved_checkout_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
+def test_moved_checkout_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
     python, source = editable
     source.rename(tmp_path / "moved")
-    without = run(python, "import torch; print(torch.zeros(1).sum().item())", "-W", "error::UserWarning")
+    code = "import torch; print(torch.zeros(1).sum().item())"
+    output, logged = run_installed(python, code, "-W", "error::UserWarning")
     (tmp_path / "moved").rename(source)
-    assert without.returncode == 0, without.stderr
-    assert without.stdout.strip() == "0.0"
-    assert len(said(without)) == 1
-    assert "its package cannot be imported (ModuleNotFoundError: No module named 'lightning_sparse')" in without.stderr
-
-    back = run(python, KNOWN)
-    assert back.stdout.strip() == "True"
-    assert not said(back)
+    assert output == "0.0"
+    (line,) = logged
+    assert "(ModuleNotFoundError: No module named 'lightning_sparse')" in line
+    again = run_installed(python, "import sys, torch; print('lightning_sparse._autoload' in sys.modules)")
+    assert again == ("True", [])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("editable", ["compat"], indirect=True)
-def test_a_package_that_raises_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
-    """A checkout in the middle of an update, say."""
+def test_package_with_a_syntax_error_leaves_torch_importable(editable: tuple[Path, Path], tmp_path: Path) -> None:
     python, source = editable
     module = source / "lightning_sparse" / "_autoload.py"
     module.rename(tmp_path / "whole")
     module.write_text("<<<<<<< HEAD\n")
-    done = run(python, "import torch")
+    _, (line,) = run_installed(python, "import torch")
     (tmp_path / "whole").replace(module)
-    assert done.returncode == 0, done.stderr
-    assert "cannot be imported (SyntaxError: " in done.stderr
+    assert "cannot be imported (SyntaxError: " in line

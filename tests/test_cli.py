@@ -1,4 +1,4 @@
-"""The `lightning-sparse` command itself: its version, and errors without tracebacks. Pure."""
+"""The command `lightning-sparse` prints its version, and errors without tracebacks."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from lightning_sparse import __version__, cli
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
     assert stopped.value.code == 0
@@ -26,7 +26,7 @@ CLUSTER = ["--devices", "1", "--inter-gbps", "1", "--intra-gbps", "10"]
         ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "{file}/below/plan.svg"],
         *(["plan", "--parameters", odd, "--nodes", "2", *CLUSTER] for odd in ("inf", "nan", "0.5", "1e300")),
         ["lab", "--nodes", "0", "--", "true"],
-        ["lab", "--no-net", "--gbps", "10", "--", "true"],
+        ["lab", "--no-net", "--gbps", "10", "--", "true"],  # a rate without links
         ["cache", "warm", "{file}/below", "{file}/cache"],
         ["cache", "clear", "{file}/cache"],
     ],
@@ -49,19 +49,7 @@ def test_an_error_is_one_message_and_exit_code_2(
     assert "Traceback" not in printed.err
 
 
-def test_plan_invalid_parameters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--parameters", "nan", "--nodes", "2", *CLUSTER]) == 2
-    assert "--parameters nan must be the number of parameters" in capsys.readouterr().err
-
-
-def test_lab_gbps_without_links_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["lab", "--no-net", "--gbps", "1", "--", "true"]) == 2
-    assert "omit --no-net or --gbps" in capsys.readouterr().err
-
-
-def test_a_node_beyond_the_last_is_refused_where_it_would_cache_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cache_warm_refuses_a_node_beyond_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "source" / "train" / "cats").mkdir(parents=True)
     folders = [str(tmp_path / "source"), str(tmp_path / "cache")]
     assert cli.main(["cache", "warm", *folders, "--nodes", "2", "--node", "2"]) == 2

@@ -1,4 +1,4 @@
-"""What is used of torch and Lightning without a promise: it is there, nowhere else, and missed by name."""
+"""Private names of torch and Lightning exist, are used in one file, and are named if missing."""
 
 import importlib
 import re
@@ -18,12 +18,12 @@ PRIVATE = re.compile(
 )
 
 
-def test_what_torch_lacks_is_named() -> None:
+def test_missing_names_of_torch_are_listed() -> None:
     assert internals.missing() == []
     assert internals.missing(["_C._gone", "nn.Linear", "gone.entirely"]) == ["torch._C._gone", "torch.gone.entirely"]
 
 
-def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_operation_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = Lines().lines
     monkeypatch.setattr(messages, "SLOW_AFTER", timedelta(seconds=0.05))
     with messages.log_if_slow("reading"):
@@ -46,7 +46,7 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 
 
 @pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
-def test_lightning_has_what_adapters_rely_upon(package: str) -> None:
+def test_lightning_has_the_attributes_that_adapters_use(package: str) -> None:
     strategies = importlib.import_module(f"{package}.strategies")
     ddp: Any = strategies.DDPStrategy(parallel_devices=[])
     shards: Any = strategies.ModelParallelStrategy()

@@ -1,4 +1,4 @@
-"""What a release says of itself in several places is the same in all of them."""
+"""Version and dependencies agree in all files of a release."""
 
 import re
 import subprocess
@@ -20,13 +20,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
 
 
-def test_the_changelog_begins_with_this_version() -> None:
+def test_changelog_begins_with_this_version() -> None:
     heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert heading is not None
     assert heading[1].rstrip(",") == lightning_sparse.__version__
 
 
-def test_the_conda_recipe_is_of_this_version() -> None:
+def test_conda_recipe_has_this_version_and_its_dependencies() -> None:
     recipe = yaml.safe_load((ROOT / "release/conda/recipe.yaml").read_text(encoding="utf-8"))
     assert recipe["context"]["version"] == lightning_sparse.__version__
     names = {re.match(r"[\w-]+", each)[0] for each in PROJECT["dependencies"]}  # type: ignore[index]
@@ -34,20 +34,20 @@ def test_the_conda_recipe_is_of_this_version() -> None:
 
 
 @pytest.mark.parametrize(("tag", "code"), [(f"v{lightning_sparse.__version__}", 0), ("v99.0", 1)])
-def test_a_tag_that_is_not_the_version_is_refused(tag: str, code: int) -> None:
+def test_release_refuses_a_tag_of_another_version(tag: str, code: int) -> None:
     (step,) = [each for each in WORKFLOW["jobs"]["build"]["steps"] if each.get("name") == "the tag is the version"]
     done = subprocess.run(["bash", "-ec", step["run"]], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"})
     assert done.returncode == code
 
 
-def test_an_installation_replaces_no_torch() -> None:
+def test_dependencies_pin_no_versions() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = [*PROJECT["dependencies"], *(each for words in extras.values() for each in words)]
     assert [each for each in wanted if re.match(r"torch\b(?!>=)", each)] == []
     assert [each for each in wanted if re.search(r"==|<|~=", each)] == []
 
 
-def test_all_has_every_extra_of_users() -> None:
+def test_extra_all_has_every_extra_of_users() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
     of_developers = {"all", "dev", "docs", "examples", "test-storage"}

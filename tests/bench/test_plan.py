@@ -1,4 +1,4 @@
-"""`lightning-sparse plan`: the arithmetic, the recommendation, models by name, and the command. One process."""
+"""`lightning-sparse plan`: predictions, recommendation, model names and the command."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def here(nodes: int, density: float = 0.01, **options: float) -> tuple[list[Row]
 # -- the arithmetic ----------------------------------------------------------------------------------------------------
 
 
-def test_it_is_the_strategys_own_cost_model() -> None:
+def test_prediction_uses_the_cost_model_of_the_strategies() -> None:
     of = scenario()
     assert of.buckets == 5, "as DDP cuts ResNet-50: 1 MiB, then 25 MiB each"
     each = TensorSpec(16, 8, -(-RESNET50 // 5))
@@ -48,7 +48,7 @@ def test_it_is_the_strategys_own_cost_model() -> None:
     )
 
 
-def test_bytes_into_a_node() -> None:
+def test_predicted_bytes_per_node() -> None:
     assert predict(scenario(), 16, "dense").node_bytes == pytest.approx(2 * 15 / 16 * 4 * RESNET50, rel=1e-5)
     assert predict(scenario(), 16, "ddp").node_bytes == pytest.approx(2 * 127 / 128 * 4 * RESNET50, rel=1e-5)
     assert predict(scenario(), 16, "ddp16").node_bytes == pytest.approx(2 * 127 / 128 * 2 * RESNET50, rel=1e-5)
@@ -62,14 +62,14 @@ def test_bytes_into_a_node() -> None:
 
 
 @pytest.mark.parametrize("path", METHODS)
-def test_it_costs_more_with_more_nodes_and_less_with_a_faster_link(path: str) -> None:
+def test_seconds_grow_with_nodes_and_fall_with_the_link_rate(path: str) -> None:
     by_nodes = [predict(scenario(), nodes, path, 0.01).sync_s for nodes in (1, 2, 4, 16, 64)]
     assert by_nodes == sorted(by_nodes)
     by_rate = [predict(scenario(inter_gbps=gbps), 16, path, 0.01).sync_s for gbps in (1.0, 10.0, 100.0)]
     assert by_rate == sorted(by_rate, reverse=True)
 
 
-def test_step_and_efficiency_lie_between_the_bounds_of_overlap() -> None:
+def test_step_and_efficiency_have_bounds_for_overlap() -> None:
     row = predict(scenario(compute_s=0.05), 16, "ddp")
     assert row.step_s == pytest.approx(0.05 + row.sync_s)
     assert row.overlapped_step_s == max(0.05, row.sync_s)
@@ -78,7 +78,7 @@ def test_step_and_efficiency_lie_between_the_bounds_of_overlap() -> None:
     assert predict(scenario(), 16, "ddp").step_s is None, "no compute time, no step time"
 
 
-def test_one_node_has_no_traffic_and_applies_everything() -> None:
+def test_single_node_has_no_traffic() -> None:
     found, _ = here(1)
     assert {row.node_bytes for row in found} == {0.0}
     assert {row.effective_density for row in found} == {1.0}
@@ -118,6 +118,37 @@ def test_recommendation_names_the_method_and_its_predicted_time(
     assert all(part in sgd for part in parts)
 
 
+def test_recommendation_for_adam_is_updates_on_slow_links() -> None:
+    slow = scenario(devices=1, inter_gbps=1.0, compute_s=0.1)
+    found = [predict(slow, 4, way, 0.01) for way in METHODS]
+    said = plan.recommend(found, slow.compute_s)
+    updates, ddp = (next(row for row in found if row.path == path) for path in ("updates", "ddp"))
+    adam = said.splitlines()[0]
+    assert adam.startswith("With AdamW, use strategy='mstopk_local' with density=0.01. Predicted step: ")
+    step_s, ddp_s = updates.overlapped_step_s or 0, ddp.overlapped_step_s or 0
+    assert f"{1e3 * step_s:.3g} ms ({ddp_s / step_s:.2g} times as fast as DDP) with perfect overlap" in adam
+    whole = [replace(row, overlapped_step_s=1e-3) if row.path == "dense16" else row for row in found]
+    assert "exchange='dense16' if communication overlaps" in plan.recommend(whole, slow.compute_s)
+
+
+def test_updates_overlap_with_the_whole_step() -> None:
+    for gbps in (0.1, 1.0, 10.0):
+        row = predict(scenario(devices=1, inter_gbps=gbps, compute_s=10.0), 4, "updates", 0.01)
+        assert row.step_s is not None
+        assert row.step_s < 10.0 + row.sync_s or gbps > 1
+        k = num_selected(0.01, RESNET50)
+        assert row.node_bytes == 3 * message_bytes(RESNET50, k, TWO_BIT), "the default of mstopk_local"
+
+
+def test_bytes_of_regional_updates_do_not_grow_with_nodes() -> None:
+    sparse, regional = (
+        predict(scenario(), 16, way, density).node_bytes
+        for way, density in (("updates", 0.01), ("updates regional", 0.08))
+    )
+    assert regional == pytest.approx(sparse, rel=0.25)
+    assert predict(scenario(), 64, "updates regional", 0.08).node_bytes < 1.2 * regional
+
+
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
@@ -125,13 +156,13 @@ def numel_of(model: str) -> int:
     return sum(shape.numel() for shape in parameter_shapes(model))
 
 
-def test_models_of_torchvision_and_timm_cost_no_memory() -> None:
+def test_models_of_torchvision_and_timm_are_known() -> None:
     assert numel_of("resnet50") == RESNET50
     assert numel_of("vgg19") == 143_667_240
     assert numel_of("mixer_s16_224") == 18_528_264  # timm's
 
 
-def test_sizes_that_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_known_sizes_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     of_torchvision = [name for name in plan.SIZES if "-" not in name and name != "gpt2"]
     assert len(of_torchvision) == 7
     assert all(numel_of(name) == plan.SIZES[name] for name in of_torchvision)
@@ -142,12 +173,12 @@ def test_sizes_that_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "124,439,808" in capsys.readouterr().out
 
 
-def test_an_unknown_model_is_told_with_close_ones() -> None:
+def test_unknown_model_is_refused_with_similar_names() -> None:
     with pytest.raises(ValueError, match=r"model='resnet_50' is not a classifier .* resnet50"):
         parameter_shapes("resnet_50")
 
 
-def test_without_torchvision_and_timm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_torchvision_and_timm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("torchvision", "timm"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match="pip install torchvision, give --parameters"):
@@ -155,25 +186,18 @@ def test_without_torchvision_and_timm_it_says_what_to_install(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"numel": 0}, "numel=0"),
-        ({"devices": 0}, "devices=0"),
-        ({"inter_gbps": 0.0}, "inter_gbps=0.0"),
-        ({"intra_gbps": math.inf}, "intra_gbps=inf"),
-        ({"itemsize": 8}, "itemsize=8"),
-        ({"compute_s": 0.0}, "compute_s=0.0"),
-    ],
+    ("option", "value"),
+    [("numel", 0), ("devices", 0), ("inter_gbps", 0.0), ("intra_gbps", math.inf), ("itemsize", 8), ("compute_s", 0.0)],
 )
-def test_a_scenario_that_cannot_be(wrong: dict[str, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        scenario(**wrong)
+def test_bad_option_is_refused(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        scenario(**{option: value})
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_tables_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", "resnet50", "--nodes", "16", *CLUSTER, "--compute-ms", "213"]) == 0
     said = capsys.readouterr().out
     assert "assumed: 600 GB/s" in said
@@ -187,7 +211,7 @@ def test_the_command_prints_tables_and_one_recommendation(capsys: pytest.Capture
     assert hint == "For the effect on the loss, add --steps."
 
 
-def test_the_rate_inside_a_node_is_asked_where_there_are_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_needs_the_intra_node_rate_of_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--parameters", "1e6", "--nodes", "2", "--inter-gbps", "1"]
     assert cli.main([*words, "--devices", "1"]) == 0
     assert "inside" not in capsys.readouterr().out
@@ -195,42 +219,13 @@ def test_the_rate_inside_a_node_is_asked_where_there_are_several_devices(capsys:
     assert "--intra-gbps is missing" in capsys.readouterr().err
 
 
-def test_adam_is_sent_to_updates_where_the_link_is_slow() -> None:
-    slow = scenario(devices=1, inter_gbps=1.0, compute_s=0.1)
-    found = [predict(slow, 4, way, 0.01) for way in METHODS]
-    said = plan.recommend(found, slow.compute_s)
-    updates, ddp = (next(row for row in found if row.path == path) for path in ("updates", "ddp"))
-    adam = said.splitlines()[0]
-    assert adam.startswith("With AdamW, use strategy='mstopk_local' with density=0.01. Predicted step: ")
-    step_s, ddp_s = updates.overlapped_step_s or 0, ddp.overlapped_step_s or 0
-    assert f"{1e3 * step_s:.3g} ms ({ddp_s / step_s:.2g} times as fast as DDP) with perfect overlap" in adam
-    whole = [replace(row, overlapped_step_s=1e-3) if row.path == "dense16" else row for row in found]
-    assert "exchange='dense16' if communication overlaps" in plan.recommend(whole, slow.compute_s)
-
-
-def test_updates_hide_behind_the_whole_step() -> None:
-    for gbps in (0.1, 1.0, 10.0):
-        row = predict(scenario(devices=1, inter_gbps=gbps, compute_s=10.0), 4, "updates", 0.01)
-        assert row.step_s is not None
-        assert row.step_s < 10.0 + row.sync_s or gbps > 1
-        k = num_selected(0.01, RESNET50)
-        assert row.node_bytes == 3 * message_bytes(RESNET50, k, TWO_BIT), "the default of mstopk_local"
-
-
-def test_regional_updates_of_equal_bytes_do_not_grow_with_the_nodes() -> None:
-    sparse, regional = (
-        predict(scenario(), 16, way, density).node_bytes
-        for way, density in (("updates", 0.01), ("updates regional", 0.08))
-    )
-    assert regional == pytest.approx(sparse, rel=0.25)
-    assert predict(scenario(), 64, "updates regional", 0.08).node_bytes < 1.2 * regional
-
-
 @pytest.mark.parametrize(
     ("steps", "said"),
     [(4600, "46 times on average. Runs that sent each entry as often ended 1% to 4%"), (300, "This is too few")],
 )
-def test_how_often_an_entry_is_sent(capsys: pytest.CaptureFixture[str], steps: int, said: str) -> None:
+def test_command_with_steps_tells_how_often_an_entry_is_sent(
+    capsys: pytest.CaptureFixture[str], steps: int, said: str
+) -> None:
     words = ["plan", "--parameters", "1e6", "--nodes", "4", *CLUSTER, "--steps", str(steps)]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
@@ -238,7 +233,7 @@ def test_how_often_an_entry_is_sent(capsys: pytest.CaptureFixture[str], steps: i
     assert "times sent" in out
 
 
-def test_json_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--parameters", "25.6e6", "--nodes", "4", *CLUSTER, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["scenario"]["numel"] == 25_600_000
@@ -247,24 +242,19 @@ def test_json_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["step_s"] is None for row in found["rows"])
 
 
-@pytest.mark.parametrize("words", [[], ["--compute-ms", "100"]])
-def test_the_plot(tmp_path: Path, words: list[str]) -> None:
-    file = tmp_path / "plan.svg"
-    assert cli.main(["plan", "--parameters", "1e6", "--nodes", "4", *CLUSTER, "--plot", str(file), *words]) == 0
-    assert file.read_text().startswith("<?xml")
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(
+def test_command_plots_or_names_the_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = tmp_path / "plan.svg"
+    words = ["plan", "--parameters", "1e6", "--nodes", "4", *CLUSTER, "--compute-ms", "100", "--plot", str(file)]
+    assert cli.main(words) == 0
+    assert file.read_text().startswith("<?xml")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = ["plan", "--parameters", "1e6", "--nodes", "4", *CLUSTER, "--plot", str(tmp_path / "plan.svg")]
     assert cli.main(words) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_wrong_options_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--parameters", "1e6", "--nodes", "0", *CLUSTER]) == 2
-    assert "nodes=0" in capsys.readouterr().err
-    assert cli.main(["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--density", "2"]) == 2
-    assert "density=2.0" in capsys.readouterr().err
+@pytest.mark.parametrize(("option", "value", "name"), [("--nodes", "0", "nodes=0"), ("--density", "2", "density=2.0")])
+def test_command_names_a_bad_option(option: str, value: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, option, value]) == 2
+    assert name in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The project installed from a copy, without kernels: no compiler is needed, and the checkout stays as it is."""
+"""Installations of the project: from a copy without kernels, or as metadata that points to this checkout."""
 
 import importlib.util
 import os
@@ -27,6 +27,19 @@ def copy_of_checkout(source: Path) -> Path:
     package = source / "lightning_sparse" / "_version.py"
     package.write_text(re.sub(r'^__version__ = ".*"$', '__version__ = "0+copy"', package.read_text(), flags=re.M))
     return source
+
+
+def with_metadata(folder: Path) -> Path:
+    """Write the metadata of an installation of this checkout into `folder`, and link the checkout there."""
+    for name in ("lightning_sparse", "lightning_sparse_autoload.py"):
+        (folder / name).symlink_to(ROOT / name)
+    metadata = folder / "lightning_sparse-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-sparse\nVersion: 0\n")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (points,) = re.findall(r"^\[project\.entry-points\.(.*)\]\n(.+)$", text, re.MULTILINE)
+    (metadata / "entry_points.txt").write_text("[{}]\n{}\n".format(*(each.replace('"', "") for each in points)))
+    return folder
 
 
 def pip_install(*words: str, python: Path | None = None) -> None:

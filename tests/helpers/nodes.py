@@ -1,4 +1,4 @@
-"""Nodes that come and go: a process each, with torchft's own lighthouse, for tests that kill, stop and cut them off."""
+"""Elastic nodes and a lighthouse of torchft, each in its own process, for tests that kill, stop and disconnect them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torchft.process_group", "torchft.coordination", "lightning_sparse.elastic.updates", "tests.helpers.nodes"]
+from tests.helpers import distributed
+
+# One server starts the processes of all tests, so it imports the modules of ranks too.
+PRELOAD = [*distributed.PRELOAD, "torchft.process_group", "torchft.coordination", "tests.helpers.nodes"]
 Main = Callable[[str, str, dict[str, Any]], None]
 
 
@@ -24,7 +27,7 @@ class Nodes:
     """Nodes of one lighthouse.
 
     Args:
-        main: what a node runs, a function of a module: name, lighthouse, options.
+        main: the function that each node runs with its name, the lighthouse and options.
         host: of the lighthouse.
         lighthouse: its options.
     """
@@ -54,40 +57,43 @@ class Nodes:
         self._lighthouse.join()
 
     def start(self, name: str, main: Main | None = None, **options: Any) -> None:
-        """Start a node, or start it again; `main`: what it runs, if not what the others do."""
+        """Start a node, or restart it. `main` replaces the function of the other nodes."""
         arguments = (main or self._main, name, self.address, options, self._folder / f"{name}.txt")
         self._processes[name] = self._context.Process(target=_run, args=arguments, daemon=True)
         self._processes[name].start()
 
+    def runs(self, name: str) -> bool:
+        return name in self._processes and self._processes[name].is_alive()
+
     def send(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a node."""
+        """Send the node a signal."""
         os.kill(self._processes[name].pid, number)
 
     def kill(self, name: str) -> None:
-        """Kill a node, and wait until it is gone."""
+        """Kill the node, and wait for its end."""
         self.send(name, signal.SIGKILL)
         self._processes[name].join()
 
     def join(self, name: str, timeout: float = 60) -> int:
-        """Wait for the end of a node, and return its exit status."""
+        """Wait for the end of the node, and return its exit status."""
         self._processes[name].join(timeout)
         code = self._processes[name].exitcode
         assert code is not None, self._state(name)
         return int(code)
 
     def output(self, name: str) -> str:
-        """All that a node wrote, in all its lives."""
+        """Return the output of all processes of the node."""
         path = self._folder / f"{name}.txt"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def reports(self, name: str) -> list[dict[str, Any]]:
-        """The lines of JSON among that."""
+        """Return the lines of JSON in the output."""
         return [
             json.loads(line) for line in self.output(name).splitlines() if line.startswith("{") and line.endswith("}")
         ]
 
     def wait_for(self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 60) -> dict[str, Any]:
-        """Wait for a report of the node's that is new and meets the condition."""
+        """Wait for a new report of the node that meets the condition."""
         seen, until = len(self.reports(name)), time.monotonic() + timeout
         while time.monotonic() < until:
             found = next((each for each in self.reports(name)[seen:] if condition(each)), None)
@@ -110,7 +116,7 @@ class Nodes:
 
 @contextmanager
 def nodes_of(main: Main, host: str = "127.0.0.1", **lighthouse: int) -> Iterator[Nodes]:
-    """Nodes that are stopped in the end."""
+    """Start a lighthouse, and stop it and all nodes at the end."""
     with tempfile.TemporaryDirectory() as folder:
         nodes = Nodes(main, Path(folder), host, **lighthouse)
         try:

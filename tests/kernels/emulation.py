@@ -1,15 +1,18 @@
-"""The CUDA kernels on a CPU: built as C++ against `cuda_on_cpu/`, which checks every access to memory.
+"""The CUDA kernels on a CPU, compiled as C++ with `cuda_on_cpu/`, which checks every access to memory.
 
-The sources are the very .cu files; only launches and `__shared__` are rewritten. A seed decides the order in which
-blocks, warps and threads run.
+Only launches and `__shared__` of the .cu files are rewritten. A seed decides the order of blocks, warps and threads.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from lightning_sparse.kernels import wire
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 CSRC = Path(__file__).parents[2] / "lightning_sparse/kernels/csrc"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_sparse-tests"
+DRIVERS = ("driver.cpp", "driver_rounded.cpp", "driver_models.cpp")
 CODES = {**wire.VALUE_CODES, torch.float16: 2}  # fp16 gradients, too
 FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
 CHECKED = [
@@ -39,7 +44,7 @@ ORDERS = [
 
 
 class EmulationError(Exception):
-    """What a kernel did wrong."""
+    """A fault of a kernel."""
 
 
 def as_cpp(source: str) -> str:
@@ -60,31 +65,52 @@ def as_cpp(source: str) -> str:
     return re.sub(r"(?:alignas\(\d+\) )?__shared__ ([\w:]+) ([^;]+);", shared, text)
 
 
-def build(
-    folder: Path,
-    kernels: Sequence[Path] = (),
-    flags: Iterable[str] = (),
-    drivers: Iterable[str] = ("driver.cpp", "driver_rounded.cpp", "driver_models.cpp"),
-) -> ctypes.CDLL:
-    """Compile all kernels, or `kernels` alone, into a library in `folder`, with the entry points for them."""
+def cuda_library() -> ctypes.CDLL:
+    """The kernels of the package, with so few blocks that each has several turns."""
+    return library(flags=["-DLS_MOST_BLOCKS=5"])
+
+
+def library(kernels: Sequence[Path] = (), flags: Sequence[str] = (), drivers: Sequence[str] = DRIVERS) -> ctypes.CDLL:
+    """Load all kernels, or `kernels` alone, with their entry points.
+
+    Compiles once for each content of the sources. Test processes and later runs share the library.
+    """
+    key = hashlib.sha256(_output(["g++", "--version"]).encode())
+    key.update(repr(([str(path) for path in kernels], flags, drivers)).encode())
+    for path in sorted([Path(__file__), *HERE.glob("*.*"), *CSRC.glob("*.*")]):
+        if path.suffix != ".so":
+            key.update(path.read_bytes())
+    file = CACHE / f"cuda_on_cpu-{key.hexdigest()[:20]}.so"
+    if not file.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            _compile(Path(folder), kernels, flags, drivers).replace(file)
+    return ctypes.CDLL(str(file))
+
+
+def _compile(folder: Path, kernels: Sequence[Path], flags: Sequence[str], drivers: Sequence[str]) -> Path:
     for path in [*CSRC.glob("*.cu*"), *kernels]:
         name = path.name if path.suffix == ".cuh" else f"{path.stem}.cpp"
         (folder / name).write_text(as_cpp(path.read_text()))
     checked = [f"{path.stem}.cpp" for path in kernels or sorted(CSRC.glob("*.cu"))]
-    plain = ["threads.cpp", "memory.cpp", *drivers]
-    objects = []
-    for name in [*checked, *plain]:
+    includes = [f"-I{each}" for each in (folder, HERE, CSRC)]
+
+    def compile_source(name: str) -> str:
         source, extra = (folder, [*CHECKED, *flags]) if name in checked else (HERE, flags)
-        objects.append(f"{name}.o")
-        includes = [f"-I{folder}", f"-I{HERE}", f"-I{CSRC}"]
-        _run(["g++", *FLAGS, *extra, *includes, "-c", "-o", objects[-1], str(source / name)], folder)
-    _run(["g++", "-shared", "-o", "kernels.so", *objects], folder)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+        target = str(folder / f"{name}.o")
+        _output(["g++", *FLAGS, *extra, *includes, "-c", "-o", target, str(source / name)])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [*pool.map(compile_source, [*checked, "threads.cpp", "memory.cpp", *drivers])]
+    _output(["g++", "-shared", "-o", str(folder / "kernels.so"), *objects])
+    return folder / "kernels.so"
 
 
-def _run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p:

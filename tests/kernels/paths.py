@@ -1,9 +1,9 @@
-"""Every way the operators can run on a CPU, behind one interface; and the inputs that have broken selections before.
+"""The implementations of the operators on a CPU, and inputs that are hard for a selection.
 
-plain      plain torch, as where nothing is compiled
-compiled   what a user gets
+plain      torch, as in an installation without compiled kernels
+compiled   the default
 scalar     compiled, without vector instructions
-whole      compiled, as if the sample had misled: refine and emit run over all elements
+whole      compiled, as with a misleading sample: refine and emit run over all elements
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ PATHS = [
     Path("compiled"),
     Path("compiled", threads=2),
     Path("scalar"),
-    Path("scalar", threads=2),
-    Path("whole"),
     Path("whole", threads=2),
 ]
 
@@ -123,7 +121,7 @@ def inputs(numel: int) -> dict[str, Tensor]:
 
 
 def large_input() -> Tensor:
-    """Of so many elements that threads share every phase, with ties and what is not finite among them."""
+    """Return an input that is large enough for threads in every phase, with ties and non-finite elements."""
     made = inputs(1_200_007)
     return made["few values"] * 0.5 + made["special"]
 

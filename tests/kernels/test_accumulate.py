@@ -1,4 +1,4 @@
-"""The receiving side: sums in row order, duplicates, and messages that are not what they should be."""
+"""Received messages: sums in row order, duplicates and damaged messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_alpha_adds_to_what_is_there(path: Path, dtype: torch.dtype, alpha: floa
 
 
 @every_path
-def test_the_same_index_adds_in_the_order_of_rows(path: Path) -> None:
+def test_equal_indices_add_in_row_order(path: Path) -> None:
     rows = [
         wire.encode(torch.tensor([value]), torch.tensor([70_000]), 70_001, DTYPES[0]) for value in (1e8, 1.0, -1e8, 1.0)
     ]
@@ -65,7 +65,7 @@ def test_the_same_index_adds_in_the_order_of_rows(path: Path) -> None:
 
 @every_path
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
-def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> None:
+def test_count_of_non_finite_elements_makes_all_elements_nan(path: Path, dtype: torch.dtype) -> None:
     messages = messages_of(70_001, 70, 3, dtype).clone()
     grad = torch.ones(70_001)
     grad[9] = torch.inf
@@ -77,7 +77,7 @@ def test_one_count_of_non_finite_poisons_all(path: Path, dtype: torch.dtype) -> 
 
 
 def damaged(message: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-    """Of a message of 70,001 elements in fp32: each thing that a receiver must not trust."""
+    """Return damaged copies of a message of 70,001 fp32 elements, by the kind of damage."""
     table = wire.message_layout(70_001, k, torch.float32)
     result = {"noise": torch.randint(0, 256, message.shape, dtype=torch.uint8), "zeros": torch.zeros_like(message)}
 
@@ -106,7 +106,7 @@ def damaged(message: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 @every_path
 @pytest.mark.parametrize("k", [70, 700])
-def test_a_damaged_message_poisons_and_never_crashes(path: Path, k: int) -> None:
+def test_damaged_message_makes_all_elements_nan(path: Path, k: int) -> None:
     torch.manual_seed(0)
     messages = messages_of(70_001, k, 2, torch.float32)
     for name, bad in damaged(messages[1], k).items():
@@ -117,7 +117,7 @@ def test_a_damaged_message_poisons_and_never_crashes(path: Path, k: int) -> None
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8))
-def test_any_damage_reads_the_same_on_every_path(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
+def test_any_damage_has_equal_results_on_every_path(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
     numel, k = data.draw(st.sampled_from([(70_001, 70), (70_001, 700), (5, 3)]))
     dtype = data.draw(st.sampled_from([torch.bfloat16, wire.TWO_BIT]))
     messages = messages_of(numel, k, 2, dtype).clone()

@@ -51,7 +51,7 @@ def test_exact(numel: int) -> None:
             y = x.to(dtype)
             for k in (
                 ks(numel) if numel < 100_000 else ks(numel)[turn % 4 :: 4]
-            ):  # what is expected takes a processor long
+            ):  # the expected result takes the CPU long
                 values, indices = mstopk(y.cuda(), k)
                 want = reference.topk(y, k)
                 assert same_bits(indices.cpu(), want[1]), (name, dtype, k)

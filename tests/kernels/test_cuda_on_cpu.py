@@ -1,7 +1,6 @@
-"""The CUDA kernels without a GPU, held against plain torch: see emulation.py for what else it finds.
+"""The emulated CUDA kernels equal plain torch. The emulation checks races and accesses to memory too.
 
-Every call runs by another seed, and so in another order of blocks and threads. test_cuda.py asks the same of a GPU.
-Minutes.
+Every call has another seed, which orders blocks and threads. test_cuda.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels import reference, wire
-from tests.kernels.emulation import ORDERS, Emulation, build
+from tests.kernels.emulation import ORDERS, Emulation, cuda_library
 from tests.kernels.paths import DTYPES, PLAIN, VALUES, inputs, ks, same_bits
 from tests.kernels.test_accumulate import damaged, messages_of
 
@@ -20,8 +19,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on P
 
 
 @pytest.fixture(scope="module")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    return Emulation(build(tmp_path_factory.mktemp("cuda_on_cpu"), flags=["-DLS_MOST_BLOCKS=3"]))
+def emulation() -> Emulation:
+    return Emulation(cuda_library())
 
 
 @pytest.fixture(params=ORDERS)
@@ -57,8 +56,17 @@ def test_compress(cuda: Emulation, numel: int) -> None:
         assert same_bits(got, want), name
 
 
-@pytest.mark.parametrize("numel", [140_001, pytest.param(1_150_001, marks=pytest.mark.slow)])
-def test_groups_of_tiles_look_back(cuda: Emulation, numel: int) -> None:  # one step of look-back is 1,048,576 elements
+@pytest.mark.slow
+def test_groups_of_tiles_look_back_several_steps(emulation: Emulation) -> None:  # a step is 1,048,576 elements
+    emulation.start(6000)
+    check_look_back(emulation, 1_150_001)
+
+
+def test_groups_of_tiles_look_back(cuda: Emulation) -> None:
+    check_look_back(cuda, 140_001)
+
+
+def check_look_back(cuda: Emulation, numel: int) -> None:
     for name, value_dtype in (("layered", torch.bfloat16), ("few values", wire.TWO_BIT)):
         x, k = inputs(numel)[name], numel // 20
         got, want = torch.empty(2, numel)
@@ -95,7 +103,7 @@ def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, wire.TWO_BIT], ids=str)
-def test_few_pairs_are_added_without_a_look_at_the_other_elements(cuda: Emulation, dtype: torch.dtype) -> None:
+def test_few_pairs_are_added_without_a_pass_over_all_elements(cuda: Emulation, dtype: torch.dtype) -> None:
     numel, k = 400_000, 4000
     messages, nbytes = messages_of(numel, k, 4, dtype), []
     for count in (1, 4):
@@ -107,7 +115,7 @@ def test_few_pairs_are_added_without_a_look_at_the_other_elements(cuda: Emulatio
 
 
 @pytest.mark.parametrize(("numel", "k"), [(5000, 40), (50_000, 50)])
-def test_more_messages_than_are_open_at_once(cuda: Emulation, numel: int, k: int) -> None:
+def test_more_messages_than_one_pass_takes(cuda: Emulation, numel: int, k: int) -> None:
     messages = messages_of(numel, k, 70, torch.bfloat16).clone()
     got, want = torch.full((2, numel), 0.5)
     PLAIN.accumulate(messages, want, k, torch.bfloat16, 3.0)

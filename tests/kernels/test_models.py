@@ -38,8 +38,7 @@ def models(numel: int) -> tuple[Tensor, Tensor]:
 
 
 @every_path
-@pytest.mark.parametrize("sizes", SIZES, ids=len)
-@pytest.mark.parametrize("ahead", SHARES)
+@pytest.mark.parametrize(("sizes", "ahead"), [*zip(SIZES, SHARES, strict=True)])
 def test_write(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
     own, shared = models(sum(sizes))
     before = own.clone(), shared.clone()
@@ -53,8 +52,7 @@ def test_write(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
 
 
 @every_path
-@pytest.mark.parametrize("sizes", SIZES, ids=len)
-@pytest.mark.parametrize("ahead", SHARES)
+@pytest.mark.parametrize(("sizes", "ahead"), [*zip(SIZES, SHARES, strict=True)])
 def test_change(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
     for mixed in (False, True):
         own, shared = models(sum(sizes))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import wire
-from tests.kernels.emulation import CSRC, ORDERS, Emulation, build
+from tests.kernels.emulation import ORDERS, Emulation, cuda_library
 from tests.kernels.paths import DTYPES, PLAIN, VALUES, inputs, same_bits
 from tests.kernels.test_models import SHARES, models, pieces_of
 from tests.kernels.test_rounded import rows_of
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on 
 
 
 @pytest.fixture(scope="module")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    return Emulation(build(tmp_path_factory.mktemp("regions"), flags=["-DLS_MOST_BLOCKS=7"]))
+def emulation() -> Emulation:
+    return Emulation(cuda_library())
 
 
 @pytest.fixture(params=ORDERS)
@@ -60,7 +60,8 @@ def check_regions(
 def test_regions(cuda: Emulation, numel: int, num_regions: int, k: int) -> None:
     residual, scale = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1, torch.tensor(1 / 3)
     for turn, x in enumerate(inputs(numel).values()):
-        if turn % 3 != numel % 3:  # another third at each size
+        every = 9 if num_regions > 8 else 3  # each size takes another part of the inputs
+        if turn % every != numel % every:
             continue
         grad, value_dtype = x.to(DTYPES[turn // 2 % 3]), VALUES[turn // 3 % len(VALUES)]
         check_regions(
@@ -76,11 +77,11 @@ def test_regions_of_several_groups_of_tiles(cuda: Emulation) -> None:
     check_regions(cuda, x, 2, 700)
 
 
-def test_a_wire_block_more_in_the_last_region(cuda: Emulation) -> None:
+def test_last_region_with_another_wire_block(cuda: Emulation) -> None:
     check_regions(cuda, torch.randn(2 * 65_536 + 1, generator=torch.Generator().manual_seed(1)), 2, 9)
 
 
-def test_a_region_whose_sample_misleads(emulation: Emulation) -> None:
+def test_region_with_a_misleading_sample(emulation: Emulation) -> None:
     """More equal elements in one region than there is room for candidates; it alone goes over all elements."""
     numel = 3 * 40_000
     x = torch.randn(numel, generator=torch.Generator().manual_seed(2))
@@ -95,7 +96,7 @@ def test_regions_at_odd_offsets(cuda: Emulation) -> None:
         check_regions(cuda, base.to(dtype)[1:9002], 3, 30, residual=base[4:9005])
 
 
-def test_a_bad_message_is_that_of_its_region_alone(cuda: Emulation) -> None:
+def test_bad_message_affects_only_its_region(cuda: Emulation) -> None:
     numel, k, shard = 9001, 5, torch.empty(9001)
     rows = cuda.compress_regions(torch.randn(numel), None, None, k, 3, torch.bfloat16)
     for place in (4, 82):  # a count of non-finite elements, an index
@@ -133,73 +134,69 @@ def test_regions_of_unequal_sizes(cuda: Emulation) -> None:
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    folder = tmp_path_factory.mktemp("rounded")
-    return Emulation(build(folder, [CSRC / "rounded_cuda.cu"], drivers=["driver_rounded.cpp"]))
-
-
-def check_round(rounds: Emulation, grad: Tensor, residual: Tensor | None, num_rows: int, scale: Tensor | None) -> None:
+def check_round(
+    emulation: Emulation, grad: Tensor, residual: Tensor | None, num_rows: int, scale: Tensor | None
+) -> None:
     got, want = torch.full((2, grad.numel()), 3.0)
-    rows = rounds.round_rows(grad, residual, got, num_rows, scale)
-    assert rounds.counts == (1, 0), "launches, memsets"
+    rows = emulation.round_rows(grad, residual, got, num_rows, scale)
+    assert emulation.counts == (1, 0), "launches, memsets"
     assert same_bits(rows, PLAIN.round_rows(grad, residual, want, num_rows, scale)), "other bits"
     assert same_bits(got, want), "other bits"
 
 
-def check_sum(rounds: Emulation, rows: Tensor, own: int) -> None:
+def check_sum(emulation: Emulation, rows: Tensor, own: int) -> None:
     got, want = torch.randn(own).expand(2, -1).clone()
-    row = rounds.sum_rows(rows, got if own else None)
-    assert rounds.counts == (1, 0), "launches, memsets"
+    row = emulation.sum_rows(rows, got if own else None)
+    assert emulation.counts == (1, 0), "launches, memsets"
     assert same_bits(row, PLAIN.sum_rows(rows, want if own else None)), "other bits"
     assert same_bits(got, want), "other bits"
 
 
 @pytest.mark.parametrize(("numel", "num_rows"), [(1, 5), (100, 3), (4096, 1), (9001, 8)])
-def test_round(rounds: Emulation, numel: int, num_rows: int) -> None:
+def test_round(emulation: Emulation, numel: int, num_rows: int) -> None:
     residual, scale = torch.randn(numel) * 0.1, torch.tensor(1 / 3)
     for turn, x in enumerate(inputs(numel).values()):
         before = residual if turn % 2 else None
-        check_round(rounds, x.to(DTYPES[turn % 3]), before, num_rows, scale if turn % 4 > 1 else None)
+        check_round(emulation, x.to(DTYPES[turn % 3]), before, num_rows, scale if turn % 4 > 1 else None)
     assert same_bits(
-        rounds.round_rows(residual, None, None, num_rows), PLAIN.round_rows(residual, None, None, num_rows, None)
+        emulation.round_rows(residual, None, None, num_rows), PLAIN.round_rows(residual, None, None, num_rows, None)
     )
 
 
 @pytest.mark.parametrize(("num_rows", "numel"), [(1, 1), (3, 100), (2, 2048), (9, 6160), (70, 2049)])
-def test_sum(rounds: Emulation, num_rows: int, numel: int) -> None:
+def test_sum(emulation: Emulation, num_rows: int, numel: int) -> None:
     for own in (numel, numel // 2, min(numel, 1), 0):
         for seed in range(3):
-            check_sum(rounds, rows_of(num_rows, numel, seed), own)
+            check_sum(emulation, rows_of(num_rows, numel, seed), own)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounding_at_odd_offsets(rounds: Emulation, dtype: torch.dtype) -> None:
+def test_rounding_at_odd_offsets(emulation: Emulation, dtype: torch.dtype) -> None:
     base = torch.randn(9016)
     for offset in (1, 8):
-        check_round(rounds, base.to(dtype)[offset : offset + 9001], base[3:9004], 2, None)
+        check_round(emulation, base.to(dtype)[offset : offset + 9001], base[3:9004], 2, None)
         rows = base.bfloat16()[offset : offset + 9000].view(2, 4500)[:, :4496].contiguous()
-        check_sum(rounds, rows, 4496)
-        check_sum(rounds, base.bfloat16()[offset : offset + 8992].view(2, 4496), 4495)
+        check_sum(emulation, rows, 4496)
+        check_sum(emulation, base.bfloat16()[offset : offset + 8992].view(2, 4496), 4495)
 
 
-def test_bytes_of_rounding_are_those_of_inputs_and_outputs(rounds: Emulation) -> None:
+def test_rounding_reads_inputs_and_writes_outputs_once(emulation: Emulation) -> None:
     numel, num_rows = 32_768, 8
     x = torch.randn(2, numel)
-    rows = rounds.round_rows(x[0], x[1], torch.empty(numel), num_rows)
-    assert rounds.nbytes == numel * (4 + 4 + 4 + 2)
-    rounds.sum_rows(rows, x[0][: numel // num_rows].clone())
-    assert rounds.nbytes == numel * 2 + numel // num_rows * (2 + 4 + 4)
+    rows = emulation.round_rows(x[0], x[1], torch.empty(numel), num_rows)
+    assert emulation.nbytes == numel * (4 + 4 + 4 + 2)
+    emulation.sum_rows(rows, x[0][: numel // num_rows].clone())
+    assert emulation.nbytes == numel * 2 + numel // num_rows * (2 + 4 + 4)
 
 
-def test_rounding_of_rows_that_are_not_aligned(rounds: Emulation) -> None:
+def test_rounding_of_unaligned_rows(emulation: Emulation) -> None:
     for numel, num_rows in ((9001, 8), (8192, 3)):
-        check_round(rounds, torch.randn(numel + 1).bfloat16()[1:], torch.randn(numel), num_rows, None)
-        check_round(rounds, torch.randn(numel), torch.randn(numel), num_rows, None)
+        check_round(emulation, torch.randn(numel + 1).bfloat16()[1:], torch.randn(numel), num_rows, None)
+        check_round(emulation, torch.randn(numel), torch.randn(numel), num_rows, None)
     for count, numel in ((4, 2056), (3, 6151)):
         rows = torch.randn(count, numel) * torch.logspace(-3, 3, count)[:, None]  # whose sum depends on the order
-        check_sum(rounds, rows.bfloat16(), numel - 5)
-        check_sum(rounds, rows.bfloat16(), 0)
+        check_sum(emulation, rows.bfloat16(), numel - 5)
+        check_sum(emulation, rows.bfloat16(), 0)
 
 
 # -- the models of a node ----------------------------------------------------------------------------------------------
@@ -208,43 +205,35 @@ def test_rounding_of_rows_that_are_not_aligned(rounds: Emulation) -> None:
 MOST = 96  # pieces of a launch
 
 
-@pytest.fixture(scope="module")
-def moves(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    folder = tmp_path_factory.mktemp("models")
-    return Emulation(build(folder, [CSRC / "models_cuda.cu"], drivers=["driver_models.cpp"]))
-
-
-def check_models(moves: Emulation, sizes: tuple[int, ...], ahead: float, mixed: bool) -> None:
+def check_models(emulation: Emulation, sizes: tuple[int, ...], ahead: float, mixed: bool) -> None:
     own, shared = models(sum(sizes))
     before = own.clone(), shared.clone()
     got, want = (pieces_of(torch.zeros(sum(sizes)), sizes, mixed) for _ in range(2))
-    moves.lerp_into(own, shared, got, ahead)
-    assert moves.counts == (-(-len(sizes) // MOST), 0), "launches, memsets"
+    emulation.lerp_into(own, shared, got, ahead)
+    assert emulation.counts == (-(-len(sizes) // MOST), 0), "launches, memsets"
     PLAIN.lerp_into(own, shared, want, ahead)
     assert all(same_bits(*each) for each in zip(got, want, strict=True)), "other bits"
     assert same_bits(own, before[0]), "other bits"
     for turn, piece in enumerate(got):
         piece += turn * 0.5
-    moves.accumulate_delta(own, shared, got, ahead)
-    assert moves.counts == (-(-len(sizes) // MOST), 0), "launches, memsets"
+    emulation.accumulate_delta(own, shared, got, ahead)
+    assert emulation.counts == (-(-len(sizes) // MOST), 0), "launches, memsets"
     PLAIN.accumulate_delta(before[0], shared, got, ahead)
     assert same_bits(own, before[0]), "other bits"
     assert same_bits(shared, before[1]), "other bits"
 
 
 @pytest.mark.parametrize("ahead", SHARES)
-def test_models(moves: Emulation, ahead: float) -> None:
-    for mixed in (False, True):
-        for sizes in ((1,), (7, 2047, 2049), (2048, 2048), (5, 2048, 1, 4097, 3000)):
-            check_models(moves, sizes, ahead, mixed)
-        for count in (MOST, MOST + 1, MOST + 9):
-            check_models(moves, tuple(1 + piece % 3 for piece in range(count)), ahead, mixed)
+def test_models(emulation: Emulation, ahead: float) -> None:
+    many = [tuple(1 + piece % 3 for piece in range(count)) for count in (MOST, MOST + 1)]
+    for turn, sizes in enumerate([(1,), (7, 2047, 2049), (2048, 2048), (5, 2048, 1, 4097, 3000), *many]):
+        check_models(emulation, sizes, ahead, mixed=(turn + SHARES.index(ahead)) % 2 == 0)
 
 
-def test_bytes_of_models_are_those_of_inputs_and_outputs(moves: Emulation) -> None:
+def test_models_are_read_and_written_once(emulation: Emulation) -> None:
     numel = 32_768
     own, shared = models(numel)
-    moves.lerp_into(own, shared, [torch.zeros(numel)], 0.5)
-    assert moves.nbytes == numel * 12
-    moves.accumulate_delta(own, shared, [torch.zeros(numel)], 0.5)
-    assert moves.nbytes == numel * 16
+    emulation.lerp_into(own, shared, [torch.zeros(numel)], 0.5)
+    assert emulation.nbytes == numel * 12
+    emulation.accumulate_delta(own, shared, [torch.zeros(numel)], 0.5)
+    assert emulation.nbytes == numel * 16

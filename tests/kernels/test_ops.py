@@ -130,7 +130,7 @@ tensors = st.sampled_from(
 integers = st.one_of(st.integers(-3, 120), st.sampled_from([-(2**63), 2**31, 2**62, 2**63 - 1]))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(a=tensors, b=tensors, c=tensors, s=tensors, k=integers, code=integers, none=st.integers(0, 7))
 def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code: int, none: int) -> None:
     code = code % 4 if none % 2 else code
@@ -155,7 +155,7 @@ def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code:
         lambda: OPS.lerp_into(a, b, [a] * (none % 3), 0.5),
     ]
     for call in calls:
-        with contextlib.suppress(Exception):  # what the test looks for ends the process
+        with contextlib.suppress(Exception):  # the test looks for crashes of the process
             call()
 
 
@@ -200,7 +200,7 @@ def test_compiles_in_one_graph() -> None:
         assert torch.equal(got, want)
 
 
-def test_no_gradient_flows() -> None:
+def test_results_require_no_gradient() -> None:
     x = torch.randn(10, requires_grad=True)
     values, indices = mstopk(x, 3)
     assert not values.requires_grad
@@ -218,14 +218,14 @@ def test_fake_shapes() -> None:
     assert sum_rows(rows, None).shape == (2**31 + 1,)
 
 
-def test_report_gives_a_reason_for_what_is_missing() -> None:
+def test_report_gives_a_reason_for_missing_kernels() -> None:
     report = kernel_report()
     assert {report.cpu, report.cuda} <= {"compiled", "plain torch"}
     assert report.reasons or report.cpu == report.cuda == "compiled"
     assert report.cpu in str(report)
 
 
-def test_everything_works_with_the_library_left_out() -> None:
+def test_operators_work_without_the_library() -> None:
     program = (
         "import torch; from lightning_sparse.kernels import *; r = kernel_report(); assert r.cpu == 'plain torch', r;"
         "x = torch.arange(9.); assert mstopk(x, 2)[1].tolist() == [7, 8]; left = torch.empty(9);"

@@ -12,7 +12,7 @@ QUIET = 0x7FC0
 
 
 def cast(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """As bfloat16, and what that took off."""
+    """Return bfloat16 values and their rounding errors."""
     rounded = torch.where(exact.isnan(), torch.zeros(()), exact).bfloat16()
     rounded.view(torch.int16)[exact.isnan()] = QUIET
     return rounded, torch.where(rounded.isfinite(), exact - rounded.float(), 0.0)

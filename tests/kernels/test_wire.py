@@ -1,4 +1,4 @@
-"""The message: its size, what its values survive, and what a receiver makes of a damaged one. Pure, a second."""
+"""Messages: their sizes, layouts and rounded values."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def test_bytes_of_a_pair_at_scale() -> None:
 
 
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
-def test_the_smaller_kind_of_index(value_dtype: torch.dtype) -> None:
-    """A pair more never costs more than a pair and a section's padding."""
+def test_message_uses_the_smaller_index(value_dtype: torch.dtype) -> None:
+    """Another pair costs at most a pair and the padding of a section."""
     sizes = [message_bytes(300_001, k, value_dtype) for k in range(1, 3000)]
     assert all(0 <= after - before <= 48 for before, after in itertools.pairwise(sizes))
 
 
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
-def test_a_larger_region_never_has_a_shorter_message(value_dtype: torch.dtype) -> None:
+def test_larger_region_has_no_shorter_message(value_dtype: torch.dtype) -> None:
     for spans in (1, 2, 16, 100):
         for k in range(15 * spans, 19 * spans + 40):
             assert message_bytes(4096 * spans, k, value_dtype) <= message_bytes(4096 * spans + 1, k, value_dtype)
 
 
 def test_byte_table_of_cells_and_levels() -> None:
-    """Two bits a value, 8-bit indices: 60 pairs of 4,098 elements, all in cell 0 but four."""
+    """Two bits per value and 8-bit indices: 60 pairs of 4,098 elements, four of them outside cell 0."""
     places = [*range(100, 156), 241, 4095, 4096, 4097]
     values = torch.ones(60)
     values[58] = -3.0
@@ -97,7 +97,7 @@ def test_bf16_saturates_and_not_earlier() -> None:
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-def test_what_is_not_finite_is_canonical(dtype: torch.dtype) -> None:
+def test_non_finite_values_are_canonical(dtype: torch.dtype) -> None:
     back = torch.tensor(round_trip([float("nan"), float("inf"), float("-inf"), 1.0, -0.0], dtype))
     assert same_bits(back, torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0, -0.0]))
 
@@ -113,7 +113,7 @@ def test_indices_survive(dtype: torch.dtype) -> None:
 
 
 def test_two_levels_leave_a_third_of_the_variance() -> None:
-    """Of magnitudes above a threshold, as a selection sends them; the best of two levels leave 0.35."""
+    """The best two levels for magnitudes above a threshold leave 35% of the variance."""
     for name, most in (("gaussian", 0.36), ("layered", 0.42)):
         x = inputs(300_001)[name]
         sent = x[reference.topk(x, 3000)[1].long()]
@@ -122,18 +122,18 @@ def test_two_levels_leave_a_third_of_the_variance() -> None:
         assert float((back.abs() - sent.abs()).square().mean() / sent.abs().var()) < most, name
 
 
-def test_what_two_bits_send_exactly() -> None:
+def test_two_bits_send_up_to_two_magnitudes_exactly() -> None:
     for values in ([0.1], [-0.1] * 3, [0.1, -0.1, 7.3, 7.3], [0.0, -0.0], [1e-45], [3.4e38, -3.4e38], [0.0, 5.5]):
         assert same_bits(torch.tensor(round_trip(values, wire.TWO_BIT)), torch.tensor(values)), values
 
 
-def test_each_block_has_levels_of_its_own() -> None:
+def test_each_block_has_its_own_levels() -> None:
     values, indices = torch.tensor([1.0, -2.0, 1e-6, 3e-6]), torch.tensor([5, 6, 70_000, 70_001])
     message = wire.encode(values, indices, 140_000, wire.TWO_BIT)
     assert same_bits(wire.decode(message, 140_000, 4, wire.TWO_BIT)[0], values)
 
 
-def test_two_bits_of_what_is_not_finite_do_not_change_the_levels() -> None:
+def test_non_finite_values_do_not_change_the_levels_of_two_bits() -> None:
     values = [float("nan"), 2.0, float("-inf"), 4.0]
     assert round_trip(values, wire.TWO_BIT) == [2.0, 2.0, 2.0, 4.0]
     assert round_trip(values[:1], wire.TWO_BIT) == [0.0]
@@ -148,11 +148,11 @@ def test_count_is_in_the_header() -> None:
 
 
 @pytest.mark.parametrize(("numel", "k", "dtype"), [(10, 0, torch.float32), (10, 11, torch.float32), (9, 1, torch.int8)])
-def test_no_such_message(numel: int, k: int, dtype: torch.dtype) -> None:
+def test_impossible_message_is_refused(numel: int, k: int, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="numel|value_dtype"):
         message_bytes(numel, k, dtype)
 
 
-def test_wrong_length_says_the_right_one() -> None:
+def test_wrong_length_is_refused_with_the_right_length() -> None:
     with pytest.raises(ValueError, match=r"uint8\[112\]"):
         wire.decode(torch.zeros(111, dtype=torch.uint8), 100, 1, torch.float32)

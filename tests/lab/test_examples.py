@@ -1,4 +1,4 @@
-"""The examples run, and the demo keeps the rules that the docs state."""
+"""The Hugging Face example trains, and the demo keeps the promises of the docs."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def run_demo(out: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_trainer_of_hugging_face(tmp_path):
+def test_hugging_face_example_trains_equally_on_all_ranks(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     words = ["lab", "--no-net", "--nodes", "2", "--devices", "2", "--", str(EXAMPLES / "hf_trainer.py"), str(tmp_path)]

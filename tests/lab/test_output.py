@@ -1,4 +1,4 @@
-"""What of the nodes' output gets through, and how. Pure."""
+"""Labelled output of nodes: lines and progress bars."""
 
 import io
 
@@ -15,7 +15,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_lines_are_labelled_and_never_mixed():
+def test_lines_are_labelled_and_not_mixed():
     stream = io.StringIO()
     labelled = LabelledOutput(stream)
     labelled.feed(0, 0, b"first ha")
@@ -34,24 +34,17 @@ def test_lines_are_labelled_and_never_mixed():
     ]
 
 
-def test_last_words_without_a_line_end_are_kept():
+def test_unfinished_line_is_kept_and_a_character_may_arrive_in_two_pieces():
     stream = io.StringIO()
     labelled = LabelledOutput(stream)
-    labelled.feed(0, 0, b"killed in mid-sent")
+    for part in ("\u03c0\n".encode()[:1], "\u03c0\n".encode()[1:], b"killed in mid-sent"):
+        labelled.feed(0, 0, part)
     labelled.finish(0)
     labelled.close()
-    assert stream.getvalue() == "[node 0] killed in mid-sent\n"
+    assert stream.getvalue() == "[node 0] \u03c0\n[node 0] killed in mid-sent\n"
 
 
-def test_a_character_may_arrive_in_two_pieces():
-    stream = io.StringIO()
-    labelled = LabelledOutput(stream)
-    labelled.feed(0, 0, "\u03c0\n".encode()[:1])
-    labelled.feed(0, 0, "\u03c0\n".encode()[1:])
-    assert stream.getvalue() == "[node 0] \u03c0\n"
-
-
-def test_bars_in_a_file_are_thinned_out(monkeypatch):
+def test_bars_in_a_file_are_written_rarely(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -64,7 +57,7 @@ def test_bars_in_a_file_are_thinned_out(monkeypatch):
     assert stream.getvalue() == "[node 0] Epoch 0: 0%\n[node 0] Epoch 0: 50%\n[node 0] Epoch 0: 100%\n"
 
 
-def test_a_bar_stays_below_the_lines_on_a_terminal():
+def test_bar_on_a_terminal_stays_below_the_lines():
     stream = _Terminal()
     labelled = LabelledOutput(stream)
     clear = "\r\x1b[K"
@@ -80,7 +73,7 @@ def test_a_bar_stays_below_the_lines_on_a_terminal():
         assert stream.getvalue() == shown
 
 
-def test_nested_bars_are_no_lines():
+def test_nested_bars_are_not_lines():
     stream = io.StringIO()
     labelled = LabelledOutput(stream)
     writes = [b"\rEpoch 0: 100%", b"\n", b"\rValidation: 50%", b"\x1b[A", b"\n\r            \x1b", b"[A"]

@@ -1,4 +1,4 @@
-"""Who owns a run, and that its processes are found and ended however they detached themselves."""
+"""Owners of runs, and processes of runs, which are found and ended even if they detach."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc"),
 ]
 
-# forks twice and leaves its session: what a daemon does to escape a process group (which it then leads)
+# Forks twice, leaves its session, and leads its own process group, as a daemon does.
 DAEMON = """
 import os, time
 if os.fork() == 0:
@@ -38,7 +38,7 @@ if os.fork() == 0:
 def _until(condition, timeout=10.0):
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
@@ -48,7 +48,7 @@ def _daemon(run: str) -> None:
 
 
 def _is_settled(pid: int) -> bool:
-    """It leads a process group within a session of another: both forks lie behind it."""
+    """Whether it leads a process group in the session of another process, after both forks."""
     try:
         return os.getpgid(pid) == pid != os.getsid(pid)
     except ProcessLookupError:
@@ -63,21 +63,21 @@ def _dead_run() -> RunName:
     return name
 
 
-def test_an_owner_is_its_process_id_and_its_start():
+def test_owner_is_a_process_id_and_its_start_time():
     name = RunName.new()
     assert name.owner_lives()
     assert not RunName(name.pid, name.start + 1, name.token).owner_lives(), "the process id was used again"
     assert not _dead_run().owner_lives()
 
 
-def test_a_daemon_is_found_and_ended():
+def test_daemon_is_found_and_ended():
     run = str(RunName.new())
     _daemon(run)
     kill_processes(run)
     assert processes_of(run) == []
 
 
-def test_one_look_that_finds_nothing_is_not_believed(monkeypatch):
+def test_processes_are_looked_for_twice(monkeypatch):
     """A process that forks and ends while /proc is read is missed, and so is its child."""
     run = str(RunName.new())
     _daemon(run)
@@ -97,14 +97,14 @@ def test_only_orphans_of_dead_labs_are_ended():
     kill_processes(alive)
 
 
-def test_termination_unwinds_the_stack():
+def test_sigterm_unwinds_the_stack():
     with pytest.raises(SystemExit) as left, exit_on_signals():
         signal.raise_signal(signal.SIGTERM)
     assert left.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_clean_up_is_not_cut_short():
+def test_clean_up_ignores_signals():
     with signals_ignored():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""The spawn helper: results in order, the environment of each rank, and the three ways to fail, told apart."""
+"""`run_ranks` returns results in order, sets the environment of each rank, and distinguishes three failures."""
 
 import os
 import signal
@@ -41,23 +41,12 @@ def _unpicklable() -> object:
 
 def test_each_rank_sees_its_place():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
-    results = run_ranks(_environment, *names, nodes=2, devices=2, init=False)
-    assert results == [
-        ["0", "4", "0", "2", "0", "0"],
-        ["1", "4", "1", "2", "0", "0"],
-        ["2", "4", "0", "2", "1", "1"],
-        ["3", "4", "1", "2", "1", "1"],
-    ]
-
-
-def test_placement_scatters_and_unbalances_ranks():
-    results = run_ranks(_environment, "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", placement=[[0, 2], [1]])
-    assert results == [["0", "0", "2"], ["0", "1", "1"], ["1", "0", "2"]]
+    results = run_ranks(_environment, *names, placement=[[0, 2], [1]], init=False)
+    assert results == [["0", "3", "0", "2", "0", "0"], ["1", "3", "0", "1", "1", "1"], ["2", "3", "1", "2", "0", "0"]]
 
 
 def test_raised_names_the_rank_and_its_traceback(monkeypatch):
     monkeypatch.setattr(distributed, "GRACE_S", 1.0)  # rank 0 would use all of it
-    started = time.monotonic()
     with pytest.raises(RanksFailed, match="no such shard") as caught:
         run_ranks(_raise_on, 1, nodes=1, devices=2)
     assert list(caught.value.raised) == [1]
@@ -66,7 +55,6 @@ def test_raised_names_the_rank_and_its_traceback(monkeypatch):
     assert not caught.value.killed
     assert not caught.value.hung
     assert caught.value.stopped == [0]
-    assert time.monotonic() - started < 40
 
 
 def test_killed_names_the_signal():
@@ -79,14 +67,14 @@ def test_killed_names_the_signal():
 @pytest.mark.slow
 def test_hung_shows_the_stack():
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(_wait_for_nobody, 1, nodes=1, devices=2, timeout=8)
+        run_ranks(_wait_for_nobody, 1, nodes=1, devices=2, timeout=6)
     assert list(caught.value.hung) == [1]
     assert "_wait_for_nobody" in caught.value.hung[1]
     assert not caught.value.raised
     assert not caught.value.killed
 
 
-def test_a_result_that_cannot_travel_is_raised():
+def test_result_that_cannot_be_pickled_is_raised():
     with pytest.raises(RanksFailed, match="pickle") as caught:
         run_ranks(_unpicklable, nodes=1, devices=1)
     assert list(caught.value.raised) == [0]

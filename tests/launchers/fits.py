@@ -77,7 +77,7 @@ def fit(
     Args:
         strategies: our module for the launcher.
         resume: the checkpoint to begin with.
-        prepare: what the launcher does with a Trainer.
+        prepare: function of the launcher for a Trainer.
         options: of Trainer.
     """
     import lightning.pytorch as pl

@@ -29,7 +29,7 @@ BOTH = {4: ((0, 1), (2, 3)), 2: ((0,), (1,))}
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each job what its ranks returned, and its last checkpoint."""
+    """Results of the ranks and the last checkpoint, by job."""
     folder = tmp_path_factory.mktemp("ray")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -58,7 +58,7 @@ def fit_on_torchrun(job: Job, resume: str | None, nodes: int, devices: int) -> d
 
 
 @pytest.mark.parametrize("name", list(JOB))
-def test_ends_with_the_weights_of_torchrun(on_ray: dict[str, Any], name: str) -> None:
+def test_ray_fit_ends_with_the_weights_of_torchrun(on_ray: dict[str, Any], name: str) -> None:
     """Also resumed, on as many workers and on half of them, from the checkpoint that Ray put together."""
     job, found = JOB[name], on_ray[name]["ranks"]
     resume = f"{on_ray[job.resume]['checkpoint']}/checkpoint.ckpt" if job.resume else None
@@ -68,24 +68,24 @@ def test_ends_with_the_weights_of_torchrun(on_ray: dict[str, Any], name: str) ->
     assert all(torch.equal(each["weights"], expected[0]["weights"]) for each in found)
 
 
-def test_a_resumed_run_takes_what_was_not_sent(on_ray: dict[str, Any]) -> None:
+def test_ray_checkpoint_has_the_residuals_of_all_workers(on_ray: dict[str, Any]) -> None:
     """The checkpoint has the side files of all workers, each of which saved into a folder of its own."""
     path = f"{on_ray['begun']['checkpoint']}/checkpoint.ckpt"
     checkpoint = torch.load(path, weights_only=False)
     sides = [saves.load(checkpoint, path, rank)[0].side for rank in range(4)]
     assert all(sides)
     resumed = torch.load(f"{on_ray['resumed']['checkpoint']}/checkpoint.ckpt", weights_only=False)
-    assert resumed["lightning_sparse"][0]["save_id"].endswith("-12")  # rounds go on where they were
+    assert resumed["lightning_sparse"][0]["save_id"].endswith("-12")  # rounds continue
 
 
-def test_a_save_does_not_wait_for_the_process_group(on_ray: dict[str, Any]) -> None:
+def test_ray_save_does_not_wait_for_the_process_group(on_ray: dict[str, Any]) -> None:
     saves = [seconds for job in on_ray.values() for rank in job["ranks"] for seconds in rank["saves"]]
     assert len(saves) == sum(job.workers for job in JOBS)
     assert max(saves) < TIMEOUT_S / 2
 
 
-def test_the_example_trains_on_pictures(tmp_path: Path) -> None:
-    """Through the data cache of two nodes, one of which has read each picture."""
+def test_ray_example_trains_on_images(tmp_path: Path) -> None:
+    """The data cache of two nodes reads each image once."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--emulate", "--epochs", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""What needs no ranks: who owns what, how shares are packed, what is refused."""
+"""Partition of the step, packing of shares, and refused optimizers, without ranks."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
 from lightning_sparse.optimizers import refuse, step_cost
 from lightning_sparse.pto import communicator_of
-from lightning_sparse.pto.gather import ALIGN, FlatGather, cut_state, join_states
+from lightning_sparse.pto.gather import ALIGN, FlatGather
 from lightning_sparse.pto.step import LocalShard, ShardedStep
 from lightning_sparse.sharding import (
     ALIGNMENT,
@@ -37,7 +37,7 @@ def whole(numels: list[int], loads: list[int]) -> list[Parts]:
 
 
 @given(SIZES, st.integers(1, 9))
-def test_shares_are_balanced_to_the_largest_parameter(numels: list[int], size: int) -> None:
+def test_shares_are_balanced_up_to_the_largest_parameter(numels: list[int], size: int) -> None:
     parts = whole(numels, [0] * size)
     assert parts == whole(numels, [0] * size)
     assert all(
@@ -49,14 +49,14 @@ def test_shares_are_balanced_to_the_largest_parameter(numels: list[int], size: i
 
 
 @given(SIZES, SIZES, st.integers(1, 5))
-def test_later_parameters_go_where_there_is_room(first: list[int], later: list[int], size: int) -> None:
+def test_later_parameters_fill_the_smallest_shares(first: list[int], later: list[int], size: int) -> None:
     loads = loads_of(whole(first, [0] * size), first, size)
     both = [a + b for a, b in zip(loads, loads_of(whole(later, loads), later, size), strict=True)]
     assert max(both) <= sum(both) / size + max([1, *first, *later])
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=20), st.integers(1, 5), st.data())
-def test_what_may_be_cut_is_cut_until_shares_are_balanced(numels: list[int], size: int, data: st.DataObject) -> None:
+def test_parameters_are_cut_until_shares_are_balanced(numels: list[int], size: int, data: st.DataObject) -> None:
     cuttable = [data.draw(st.booleans()) for _ in numels]
     parts = partition(numels, numels, [0] * size, cuttable)
     for numel, may, of_one in zip(numels, cuttable, parts, strict=True):
@@ -69,9 +69,9 @@ def test_what_may_be_cut_is_cut_until_shares_are_balanced(numels: list[int], siz
         assert max(loads, default=0) <= BALANCED * sum(loads) / size + ALIGNMENT * size * (1 + len(numels))
 
 
-@pytest.mark.parametrize(("model", "size"), [("resnet50", 4), ("vgg19", 4), ("vgg19", 2)])
-def test_of_real_models_the_largest_share_is_a_tenth_over_the_mean(model: str, size: int) -> None:
-    """VGG-19's first classifier layer holds 72 % of it."""
+@pytest.mark.parametrize(("model", "size"), [("resnet50", 4), ("vgg19", 2)])
+def test_largest_share_of_known_models_is_a_tenth_over_the_mean(model: str, size: int) -> None:
+    """The first classifier layer of VGG-19 holds 72% of its parameters."""
     with torch.device("meta"):
         numels = [p.numel() for p in getattr(torchvision.models, model)().parameters()]
     parts = partition(numels, numels, [0] * size, [True] * len(numels))
@@ -86,9 +86,11 @@ def test_muon_is_balanced_by_multiplications() -> None:
     assert step_cost(torch.optim.SGD([torch.zeros(1)]), torch.zeros(8, 4)) == 32
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("of_grad", [torch.contiguous_format, torch.channels_last])
-def test_a_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_grad: torch.memory_format) -> None:
+@pytest.mark.parametrize(
+    ("layout", "of_grad"),
+    [(torch.contiguous_format, torch.channels_last), (torch.channels_last, torch.contiguous_format)],
+)
+def test_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_grad: torch.memory_format) -> None:
     parameter = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=layout))
     grad = parameter.grad = torch.randn(8, 4, 3, 3).to(memory_format=of_grad)
     data, expected, share = parameter.data, parameter.detach() - 0.5 * grad, LocalShard()
@@ -103,23 +105,7 @@ def test_a_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_gr
     assert torch.equal(parameter, expected)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_state_is_cut_and_joined(layout: torch.memory_format) -> None:
-    parameter = torch.zeros(8, 4, 3, 3).to(memory_format=layout)
-    moment = torch.randn(8, 4, 3, 3).contiguous(memory_format=layout)
-    state = {"step": torch.tensor(3.0), "moment": moment, "name": "x", "nothing": None}
-    parts = (Part(1, 0, 128), Part(0, 128, 288))
-    cut = [cut_state(state, parameter, part) for part in parts]
-    assert [each["moment"].shape for each in cut] == [(128,), (160,)]
-    joined = join_states(cut, parameter, parts)
-    assert torch.equal(joined["moment"], moment)
-    assert joined["moment"].stride() == moment.stride()
-    assert {key: joined[key] for key in ("step", "name", "nothing")} == {
-        key: state[key] for key in state if key != "moment"
-    }
-
-
-def test_a_sparse_gradient_is_not_cut() -> None:
+def test_sparse_gradient_is_not_cut() -> None:
     embedding = nn.Embedding(100, 4, sparse=True)
     embedding(torch.tensor([3])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
@@ -148,7 +134,7 @@ def odd_tensors(seed: int) -> list[Tensor]:
 
 
 class Sending:
-    """Collectives of one of `size` pretended ranks; keeps what it would send."""
+    """Collectives of one simulated rank. Keeps the sent data."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -165,7 +151,7 @@ class Sending:
 
 
 class Receiving:
-    """Collectives that answer with what was sent."""
+    """Collectives that return the sent data."""
 
     def __init__(self, sent: list[Sending]) -> None:
         self.packed = iter(zip(*(each.packed for each in sent), strict=True))
@@ -184,11 +170,12 @@ class Receiving:
         return arrive
 
 
-@pytest.mark.parametrize("large", [1, 2000, 2**20])
-@pytest.mark.parametrize("piece", [1, 200, 2**20])
-@pytest.mark.parametrize("size", [1, 2, 3, 20])
-def test_the_gather_brings_every_share_everywhere(size: int, piece: int, large: int) -> None:
-    """On `size` pretended ranks: each sends in turn, then each receives what was sent."""
+@pytest.mark.parametrize(
+    ("size", "piece", "large"),
+    [(1, 200, 2**20), (2, 1, 2**20), (3, 200, 1), (3, 2**20, 2**20), (20, 1, 2000), (20, 2**20, 1)],
+)
+def test_gather_brings_every_share_to_every_rank(size: int, piece: int, large: int) -> None:
+    """Each of `size` simulated ranks sends in turn, then each receives."""
     ranks = [odd_tensors(seed) for seed in range(size)]
     before = [[t.clone() for t in rank] for rank in ranks]
     numels = [t.numel() for t in ranks[0]]
@@ -210,7 +197,7 @@ def test_the_gather_brings_every_share_everywhere(size: int, piece: int, large: 
             assert tensors[place].stride() == before[index][place].stride()
 
 
-def test_the_gather_follows_parameters_to_other_memory() -> None:
+def test_gather_follows_parameters_to_other_memory() -> None:
     tensors = [torch.zeros(3), torch.zeros(4)]
     gather = FlatGather(tensors, [one(0, 3), one(1, 4)], 0, 2)
     tensors[1].data = torch.ones(4)
@@ -222,13 +209,13 @@ def test_the_gather_follows_parameters_to_other_memory() -> None:
     assert tensors[1].tolist() == [7.0] * 4
 
 
-def test_a_parameter_with_gaps_is_refused() -> None:
+def test_parameter_with_gaps_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \(4, 2\) and strides \(3, 1\) has gaps .* make it contiguous"):
         FlatGather([torch.zeros(4, 3)[:, :2]], [one(0, 8)], 0, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8])
-def test_a_fingerprint_sees_one_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_fingerprint_changes_with_one_bit(dtype: torch.dtype) -> None:
     x = torch.arange(30).to(dtype)
     y = x.clone()
     assert fingerprint(x) == fingerprint(y)
@@ -237,23 +224,23 @@ def test_a_fingerprint_sees_one_bit(dtype: torch.dtype) -> None:
     assert fingerprint(None) != fingerprint(torch.zeros(3))
 
 
-def test_scopes_in_ascending_order_of_ranks() -> None:
-    """A group gathers in the order of its ranks, whatever the order of a node's devices."""
+def test_scopes_have_ascending_ranks() -> None:
+    """A group gathers in the order of its ranks."""
     topology = Topology(((2, 0), (3, 1)), rank=2)
     node, world = communicator_of(topology, "node").node, communicator_of(topology, "world").node
     assert (node.ranks, node.place) == ((0, 2), 1)
     assert (world.ranks, world.place) == ((0, 1, 2, 3), 2)
 
 
-@pytest.mark.parametrize(("nodes", "tried"), [(((0, 1), (2, 3)), (0, 1)), (((0,), (1,)), (0, 1)), (((0, 1),), (0, 1))])
-def test_auto_tries_the_node_or_else_the_world(nodes: tuple[tuple[int, ...], ...], tried: tuple[int, ...]) -> None:
-    assert communicator_of(Topology(nodes, rank=0), "auto").node.ranks == tried
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0,), (1,))], ids=["node", "world"])
+def test_auto_tries_the_node_or_else_the_world(nodes: tuple[tuple[int, ...], ...]) -> None:
+    assert communicator_of(Topology(nodes, rank=0), "auto").node.ranks == (0, 1)
 
 
-@pytest.mark.parametrize("scope", ["all", "rank", None])
-def test_an_unknown_scope_is_refused(scope: object) -> None:
-    with pytest.raises(ValueError, match="is unknown: use 'auto' .* 'node' .* or 'world'"):
-        PTOCallback(scope=scope)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("option", "value"), [("scope", "all"), ("scope", None), ("trusted_optimizers", "Lion")])
+def test_bad_option_is_refused(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value!r}|{option} {value!r}"):
+        PTOCallback(**{option: value})  # type: ignore[arg-type]
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
@@ -272,9 +259,9 @@ class Clipping(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("cls", "options", "says"),
     [
-        (torch.optim.LBFGS, {}, "cannot share the step of LBFGS: it evaluates .* remove the callback"),
-        (ZeroRedundancyOptimizer, {}, "ZeroRedundancyOptimizer: it already shares the step"),
-        (Clipping, {"max_grad_norm": 1.0}, r"max_grad_norm=1.0\) clips by the norm of all .*gradient_clip_val"),
+        (torch.optim.LBFGS, {}, "LBFGS"),
+        (ZeroRedundancyOptimizer, {}, "ZeroRedundancyOptimizer"),
+        (Clipping, {"max_grad_norm": 1.0}, "max_grad_norm=1.0"),
     ],
 )
 def test_optimizers_that_mix_parameters_are_refused(
@@ -282,13 +269,10 @@ def test_optimizers_that_mix_parameters_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         refuse(cls([nn.Parameter(torch.ones(2))], **options))
-
-
-def test_what_is_not_refused() -> None:
     refuse(Clipping([nn.Parameter(torch.ones(2))], max_grad_norm=None))
 
 
-def test_a_step_is_shared_once_and_hooks_come_first() -> None:
+def test_step_is_sharded_once_and_its_hook_runs_first() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     optimizer.register_step_post_hook(lambda *_: None)
     communicator = communicator_of(Topology(((0,),), rank=0), "node")
@@ -301,10 +285,10 @@ def test_a_step_is_shared_once_and_hooks_come_first() -> None:
 
 
 class Unknown(torch.optim.SGD):
-    """Of a class that nobody has tested."""
+    """A class without tests."""
 
 
-def test_an_untested_optimizer_is_left_alone_with_the_way_out() -> None:
+def test_untested_optimizer_is_not_sharded_and_the_log_names_the_option() -> None:
     lines = Lines()
     optimizer = Unknown([nn.Parameter(torch.ones(2))])
     step = ShardedStep(optimizer, communicator_of(Topology(((0,),), rank=0), "node"))
@@ -314,8 +298,3 @@ def test_an_untested_optimizer_is_left_alone_with_the_way_out() -> None:
     (said,) = lines.lines
     assert "PTO is off for Unknown; every rank runs the full step" in said
     assert "name it: PTOCallback(trusted_optimizers=['Unknown'])" in said
-
-
-def test_a_single_name_is_no_list() -> None:
-    with pytest.raises(ValueError, match=r"trusted_optimizers='Lion' must be a list .* trusted_optimizers=\['Lion'\]"):
-        PTOCallback(trusted_optimizers="Lion")

@@ -1,10 +1,15 @@
-"""A node in its own process, which tests kill: ``python -m tests.updates.elastic_node NAME LIGHTHOUSE OPTIONS``.
+"""An elastic node in a process that tests kill. It trains a toy and prints a line of JSON after each step.
 
-It trains a toy and prints a line of JSON after each step. OPTIONS is a JSON object: those of `ElasticConfig`, and
-``steps``, ``pause`` (seconds between steps), ``seed``, ``version`` (that its weights have in a checkpoint), ``width``
-(of the hidden layer), ``numel`` (of the model, by a parameter that fills it up), ``validate_every`` (steps),
-``breaks_at`` (steps after which a weight is NaN), and ``sample_always``, with which a sample rides along with each
-message.
+Options are options of `ElasticConfig`, and:
+
+steps           of the run
+pause           seconds between steps
+seed            of the weights
+version         of the weights, as in a checkpoint
+width, numel    of the hidden layer, and of the model, which a parameter fills up
+validate_every  steps
+breaks_at       steps after which a weight is NaN
+sample_always   send a sample with each message
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ def flat(model: nn.Module) -> Tensor:
 class Sent:
     """The sum of the messages that this node sent in rounds that count.
 
-    A node that stood still may learn only from the history of a peer that a round counts.
+    A stopped node may learn only later, from the history of a peer, that a round counts.
     """
 
     def __init__(self) -> None:
@@ -144,7 +149,7 @@ def toy(seed: int, width: int = 64) -> nn.Module:
 
 
 def pending(state: Any, updates: ElasticUpdates, sent: Sent) -> Tensor:
-    """Return the pending updates, and the messages of rounds of which this node does not know whether they count."""
+    """Return the sum of pending updates and of messages in rounds that may or may not count."""
     total, peers = state.pending_S.double(), updates.peers
     held = [] if peers._unsettled is None else [peers._unsettled[1]]
     held += [each.held for each in peers._ledger if not each.is_pending and each.token not in sent.tokens]

@@ -1,4 +1,4 @@
-"""Nodes that come and go, on real processes with torchft's lighthouse: killed, stopped, cut off, back again."""
+"""Elastic nodes in processes, with the lighthouse of torchft: killed, stopped, cut off, and back again."""
 
 from __future__ import annotations
 
@@ -23,14 +23,35 @@ pytestmark = pytest.mark.slow
 PARAMETERS = sum(p.numel() for p in toy(0).parameters())
 
 
+STANDARD: dict[str, Any] = {"timeout": 5, "density": 0.1}
+
+
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     with nodes_of(main) as nodes:
         yield nodes
 
 
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Nodes]:
+    with nodes_of(main) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def trio(kept: Nodes) -> Iterator[Nodes]:
+    """The nodes a, b and c with the standard options, in one quorum. Tests of this module share them."""
+    for name in "abc":
+        if not kept.runs(name):
+            kept.start(name, **STANDARD)
+    for name in "abc":
+        kept.wait_for(name, of(3))
+    yield kept
+    check(kept, "abc")
+
+
 def tokens_of(nodes: Nodes, names: Iterable[str]) -> dict[str, list[str]]:
-    """The names of weights that each node had; weights of one name have the same bits wherever they are."""
+    """Return the names of the weights that each node had. Weights of one name have equal bits on all nodes."""
     digests: dict[str, set[str]] = {}
     told = {name: [each for each in nodes.reports(name) if "digest" in each] for name in names}
     for each in (each for reports in told.values() for each in reports):
@@ -40,8 +61,8 @@ def tokens_of(nodes: Nodes, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def check(nodes: Nodes, names: str) -> dict[str, list[str]]:
-    """The same, and no node has lost what it trained: what it made, in its last life, is what it sent in rounds that
-    count and what is pending."""
+    """Return the same, and check that no node has lost updates: it sent them in rounds that count, or they are
+    pending."""
     for name in names:
         off = [each["off"] for each in nodes.reports(name) if "digest" in each]
         large = [index for index, each in enumerate(off) if each >= 1e-5]
@@ -57,7 +78,7 @@ def end(nodes: Nodes, names: str) -> None:
 
 
 def finish(nodes: Nodes, names: str) -> dict[str, list[str]]:
-    """Both, of the same nodes."""
+    """End nodes, and check them."""
     end(nodes, names)
     return check(nodes, names)
 
@@ -69,56 +90,112 @@ def begin(nodes: Nodes, names: str, **options: Any) -> None:
 
 
 def of(count: int, after: int = 0) -> Callable[[dict[str, Any]], bool]:
-    """A report of a round of so many nodes, after another round."""
+    """Match a report of a round of so many nodes, after another round."""
     return lambda report: report.get("nodes") == count and report["number"] > after
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5}]
-)
-def test_one_of_three_is_killed_and_comes_back(nodes: Nodes, options: dict[str, Any]) -> None:
-    begin(nodes, "abc", timeout=5, density=0.1, **options)
-    begun = nodes.wait_for("c", of(3))["number"]
-    nodes.kill("c")
-    nodes.wait_for("a", of(2, begun))
-    nodes.start("c", timeout=5, density=0.1, seed=7, **options)
-    nodes.wait_for("c", of(3))
-    tokens = finish(nodes, "abc")
+# -- the same three nodes ----------------------------------------------------------------------------------------------
+
+
+def test_killed_node_comes_back_with_the_weights_of_its_peers(trio: Nodes) -> None:
+    begun = trio.wait_for("c", of(3))["number"]
+    trio.kill("c")
+    trio.wait_for("a", of(2, begun))
+    trio.start("c", seed=7, **STANDARD)
+    trio.wait_for("c", of(3))
+    begins = [each["begins"] for each in trio.reports("c") if "begins" in each]
+    assert begins[-1] > 0
+    tokens = tokens_of(trio, "abc")
     assert set(tokens["a"]) & set(tokens["b"]) & set(tokens["c"])
-    begins = [each["begins"] for each in nodes.reports("c") if "begins" in each]
-    assert begins[-1] > 0  # where its peer was, and not with weights of its own
-    assert nodes.reports("a")[-1]["left"] < 1e-6  # all that was pending is sent in the end
 
 
-def test_a_node_that_stands_still_is_out_and_comes_back(nodes: Nodes) -> None:
-    begin(nodes, "abc", timeout=3, density=0.1)
-    begun = nodes.wait_for("c", of(3))["number"]
-    nodes.send("c", signal.SIGSTOP)
-    without = nodes.wait_for("a", of(2, begun))["number"]
-    nodes.wait_for("a", of(2, without + 10))
-    nodes.send("c", signal.SIGCONT)
-    nodes.wait_for("c", of(3, without))
-    assert "has missed rounds" in nodes.output("c")
-    finish(nodes, "abc")
+def test_stopped_node_misses_rounds_and_comes_back(trio: Nodes) -> None:
+    begun = trio.wait_for("c", of(3))["number"]
+    trio.send("c", signal.SIGSTOP)
+    without = trio.wait_for("a", of(2, begun))["number"]
+    trio.wait_for("a", of(2, without + 10))
+    trio.send("c", signal.SIGCONT)
+    trio.wait_for("c", of(3, without))
+    assert "has missed rounds" in trio.output("c")
 
 
-def test_a_node_that_is_told_to_end_sends_what_is_pending(nodes: Nodes) -> None:
-    begin(nodes, "abc", timeout=5, density=0.02)
-    begun = nodes.wait_for("c", of(3))["number"]
-    nodes.send("c", signal.SIGTERM)
-    assert nodes.join("c") == 0
-    last = nodes.reports("c")[-1]
+def test_node_that_ends_sends_its_pending_updates(trio: Nodes) -> None:
+    begun = trio.wait_for("c", of(3))["number"]
+    trio.send("c", signal.SIGTERM)
+    assert trio.join("c") == 0
+    last = trio.reports("c")[-1]
     assert last["ends"] > 0
     assert last["left"] < 1e-6
-    nodes.wait_for("a", of(2, begun))
-    end(nodes, "ab")
-    check(nodes, "abc")
+    trio.wait_for("a", of(2, begun))
+
+
+def test_nodes_train_while_there_is_no_lighthouse(trio: Nodes) -> None:
+    before = trio.wait_for("a", of(3))
+    trio.darken()
+    during = trio.wait_for("a", lambda report: report["step"] > before["step"] + 30)
+    assert during["number"] < before["number"] + 30
+    trio.light()
+    trio.wait_for("a", of(3, during["number"] + 10))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"density": 0.2}, "this node differs from those that train: density=0.2, theirs 0.1"),
+        ({"version": ["0123456789abcdef", 10**6, 0, ""]}, "resumes round 1000000 of run '0123456789abcdef'"),
+        ({"version": ["0123456789abcdef", 10**6, 0, "other"]}, "resumes round 1000000 of run 'other'"),
+    ],
+    ids=["other options", "early checkpoint of another run", "checkpoint of another run"],
+)
+def test_node_of_another_run_is_refused_and_the_others_keep_their_weights(
+    trio: Nodes, options: dict[str, Any], error: str
+) -> None:
+    trio.start("d", **{**STANDARD, **options})
+    assert trio.join("d") == 1
+    assert error in trio.output("d")
+    assert trio.wait_for("a", of(3))["number"] < 10**6
+
+
+def test_node_that_ends_with_non_finite_updates_leaves_them_out(trio: Nodes) -> None:
+    trio.start("d", breaks_at=[*range(10_000)], **STANDARD)
+    trio.wait_for("d", lambda report: report.get("rounds_left_out", 0) > 3)
+    end(trio, "d")
+    last = trio.reports("d")[-1]
+    assert (last["finite"], last["left"]) == (True, 0.0)
+    tokens_of(trio, "abd")
+
+
+def test_step_ahead_is_measured_soon_after_a_node_has_joined(trio: Nodes) -> None:
+    begun = trio.wait_for("a", of(3, 70))["number"]  # when samples are rare
+    trio.kill("c")
+    trio.wait_for("a", of(2, begun))
+    trio.start("c", **STANDARD)
+    back = trio.wait_for("a", of(3, begun))["number"]
+    measured = trio.wait_for("a", lambda report: report.get("nodes") == 3 and report["step_ahead"] < 1)
+    assert measured["number"] < back + 20
+
+
+# -- nodes with other options ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5}])
+def test_nodes_lose_no_updates_when_one_of_them_is_killed(nodes: Nodes, options: dict[str, Any]) -> None:
+    begin(nodes, "ab", **STANDARD, **options)
+    begun = nodes.wait_for("b", of(2))["number"]
+    nodes.kill("b")
+    nodes.wait_for("a", of(1, begun))
+    nodes.start("b", seed=7, **STANDARD, **options)
+    nodes.wait_for("b", of(2))
+    tokens = finish(nodes, "ab")
+    assert set(tokens["a"]) & set(tokens["b"])
+    assert nodes.reports("a")[-1]["left"] < 1e-6
 
 
 def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
-    begin(nodes, "ab", timeout=5, density=0.02, flush_every=5)
+    options: dict[str, Any] = {"timeout": 5, "density": 0.02, "flush_every": 5}
+    begin(nodes, "ab", **options)
     nodes.wait_for("a", of(2, 7))
-    nodes.start("c", timeout=5, density=0.02, flush_every=5)
+    nodes.start("c", **options)
     begun = nodes.wait_for("c", of(3))["number"]
     nodes.wait_for("a", of(3, begun + 50))
     nodes.kill("c")
@@ -128,16 +205,16 @@ def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
     places = set()
     for name in "abc":
         whole = [each for each in nodes.reports(name) if each.get("nodes") == 3 and not each["rounds_lost"]]
-        flushed = [each for each in whole[2:] if each["left"] < 1e-6]  # first it may have been alone
+        flushed = [each for each in whole[2:] if each["left"] < 1e-6]  # it may have been alone before
         assert len(flushed) > 3
         places |= {each["number"] % 5 for each in flushed}
         received = flushed[-1]["received"] - flushed[0]["received"]
-        assert received > 2 * 4 * PARAMETERS * (len(flushed) - 2), "all that the two others had pending"
-    assert len(places) == 1, "and only then"
+        assert received > 2 * 4 * PARAMETERS * (len(flushed) - 2), "all pending updates of the two others"
+    assert len(places) == 1
 
 
 def dies_in_a_flush(name: str, lighthouse: str, options: dict[str, Any]) -> None:
-    """A node that is killed where it would send to two others what it has pending."""
+    """Run a node that is killed when it would send its pending updates to two others."""
     dense = RoundProtocol._dense
 
     def dies(rounds: RoundProtocol, *args: Any) -> Any:
@@ -149,7 +226,7 @@ def dies_in_a_flush(name: str, lighthouse: str, options: dict[str, Any]) -> None
     main(name, lighthouse, options)
 
 
-def test_a_node_that_dies_in_a_flush_ends_no_other(nodes: Nodes) -> None:
+def test_node_that_dies_in_a_flush_ends_no_other_node(nodes: Nodes) -> None:
     for name in "abc":
         nodes.start(name, main=dies_in_a_flush if name == "b" else main, timeout=5, density=0.05, flush_every=5)
     nodes.join("b")
@@ -159,69 +236,34 @@ def test_a_node_that_dies_in_a_flush_ends_no_other(nodes: Nodes) -> None:
     finish(nodes, "ac")
 
 
-def test_with_too_few_nodes_a_flush_counts_no_more_than_other_rounds(nodes: Nodes) -> None:
-    begin(nodes, "ab", timeout=2, density=0.1, min_nodes=2, flush_every=1)
-    nodes.wait_for("a", of(2, 10))
-    nodes.kill("b")
-    time.sleep(6)
-    before = nodes.reports("a")[-1]
-    after = nodes.wait_for("a", lambda report: report.get("step", 0) > before["step"] + 2)
-    assert after["number"] == before["number"]
-
-
-def test_elastic_node_with_min_nodes_waits_although_its_last_request_failed(nodes: Nodes) -> None:
+@pytest.mark.parametrize("more", [{}, {"flush_every": 1}], ids=["", "flushes"])
+def test_node_waits_for_min_nodes_at_the_start_and_after_a_failed_request(nodes: Nodes, more: dict[str, Any]) -> None:
     """The lighthouse gives the remaining node no quorum until the heartbeat of the other node has expired."""
-    options: dict[str, Any] = {"timeout": 1, "density": 0.1, "min_nodes": 2, "pause": 0.001}
-    begin(nodes, "ab", **options)
+    options: dict[str, Any] = {"timeout": 1, "density": 0.1, "min_nodes": 2, "pause": 0.001, **more}
+    nodes.start("a", **options)
+    assert nodes.wait_for("a", lambda report: report.get("step", 0) > 1)["number"] == 0
+    nodes.start("b", **options)
     nodes.wait_for("a", of(2, 20))
     nodes.kill("b")
-    nodes.wait_for("a", lambda report: report["rounds_lost"] > 3)
+    before = nodes.wait_for("a", lambda report: report["rounds_lost"] > 3)
+    alone = nodes.wait_for("a", lambda report: report["step"] > before["step"] + 2)
+    assert alone["number"] == before["number"]
     nodes.start("b", **options)
-    nodes.wait_for("a", of(2, nodes.reports("a")[-1]["number"] + 1))
-    reports = [each for each in nodes.reports("a") if "waited_s" in each]
+    nodes.wait_for("a", of(2, alone["number"] + 1))
+    reports = [each for each in nodes.reports("a") if "waited_s" in each and each["number"] > 0]
     without_wait = [
         after
         for before, after in zip(reports, reports[1:], strict=False)
         if after["number"] == before["number"] and after["waited_s"] - before["waited_s"] < 0.5
     ]
-    assert len(without_wait) <= 10, "steps without a round and without a wait: first ones, and those whose round failed"
+    assert len(without_wait) <= 10, "steps without a round and without a wait: those whose round failed"
     finish(nodes, "ab")
 
 
-def test_nodes_train_on_while_there_is_no_lighthouse(nodes: Nodes) -> None:
-    begin(nodes, "ab", timeout=5, density=0.1)
-    before = nodes.wait_for("a", of(2))
-    nodes.darken()
-    during = nodes.wait_for("a", lambda report: report["step"] > before["step"] + 30)
-    assert during["number"] < before["number"] + 30
-    nodes.light()
-    nodes.wait_for("a", of(2, during["number"] + 10))
-    finish(nodes, "ab")
-
-
-def test_a_node_waits_for_others(nodes: Nodes) -> None:
-    nodes.start("a", timeout=2, density=0.1, min_nodes=2)
-    before = nodes.wait_for("a", lambda report: report.get("step", 0) > 1)
-    assert before["number"] == 0
-    nodes.start("b", timeout=2, density=0.1, min_nodes=2)
-    nodes.wait_for("a", of(2, 10))
-    finish(nodes, "ab")
-
-
-def test_a_node_with_other_options_is_refused_and_the_others_go_on(nodes: Nodes) -> None:
-    begin(nodes, "ab", timeout=5, density=0.1)
-    nodes.wait_for("a", of(2))
-    nodes.start("c", timeout=5, density=0.2)
-    assert nodes.join("c") == 1
-    assert "this node differs from those that train: density=0.2, theirs 0.1" in nodes.output("c")
-    nodes.wait_for("a", of(2))
-    check(nodes, "ab")
-
-
-@pytest.mark.parametrize("options", [{}, {"delay": 0}, {"flush_every": 3}], ids=["delayed", "at once", "whole"])
-def test_elastic_node_with_non_finite_updates_is_left_out_and_goes_on(nodes: Nodes, options: dict[str, Any]) -> None:
-    begin(nodes, "a", timeout=5, density=0.1, **options)
-    nodes.start("b", timeout=5, density=0.1, breaks_at=[*range(40, 50)], **options)
+@pytest.mark.parametrize("options", [{}, {"flush_every": 3, "delay": 0}], ids=["delayed", "flushes at once"])
+def test_node_with_non_finite_updates_is_left_out_and_goes_on(nodes: Nodes, options: dict[str, Any]) -> None:
+    begin(nodes, "a", **STANDARD, **options)
+    nodes.start("b", breaks_at=[*range(40, 50)], **STANDARD, **options)
     nodes.wait_for("b", lambda report: report.get("rounds_left_out", 0) > 0)
     nodes.wait_for("b", lambda report: report["step"] > 60)
     healed = nodes.wait_for("b", of(2))
@@ -234,35 +276,13 @@ def test_elastic_node_with_non_finite_updates_is_left_out_and_goes_on(nodes: Nod
     tokens_of(nodes, "ab")
 
 
-def test_elastic_node_that_ends_with_non_finite_updates_leaves_them_out(nodes: Nodes) -> None:
-    begin(nodes, "ab", timeout=5, density=0.1)
-    nodes.wait_for("a", of(2))
-    nodes.start("c", timeout=5, density=0.1, breaks_at=[*range(10_000)])
-    nodes.wait_for("c", lambda report: report.get("rounds_left_out", 0) > 3)
-    end(nodes, "cab")
-    last = nodes.reports("c")[-1]
-    assert (last["finite"], last["left"]) == (True, 0.0)
-    tokens_of(nodes, "abc")
-
-
-@pytest.mark.parametrize("run", ["", "other"], ids=["of an early checkpoint", "named"])
-def test_elastic_node_of_another_run_is_refused_and_the_others_keep_their_weights(nodes: Nodes, run: str) -> None:
-    begin(nodes, "ab", timeout=5, density=0.1)
-    nodes.wait_for("a", of(2))
-    nodes.start("c", timeout=5, density=0.1, version=["0123456789abcdef", 100_000, 0, run])
-    assert nodes.join("c") == 1
-    assert f"resumes round 100000 of run '{run or '0123456789abcdef'}'" in nodes.output("c")
-    assert nodes.wait_for("a", of(2))["number"] < 100_000
-    finish(nodes, "ab")
-
-
 @pytest.mark.timeout(600)
-def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
+def test_nodes_that_die_at_random_moments_come_back(nodes: Nodes) -> None:
     generator = random.Random(0)
     options: dict[str, Any] = {"timeout": 3, "density": 0.1, "pause": 0.01}
     begin(nodes, "abc", **options)
     nodes.wait_for("a", of(3))
-    for _ in range(20):
+    for _ in range(8):
         name = generator.choice("abc")
         time.sleep(generator.uniform(0, 1))
         nodes.kill(name)
@@ -274,11 +294,11 @@ def test_twenty_nodes_die_at_random_moments_and_come_back(nodes: Nodes) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_node_that_stays_keeps_nothing_of_fifty_that_came_and_went(nodes: Nodes) -> None:
+def test_node_that_stays_keeps_no_resources_of_nodes_that_left(nodes: Nodes) -> None:
     options: dict[str, Any] = {"timeout": 3, "density": 0.1}
     nodes.start("a", **options)
     used = []
-    for number in range(50):
+    for number in range(12):
         nodes.start("b", **options)
         used.append(nodes.wait_for("a", of(2)))
         if number % 2:
@@ -287,7 +307,7 @@ def test_a_node_that_stays_keeps_nothing_of_fifty_that_came_and_went(nodes: Node
             nodes.send("b", signal.SIGTERM)
             assert nodes.join("b") == 0
         nodes.wait_for("a", of(1, used[-1]["number"]))
-    settled, last = used[10], used[-1]
+    settled, last = used[3], used[-1]
     assert last["files"] <= settled["files"] + 2
     assert last["threads"] <= settled["threads"] + 2
     assert last["MB"] < settled["MB"] + 10
@@ -295,22 +315,10 @@ def test_a_node_that_stays_keeps_nothing_of_fifty_that_came_and_went(nodes: Node
     check(nodes, "ab")
 
 
-def test_step_ahead_is_measured_soon_after_nodes_have_come(nodes: Nodes) -> None:
-    begin(nodes, "abc", timeout=5, density=0.1)
-    begun = nodes.wait_for("a", of(3, 70))["number"]  # when samples are rare
-    nodes.kill("c")
-    nodes.wait_for("a", of(2, begun))
-    nodes.start("c", timeout=5, density=0.1)
-    back = nodes.wait_for("a", of(3, begun))["number"]
-    measured = nodes.wait_for("a", lambda report: report.get("nodes") == 3 and report["step_ahead"] < 1)
-    assert measured["number"] < back + 20
-    finish(nodes, "abc")
-
-
 # -- a link that is cut, in network namespaces -------------------------------------------------------------------------
 
 BRIDGE, GATEWAY = "ls-elastic", "10.77.0.1"
-CUT_SECONDS = 20.0
+CUT_SECONDS = 12.0
 
 
 def ip(words: str) -> None:
@@ -348,7 +356,7 @@ def apart() -> Iterator[Nodes]:
 
 @pytest.mark.root
 @pytest.mark.timeout(240)
-def test_a_node_whose_link_was_cut_comes_back_with_what_it_trained(apart: Nodes) -> None:
+def test_node_comes_back_with_its_updates_after_a_link_cut(apart: Nodes) -> None:
     for name in "abc":
         apart.start(name, timeout=5, density=0.1, pause=0.05)  # sums round in each step: few hundreds of them
     begun = apart.wait_for("c", of(3))["number"]

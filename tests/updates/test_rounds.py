@@ -1,4 +1,4 @@
-"""What nodes that come and go conclude alike from what they said of themselves, and the samples they are dealt."""
+"""Elastic nodes draw equal conclusions from the statuses of all nodes, and share samples."""
 
 import random
 from collections import Counter, deque
@@ -30,7 +30,7 @@ def names(members: list[Member]) -> list[str]:
     return [each.name for each in members]
 
 
-def test_messages_count_outer_lr_times_and_what_is_sent_whole_once() -> None:
+def test_messages_are_multiplied_by_outer_lr_and_dense_updates_are_not() -> None:
     path = Sparse.of(TensorSpec(3, 1, 4), 0.5, torch.float32)
     assert path is not None
     message_B = compress(torch.tensor([3.0, 0.0, 0.0, -6.0]), None, None, path.k, torch.float32)
@@ -41,56 +41,59 @@ def test_messages_count_outer_lr_times_and_what_is_sent_whole_once() -> None:
     assert weights_S.tolist() == [-4.0, -1.0, -1.0, 5.0]
 
 
-def test_the_weights_of_most_rounds_are_trained_on() -> None:
-    found = quorum_of([member("a", "old", 4), member("b", "new", 5), member("c", "new", 5), member("d", "", 0)])
-    assert (found.token, found.number, names(found.contributors)) == ("new", 5, ["b", "c"])
-    assert names(found.members) == ["a", "b", "c", "d"], "the others observe"
+STRANGER = {"run": "x"}
 
 
-def test_of_two_weights_of_as_many_rounds_those_of_more_nodes_count() -> None:
-    assert quorum_of([member("a", "z", 5), member("b", "y", 5), member("c", "y", 5)]).token == "y"
+@pytest.mark.parametrize(
+    ("members", "run", "token", "known", "training"),
+    [
+        pytest.param(
+            [member("a", "old", 4), member("b", "new", 5), member("c", "new", 5), member("d", "", 0)],
+            None, "new", "abcd", "bc", id="most rounds win, and nodes with older weights observe",
+        ),
+        pytest.param(
+            [member("a", "z", 5), member("b", "y", 5), member("c", "y", 5)],
+            None, "y", "abc", "bc", id="most nodes win at equal rounds",
+        ),
+        pytest.param(
+            [member("a", "base", 4, prepared="round"), member("b", "round", 5)],
+            None, "round", "ab", "ab", id="a prepared round counts",
+        ),
+        pytest.param(
+            [member(name, "token", 1, facts={"density": value}) for name, value in zip("abc", (1, 1, 2), strict=True)],
+            None, "token", "ab", "ab", id="a node with other options is left out",
+        ),
+        pytest.param(
+            [member("a", "mine", 7, run="a", trains=True), *(member(n, "theirs", 10**6, **STRANGER) for n in "bc"),
+             member("d", "", 0)],
+            "a", "mine", "ad", "a", id="the run that trains wins over strangers",
+        ),
+        pytest.param(
+            [member("a", "s", 9, run="x"), member("b", "t", 5, run="y"), member("c", "u", 4, run="y")],
+            "y", "t", "bc", "b", id="the run of most nodes wins",
+        ),
+        pytest.param(
+            [member("a", "a:1", 0), member("b", "", 0)], "a:1", "a:1", "ab", "a", id="new weights name the run",
+        ),
+        pytest.param(
+            [member("a", "a:1", 0), member("b", "saved", 5, run="x")],
+            "x", "saved", "ab", "b", id="a checkpoint wins over new weights",
+        ),
+    ],
+)  # fmt: skip
+def test_quorum(members: list[Member], run: str | None, token: str, known: str, training: str) -> None:
+    found = quorum_of(members)
+    assert (found.token, names(found.members), names(found.training)) == (token, list(known), list(training))
+    assert run is None or found.run == run
 
 
-def test_a_round_that_one_node_knows_counts_for_those_that_are_prepared() -> None:
-    found = quorum_of([member("a", "base", 4, prepared="round"), member("b", "round", 5)])
-    assert (found.token, names(found.training)) == ("round", ["a", "b"])
-
-
-def test_a_node_that_differs_is_left_out() -> None:
-    facts = [{"density": 0.1}, {"density": 0.1}, {"density": 0.2}]
-    found = quorum_of([member(name, "token", 1, facts=each) for name, each in zip("abc", facts, strict=True)])
-    assert names(found.members) == ["a", "b"]
-
-
-def test_quorum_with_a_stranger_keeps_the_run_that_nodes_train() -> None:
-    """The number of strangers, and of rounds in their checkpoints, does not matter."""
-    trains = member("a", "mine", 7, run="a", trains=True)
-    strangers = [member(name, "theirs", 10**6, run="x") for name in "bc"]
-    found = quorum_of([trains, *strangers, member("d", "", 0)])
-    assert (found.run, found.token, names(found.members)) == ("a", "mine", ["a", "d"])
-
-
-def test_quorum_of_two_runs_that_begin_together_keeps_that_of_most_nodes() -> None:
-    found = quorum_of([member("a", "s", 9, run="x"), member("b", "t", 5, run="y"), member("c", "u", 4, run="y")])
-    assert (found.run, found.token, names(found.members)) == ("y", "t", ["b", "c"])
-
-
-def test_quorum_of_new_weights_names_the_run_after_them() -> None:
-    assert quorum_of([member("a", "a:1", 0), member("b", "", 0)]).run == "a:1"
-
-
-def test_node_with_new_weights_gives_them_up_for_a_checkpoint() -> None:
-    found = quorum_of([member("a", "a:1", 0), member("b", "saved", 5, run="x")])
-    assert (found.run, names(found.members), names(found.training)) == ("x", ["a", "b"], ["b"])
-
-
-def test_a_refusal_names_what_one_of_them_does_not_have() -> None:
+def test_refusal_names_an_option_that_one_node_lacks() -> None:
     assert "differs from those that train: new=None, theirs not there." in _refusal(
         {"new": None, "same": 1}, {"same": 1}
     )
 
 
-def test_a_node_that_has_just_loaded_the_same_weights_does_not_make_others_give_up_what_they_were_dealt() -> None:
+def test_node_that_loaded_equal_weights_leaves_the_shares_of_others() -> None:
     deals = SampleAssigner("b")
     deals.update(["b"], [deals.report()] * 2)
     begun = member("b", "saved", 4, drawn=SampleProgress(40, deals.report().deal))
@@ -127,14 +130,14 @@ def count(rounds: RoundProtocol, base: str, token: str, held: Tensor) -> None:
 
 
 def settle(rounds: RoundProtocol, token: str, held: Tensor, now: str) -> list[Tensor]:
-    """Settle a round that led from "0" to ``token``. Returns what is pending again."""
+    """Settle a round from "0" to ``token``. Return the messages that are pending again."""
     outcome = Outcome()
     rounds._unsettled = Round("0", token, 1, 2, torch.empty(0)), held
     rounds._settle(now, outcome)
     return outcome.returned
 
 
-def test_what_was_sent_in_rounds_that_others_never_had_is_pending_again(rounds: RoundProtocol) -> None:
+def test_messages_of_rounds_that_others_never_had_are_pending_again(rounds: RoundProtocol) -> None:
     first, second = message(1), message(2)
     count(rounds, "0", "1b", first)
     count(rounds, "1b", "2b", second)
@@ -144,9 +147,7 @@ def test_what_was_sent_in_rounds_that_others_never_had_is_pending_again(rounds: 
     assert rounds.set_version("9c", 9, ["0", "1a", "9a"]) == ([], []), "once"
 
 
-def test_a_message_of_a_round_that_was_refused_counts_once_if_a_node_comes_back_that_had_counted_it(
-    rounds: RoundProtocol,
-) -> None:
+def test_message_of_a_refused_round_counts_once_if_a_node_with_that_round_returns(rounds: RoundProtocol) -> None:
     sent, again = message(1), message(2)
     assert settle(rounds, "1a", sent, now="0") == [sent]
     count(rounds, "0", "1b", again)
@@ -155,22 +156,20 @@ def test_a_message_of_a_round_that_was_refused_counts_once_if_a_node_comes_back_
     assert had == [sent], "which is in the weights, and among what is pending"
 
 
-def test_a_node_that_goes_on_alone_has_pending_again_what_only_those_that_are_gone_may_know(
-    rounds: RoundProtocol,
-) -> None:
+def test_remaining_node_has_unsettled_messages_pending_again(rounds: RoundProtocol) -> None:
     sent = message(1)
     assert settle(rounds, "1a", sent, now="7a") == []
     assert rounds.reconcile() == ([sent], [])
 
 
-def test_all_that_is_pending_is_kept_of_one_round_alone(rounds: RoundProtocol) -> None:
+def test_dense_message_replaces_older_messages_in_the_ledger(rounds: RoundProtocol) -> None:
     for number in range(3):
         count(rounds, str(number), str(number + 1), torch.full((4,), float(number)))
     assert len(rounds._ledger) == 1
 
 
-def test_a_node_that_only_observes_stays_the_first_one(rounds: RoundProtocol) -> None:
-    """It may do so to write a checkpoint, which no other node is to write, too."""
+def test_node_that_observes_stays_the_first_node(rounds: RoundProtocol) -> None:
+    """It may observe to write a checkpoint, which no other node may write too."""
     for observes in (False, True):
         here = member(rounds.name, "0", 0, observes=observes)
         rounds._quorum_of([here, member("b:1", "0", 0)], Outcome())
@@ -184,8 +183,7 @@ class Alone(Silent):
         return [Member(self.name, "", said)]
 
 
-def test_a_node_that_finds_no_weights_begins_with_its_own_and_still_asks_in_case_others_have_some() -> None:
-    pytest.importorskip("torchft", reason="needs torchft")
+def test_node_that_finds_no_weights_trains_its_own_and_asks_again(rounds: RoundProtocol) -> None:
     rounds = RoundProtocol(Alone(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
     rounds.fit(8, 0, 4)
     rounds.ask()
@@ -194,19 +192,19 @@ def test_a_node_that_finds_no_weights_begins_with_its_own_and_still_asks_in_case
     assert (rounds.token, rounds.wants) == ("a:1", asked)
 
 
-def test_what_a_node_of_another_version_says_is_read_as_far_as_it_is_known() -> None:
+def test_unknown_fields_of_a_status_are_ignored() -> None:
     assert _said({"token": "t", "colour": "red"}) == NodeStatus(token="t")
     assert _said({"drawn": {"end": 3, "colour": "red"}}) == NodeStatus(drawn=SampleProgress(3))
     assert _said(None) == NodeStatus()
 
 
-# -- samples that are dealt --------------------------------------------------------------------------------------------
+# -- shares of samples -------------------------------------------------------------------------------------------------
 
 AHEAD = 6
 
 
 class Node:
-    """Draws from the line, place by place."""
+    """Draws one place after another."""
 
     def __init__(self, name: str) -> None:
         self.deals, self.place = SampleAssigner(name), 0
@@ -222,7 +220,7 @@ class Node:
 
 
 def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
-    """All say, and all conclude; they draw before and after that as much as they may."""
+    """All nodes report and update. They draw as much as they may before and after it."""
     names = sorted(nodes)
     said = [nodes[name].deals.report() for name in names]
     for name in names:
@@ -236,8 +234,8 @@ def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
 @example(868, 0.0)  # a node draws across the border of two deals
-def test_no_sample_is_drawn_twice_and_left_out_are_only_shares_of_nodes_that_are_gone(seed: int, misses: float) -> None:
-    """Gone for good, or slow, so that others went on without them."""
+def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(seed: int, misses: float) -> None:
+    """Nodes leave for good, or miss quorums."""
     generator, gone, missed = random.Random(seed), list[Node](), 0
     nodes = last = {name: Node(name) for name in "abc"}
     for number in range(30):
@@ -260,15 +258,7 @@ def test_no_sample_is_drawn_twice_and_left_out_are_only_shares_of_nodes_that_are
     assert first - len(drawn) <= (len(gone) + missed) * AHEAD * 40, "a few batches of each"
 
 
-def test_an_epoch_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    deals = SampleAssigner("a")
-    deals.begin(7)
-    deals.update(["a"], [deals.report()])
-    assert [*deals.share(range(3), 3, device=0, devices=1)] == []
-    assert "no sample of epoch 1 is left for this node" in caplog.text
-
-
-def test_a_node_that_draws_more_than_it_has_told_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_node_that_draws_more_than_it_reported_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     node = Node("a")
     quorum({"a": node}, random.Random(0))
     node.deals.report()
@@ -280,7 +270,7 @@ def test_a_node_that_draws_more_than_it_has_told_says_so_once(caplog: pytest.Log
     ]
 
 
-def test_deals_tell_whether_samples_of_an_epoch_are_left_without_drawing_them() -> None:
+def test_assigner_knows_whether_an_epoch_has_samples_left() -> None:
     deals = SampleAssigner("b")
     assert deals.leaves(0, 99), "until it knows how long an epoch is"
     deals.update(["a", "b"], [deals.report()] * 2)
@@ -300,8 +290,8 @@ def test_epochs_of_several_sizes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with others"])
-def test_what_a_job_had_drawn_before_its_checkpoint_is_not_dealt_again(alone: bool) -> None:
-    """A node that joins others has theirs, wherever its own checkpoint was."""
+def test_samples_drawn_before_the_checkpoint_are_not_drawn_again(alone: bool) -> None:
+    """A node that joins others takes their progress instead of its own."""
     deals, others = SampleAssigner("b"), SampleAssigner("a")
     deals.begin(6)
     members = [member("b", "saved", 4, drawn=deals.report())]
@@ -314,19 +304,8 @@ def test_what_a_job_had_drawn_before_its_checkpoint_is_not_dealt_again(alone: bo
     assert (deals.report().end, deals.report().reached) == (10, 10)
 
 
-def test_a_node_that_was_away_gives_back_what_it_had_not_drawn() -> None:
-    nodes = {name: Node(name) for name in "ab"}
-    quorum(nodes, random.Random(0))
-    nodes["b"].draw(2)
-    quorum({"a": nodes["a"]}, random.Random(0))
-    nodes["a"].draw(20)
-    quorum(nodes, random.Random(0))
-    nodes["b"].draw(3)
-    assert not set(nodes["a"].drawn) & set(nodes["b"].drawn)
-
-
 def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]]:
-    """What a device of two draws in three epochs; another node is there until `ends`, samples of the first one."""
+    """Return the samples of one of two devices in three epochs. Another node leaves at the place `ends`."""
     deals, sampler = SampleAssigner("a"), ElasticSampler(range(size), shuffle=False)
     deals.update(["a", "b"], [deals.report()] * 2)
     if ends is not None:
@@ -339,13 +318,12 @@ def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]
     return epochs
 
 
-def test_devices_of_a_node_share_what_it_is_dealt() -> None:
+def test_devices_share_the_samples_of_their_node() -> None:
     assert [of_device(device, 12)[0] for device in range(2)] == [[0, 4, 8], [2, 6, 10]]
 
 
-@pytest.mark.parametrize("size", [1, 5, 7, 33])
-@pytest.mark.parametrize("ends", [None, 1, 3, 10])
-def test_devices_of_a_node_draw_as_many_samples_each(size: int, ends: int | None) -> None:
+@pytest.mark.parametrize(("size", "ends"), [(1, None), (1, 1), (5, 3), (7, 1), (7, 10), (33, None), (33, 10)])
+def test_devices_of_a_node_draw_equally_many_samples(size: int, ends: int | None) -> None:
     zero, one = (of_device(device, size, ends) for device in range(2))
     assert [*map(len, zero)] == [*map(len, one)], "the node steps together"
     assert not any(set(mine) & set(other) for mine, other in zip(zero, one, strict=True))
@@ -354,7 +332,7 @@ def test_devices_of_a_node_draw_as_many_samples_each(size: int, ends: int | None
         assert size - 1 <= both[2] <= size or size <= ends / 2
 
 
-def test_a_sampler_draws_an_epoch_in_its_order() -> None:
+def test_sampler_shuffles_each_epoch() -> None:
     sampler = ElasticSampler(range(10), seed=3)
     with pytest.raises(RuntimeError, match="not attached to any nodes"):
         next(iter(sampler))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.emulation import HERE, as_cpp, build
+from tests.kernels.emulation import HERE, as_cpp, library
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
 SEEDS = range(12)
@@ -29,10 +29,10 @@ FOUND = {
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    library = build(tmp_path_factory.mktemp("broken"), [HERE / "broken.cu"], drivers=[])
-    library.emulate_broken.restype = ctypes.c_char_p
-    return library
+def broken() -> ctypes.CDLL:
+    loaded = library([HERE / "broken.cu"], drivers=[])
+    loaded.emulate_broken.restype = ctypes.c_char_p
+    return loaded
 
 
 def said(broken: ctypes.CDLL, kernel: str, seed: int) -> str:

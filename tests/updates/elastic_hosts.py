@@ -1,0 +1,256 @@
+"""Elastic nodes with Trainer and with a Fabric loop, in processes that tests kill.
+
+Each prints a line of JSON after each step. Unnamed options are options of the strategy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparse.elastic import ElasticSampler
+from lightning_sparse.flavours import lightning_fabric
+from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKElasticStrategy, TokenDataModule
+from tests.helpers.lines import raised
+
+SAMPLES, BATCH = 1024, 32
+PAUSE_S = 0.02
+
+
+def setup(options: dict[str, Any]) -> None:
+    os.environ.update(options.pop("env", {}))
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+
+
+def samples() -> TensorDataset:
+    """Inputs, targets and the index of each sample."""
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 16)
+    return TensorDataset(x, torch.tanh(x @ torch.randn(16, 4)), torch.arange(SAMPLES))
+
+
+class Norm(nn.BatchNorm1d):
+    """Accepts a batch of one sample, the rest of an epoch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if len(x) > 1 else torch.cat([x, -x]))[: len(x)]
+
+
+def new_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), Norm(64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def report(updates: Any, net: nn.Module, lr: float, is_zero: bool, **more: Any) -> None:
+    """Print the state of the node. Every device calls it, and the first one prints."""
+    with updates.global_weights():
+        token, number, *_ = updates.version
+        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
+    state = {"token": token, "number": number, "digest": digest, "lr": lr, "mean": float(weights.mean())}
+    if is_zero:
+        print(json.dumps({**more, **state, **updates.gauges()}), flush=True)
+
+
+# -- Trainer -----------------------------------------------------------------------------------------------------------
+
+
+class Toy(pl.LightningModule):
+    """Fits a teacher.
+
+    Args:
+        release: a file. Validation waits until it exists.
+        begins_with: the value that a hook gives all weights.
+    """
+
+    def __init__(self, release: str | None, begins_with: float | None) -> None:
+        super().__init__()
+        self.release, self.begins_with = release, begins_with
+        self.net = new_net()
+
+    def on_train_start(self) -> None:
+        if self.begins_with is not None:
+            for parameter in self.parameters():
+                parameter.data.fill_(self.begins_with)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, self.drawn = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        if self.release and not self.trainer.sanity_checking:
+            report_trainer(self.trainer, validates=True)
+            while not Path(self.release).exists():
+                time.sleep(PAUSE_S)
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
+
+
+class Reader(pl.LightningModule):
+    """Reads windows of eight tokens. Each token is the number of its window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(512, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn = batch[0][:, 0]
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)  # asks for the loader before there are other nodes
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)]
+
+
+class Report(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        time.sleep(PAUSE_S)
+        report_trainer(trainer, epoch=trainer.current_epoch, drawn=pl_module.drawn.tolist())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        report_trainer(trainer)
+
+
+def report_trainer(trainer: Any, **more: Any) -> None:
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    if "validates" not in more:
+        more["step"] = trainer.global_step
+    report(trainer.strategy.elastic, trainer.lightning_module, lr, trainer.is_global_zero, **more)
+
+
+def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """Run a node with Trainer."""
+    setup(options)
+    folder, tokens = Path(options.pop("folder")), options.pop("tokens", None)
+    toy = Toy(options.pop("release", None), options.pop("begins_with", None))
+    data = samples()
+    order: dict[str, Any] = {"sampler": ElasticSampler(data)} if options.pop("deal", True) else {"shuffle": True}
+    saver = pl.callbacks.ModelCheckpoint(
+        folder, save_last=True, every_n_train_steps=options.pop("every", 10), save_top_k=1
+    )
+    stopper = [pl.callbacks.EarlyStopping("val_loss", patience=10**6)] if options.pop("stops_early", False) else []
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=options.pop("devices", 1),
+        max_steps=options.pop("steps", -1),
+        max_epochs=options.pop("epochs", -1),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Report(), CommStatsCallback(), *stopper, saver],
+        strategy=MSTopKElasticStrategy(lighthouse=lighthouse, node_name=options.pop("node", name), **options),
+    )
+    saved = folder / "last.ckpt"
+    resume = str(saved) if saved.exists() else None
+    if tokens is not None:
+        trainer.fit(Reader(), datamodule=TokenDataModule(tokens, context=8, batch_size=8), ckpt_path=resume)
+    else:
+        loader = DataLoader(data, batch_size=BATCH, **order)
+        trainer.fit(toy, loader, DataLoader(data, batch_size=SAMPLES), ckpt_path=resume)
+
+
+# -- Fabric ------------------------------------------------------------------------------------------------------------
+
+
+def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """Run a node with a Fabric loop."""
+    setup(options)
+    path, devices, every = (
+        Path(options.pop("folder")) / "last.ckpt",
+        options.pop("devices", 1),
+        options.pop("every", 10),
+    )
+    node_name = options.pop("node", name)
+    strategy = lightning_fabric.MSTopKElasticStrategy(lighthouse=lighthouse, node_name=node_name, **options)
+    leaving: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
+    fabric: Any = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    data = samples()
+    loader = DataLoader(data, batch_size=BATCH, sampler=ElasticSampler(data))
+    torch.manual_seed(int.from_bytes(name.encode(), "big"))  # each node begins with its own weights
+    net = new_net()
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
+    model = fabric.setup_module(net)
+    state: dict[str, Any] = {"model": model, "optimizer": adam, "scheduler": scheduler, "global_step": 0, "epoch": 0}
+    if path.exists():
+        fabric.load(path, state)
+    optimizer = state["optimizer"] = fabric.setup_optimizers(adam)
+    strategy.sync_state(state)
+    strategy.shard_loader(loader)
+    while not leaving:
+        loader.sampler.set_epoch(state["epoch"])
+        for inputs, targets, drawn in loader:
+            fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            state["global_step"] += 1
+            time.sleep(PAUSE_S)
+            if state["global_step"] % every == 0:
+                fabric.save(path, state)
+            more = {"step": state["global_step"], "epoch": state["epoch"], "drawn": drawn.tolist()}
+            report(strategy.elastic, net, scheduler.get_last_lr()[0], fabric.is_global_zero, **more)
+            if leaving:
+                break
+        else:
+            state["epoch"] += 1
+            scheduler.step()
+    strategy.finish()
+
+
+def two_runs(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """Run a node with a Fabric loop twice, and report errors of wrong calls. The second run loads the weights alone."""
+    path, seeds = Path(options["folder"]) / "last.ckpt", []
+    data = TensorDataset(torch.randn(64, 16), torch.arange(64))
+    for run in range(2):
+        strategy = lightning_fabric.MSTopKElasticStrategy(lighthouse=lighthouse, node_name=name)
+        fabric: Any = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        seeds.append(fabric.setup_dataloaders(DataLoader(data, shuffle=True))._dataloader.sampler.seed)
+        net, other = new_net(), new_net()
+        model, other = fabric.setup_module(net), fabric.setup_module(other)
+        if run:
+            fabric.load(path, {"model": model}, strict=False)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters()))
+        loader = DataLoader(data, batch_size=8, sampler=ElasticSampler(data))
+        strategy.shard_loader(loader)
+        drawn: list[int] = []
+        for inputs, indices in loader:
+            drawn += indices.tolist()
+            fabric.backward(model(inputs).square().mean())
+            optimizer.step()
+        shown: list[bool] = []
+        filters = dict.fromkeys(
+            ("model", "other"), lambda *_, shown=shown, of=strategy: shown.append(of.elastic._shown)
+        )
+        fabric.save(path.with_name("filtered.ckpt"), {"model": model, "other": other}, filter=filters)
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        refused = [
+            raised(strategy.shard_loader, DataLoader(data, shuffle=True)),
+            raised(strategy.shard_loader, loader, 0),
+            raised(strategy.sync_state, {"epoch": 0, "folder": path}),
+        ]
+        strategy.elastic.snapshot = {"extra": {"epoch": 3}}  # as if it had joined other nodes
+        refused.append(raised(optimizer.step))
+        strategy.finish()
+        print(json.dumps({"drawn": drawn, "shown": shown, "refused": refused}), flush=True)
+    print(json.dumps({"seeds": seeds}), flush=True)

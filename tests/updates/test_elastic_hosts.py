@@ -1,0 +1,267 @@
+"""Elastic nodes with Trainer and with a Fabric loop."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchft", reason="needs torchft")
+
+from lightning_fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_sparse.elastic import ElasticSampler
+from lightning_sparse.elastic.lighthouse import Lighthouse
+from lightning_sparse.flavours import lightning_fabric
+from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
+from lightning_sparse.strategy.elastic import ELASTIC_KEY
+from tests.helpers.nodes import Nodes, nodes_of
+from tests.helpers.ports import free_port
+from tests.updates.elastic_hosts import BATCH, SAMPLES, loop, train, two_runs
+from tests.updates.test_elastic import end, of, tokens_of
+
+HOSTS = {"Trainer": train, "Fabric": loop}
+OPTIONS: dict[str, Any] = {"timeout": 5, "density": 0.1}
+each_host = pytest.mark.parametrize("nodes", HOSTS, indirect=True)
+
+
+@pytest.fixture
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    with nodes_of(HOSTS[getattr(request, "param", "Trainer")]) as nodes:
+        yield nodes
+
+
+def drawn_in(epoch: int, reports: list[dict[str, Any]]) -> list[int]:
+    """The samples of an epoch that nodes reported."""
+    return [sample for each in reports if each.get("epoch") == epoch for sample in each.get("drawn", ())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "tokens"), [("Trainer", False), ("Trainer", True), ("Fabric", False)], indirect=["nodes"]
+)
+def test_node_that_joins_takes_progress_and_its_share_of_samples(nodes: Nodes, tokens: bool, tmp_path: Path) -> None:
+    size, options = SAMPLES, dict(OPTIONS)
+    if tokens:
+        size, options = 512, {**options, "tokens": str(tmp_path / "ids.bin"), "epochs": 1000}
+        np.append(np.arange(size).repeat(8), 0).astype(np.uint16).tofile(tmp_path / "ids.bin")
+        (tmp_path / "ids.json").write_text('{"dtype": "uint16", "vocab_size": 512}')
+    for name in "ab":
+        nodes.start(name, folder=str(tmp_path / name), **options)
+    begun = nodes.wait_for("b", of(2))["number"]
+    nodes.kill("b")
+    alone = nodes.wait_for("a", lambda report: report.get("nodes") == 1 and report["number"] > begun)
+    nodes.start("b", folder=str(tmp_path / "without a checkpoint"), **options)
+    back = nodes.wait_for("b", of(2, alone["number"]))
+    assert back["step"] > alone["step"]
+    assert tokens or back["lr"] == pytest.approx(0.01 * 0.99 ** back["epoch"])
+    for name in "ba":  # b is ahead by the samples that a may draw before the deal
+        nodes.wait_for(name, lambda report: report.get("epoch", 0) > back["epoch"] + 1)
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
+    assert "has drawn more samples" not in nodes.output("a") + nodes.output("b")
+    reports = [*nodes.reports("a"), *nodes.reports("b")]
+    for epoch in range(back["epoch"], max(each.get("epoch", 0) for each in reports) + 1):
+        drawn = drawn_in(epoch, reports)
+        assert len(drawn) == len(set(drawn))
+        assert len(drawn) == size or epoch != back["epoch"] + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "step", "every"),
+    [("Trainer", 12, 5), ("Trainer", 35, 32), ("Fabric", 45, 10)],
+    indirect=["nodes"],
+    ids=["Trainer, first epoch", "Trainer, saved after the last batch", "Fabric, second epoch"],
+)
+def test_job_that_was_killed_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path, step: int, every: int) -> None:
+    options: dict[str, Any] = {**OPTIONS, "folder": str(tmp_path), "every": every}
+    nodes.start("a", **options)
+    nodes.wait_for("a", lambda report: report.get("step", 0) > step)
+    nodes.kill("a")
+    saved, before = torch.load(tmp_path / "last.ckpt", weights_only=False), nodes.reports("a")
+    for name in "ab":
+        nodes.start(name, **options)
+    first = nodes.wait_for("b", of(2))
+    assert first["step"] > saved["global_step"] > 0
+    nodes.wait_for("a", lambda report: report.get("epoch", 0) > saved["epoch"] + 1)
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
+    if ELASTIC_KEY in saved:
+        again = torch.load(tmp_path / "last.ckpt", weights_only=False)
+        assert again[ELASTIC_KEY][3] == saved[ELASTIC_KEY][3] != "", "the name of the run"
+    trained = drawn_in(saved["epoch"], [each for each in before if each.get("step", 0) <= saved["global_step"]])
+    resumed = [*nodes.reports("a")[len(before) :], *nodes.reports("b")]
+    after = drawn_in(saved["epoch"], resumed)
+    assert len({*trained, *after}) == len(trained) + len(after) >= SAMPLES - 3 * BATCH, (
+        "drawn, but not saved as trained"
+    )
+    following = drawn_in(saved["epoch"] + 1, resumed)
+    assert len(set(following)) == len(following) >= SAMPLES - 3 * BATCH
+
+
+@pytest.fixture(scope="module")
+def saved_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a job of one node and 12 steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    with nodes_of(train) as nodes:
+        nodes.start("a", steps=12, folder=str(folder), **OPTIONS)
+        assert nodes.join("a") == 0, nodes.output("a")
+    return folder / "last.ckpt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [SAMPLES - 1, SAMPLES + 7, 3 * SAMPLES], ids=["one left", "next begun", "none left"])
+def test_job_resumes_where_other_nodes_drew_the_epoch(
+    nodes: Nodes, saved_job: Path, tmp_path: Path, place: int
+) -> None:
+    """Another node had drawn the samples when the checkpoint was written. EarlyStopping needs a validation."""
+    saved, epoch = torch.load(saved_job, weights_only=False), place // SAMPLES
+    saved[ELASTIC_KEY][2] = place
+    torch.save(saved, tmp_path / "last.ckpt")
+    nodes.start("a", epochs=epoch + 2, stops_early=True, folder=str(tmp_path), **OPTIONS)
+    assert nodes.join("a") == 0, nodes.output("a")[-2000:]
+    after = [each for each in nodes.reports("a") if "drawn" in each]
+    assert {each["epoch"] for each in after} == {epoch, epoch + 1}
+    last = next(each for each in after if each["epoch"] == epoch + 1)
+    assert last["lr"] == pytest.approx(0.01 * 0.99 ** (epoch + 1)), "the schedule steps with each epoch"
+    drawn = drawn_in(epoch, after)
+    assert len(set(drawn)) == len(drawn) == SAMPLES * (epoch + 1) - place
+
+
+@pytest.mark.slow
+def test_node_that_takes_over_writes_checkpoints_and_logs_that_old_checkpoints_stay(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    for name in "ab":
+        nodes.start(name, folder=str(tmp_path), **OPTIONS)
+    begun = nodes.wait_for("b", of(2))["step"]
+    step = nodes.wait_for("b", lambda report: report["step"] > begun + 10)["step"]  # a has saved since
+    assert "writes checkpoints from now on" not in nodes.output("b")
+    nodes.kill("a")
+    alone = nodes.wait_for("b", lambda report: report["step"] > step and report["nodes"] == 1)["step"]
+    nodes.wait_for("b", lambda report: report["step"] > alone + 20)  # b saves every 10 steps
+    assert nodes.output("b").count(f"remove the checkpoints that it left in {tmp_path}") == 1
+    end(nodes, "b")
+    # ModelCheckpoint of b writes last-v1.ckpt if last.ckpt was there before its own first save.
+    saved = [torch.load(each, weights_only=False)["global_step"] for each in tmp_path.glob("last*.ckpt")]
+    assert max(saved) > step
+
+
+@pytest.mark.slow
+def test_node_trains_while_another_node_validates_longer_than_the_timeout(nodes: Nodes, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**OPTIONS, "timeout": 2}
+    nodes.start("a", folder=str(tmp_path / "a"), **options)
+    nodes.start("b", folder=str(tmp_path / "b"), release=str(tmp_path / "release"), **options)
+    begun = nodes.wait_for("b", lambda report: report.get("validates", False))["number"]
+    trained = nodes.wait_for("a", lambda report: report["number"] > begun + 100)["number"]  # a step takes 20 ms or more
+    (tmp_path / "release").touch()
+    assert nodes.wait_for("b", lambda report: "step" in report)["number"] >= trained
+    assert "has missed rounds" not in nodes.output("b")
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
+
+
+@pytest.mark.slow
+def test_node_that_joins_keeps_the_weights_of_its_peers_whatever_its_hooks_set(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.start("a", folder=str(tmp_path / "a"), begins_with=1.0, **OPTIONS)
+    begun = nodes.wait_for("a", lambda report: report.get("step") == 2)
+    assert begun["mean"] == pytest.approx(1.0, abs=0.1)  # at once: 10% of the weights would be 0.1
+    nodes.start("b", folder=str(tmp_path / "b"), begins_with=50.0, **OPTIONS)
+    both = nodes.wait_for("b", of(2))
+    assert both["mean"] < 2.0
+    assert "their weights stay" in nodes.output("b")
+    end(nodes, "ab")
+
+
+@pytest.mark.slow
+@each_host
+def test_nodes_of_two_devices_share_weights_and_survive_the_end_of_a_node(nodes: Nodes, tmp_path: Path) -> None:
+    for name in "ab":
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+        for device in range(2):
+            place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
+            options = {**OPTIONS, "devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
+            nodes.start(f"{name}{device}", flush_every=4, **options)
+    begun = nodes.wait_for("b0", of(2))
+    nodes.wait_for("a0", of(2, begun["number"] + 10))
+    for device in range(2):
+        nodes.kill(f"b{device}")
+    nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["epoch"] > begun["epoch"] + 1)
+    tokens = tokens_of(nodes, ("a0", "b0"))
+    assert set(tokens["a0"]) & set(tokens["b0"])
+
+
+# -- without other nodes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    with nodes_of(two_runs) as nodes:
+        nodes.start("a", folder=str(tmp_path_factory.mktemp("runs")))
+        assert nodes.join("a", timeout=100) == 0, nodes.output("a")
+        return nodes.reports("a")
+
+
+def test_fabric_run_that_loads_weights_alone_draws_all_samples(runs: list[dict[str, Any]]) -> None:
+    for run in runs[:2]:
+        assert sorted(run["drawn"]) == list(range(64))
+
+
+def test_fabric_saves_all_modules_as_of_one_round(runs: list[dict[str, Any]]) -> None:
+    assert all(runs[0]["shown"])
+    assert runs[0]["shown"]
+
+
+def test_fabric_loaders_set_up_before_a_node_joins_have_their_own_order(runs: list[dict[str, Any]]) -> None:
+    first, second = runs[2]["seeds"]
+    assert first != second
+
+
+def test_fabric_calls_with_wrong_arguments_are_refused(runs: list[dict[str, Any]]) -> None:
+    named = ["shard_loader()", "batches=0", "folder=PosixPath", "['epoch']"]
+    assert [name in refused for name, refused in zip(named, runs[0]["refused"], strict=True)] == [True] * 4
+
+
+def test_fabric_calls_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    strategy = lightning_fabric.MSTopKElasticStrategy(lighthouse="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="no optimizer is set up"):
+        strategy.sync_state({})
+    loader = DataLoader(range(8), sampler=ElasticSampler(range(8)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shard_loader\(loader\)"):
+        strategy.process_dataloader(loader)
+    strategy.engines.append(object())
+    with pytest.raises(ValueError, match="after another optimizer"):
+        strategy.setup_optimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    with pytest.raises(ValueError, match="has joined others"):
+        strategy.load_checkpoint(tmp_path / "any.ckpt", {})
+
+
+def test_world_of_several_nodes_is_refused() -> None:
+    strategy = lightning_fabric.MSTopKElasticStrategy(lighthouse="http://127.0.0.1:1")
+    fabric: Any = Fabric(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy)
+    with pytest.raises(ValueError, match="num_nodes=2"):
+        fabric.launch()
+
+
+def test_missing_lighthouse_error_names_the_command() -> None:
+    with socket.socket() as held:  # no other test's lighthouse gets the port
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"{address}.*torchft_light"):
+            Lighthouse(address, "a", timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("exchange", "regional"), ("min_nodes", 0), ("flush_every", 0), ("timeout", -1)]
+)
+def test_bad_option_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value!r}"):
+        MSTopKElasticStrategy(**{option: value})
