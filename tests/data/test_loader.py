@@ -170,7 +170,7 @@ def test_dealt_loaders_share_an_epoch_in_its_order_and_begin_it_anew_when_they_r
     assert sampler_of(one) is one, "elastic nodes recognize a loader by its attributes"
     for place, each in enumerate((one, other)):
         each.load_state_dict({"epoch": 0, "segments": [EpochSegment(CONFIG, 3).state_dict()], "fingerprint": "same"})
-        each.deal(every_second(place))
+        each.set_share(every_second(place))
         with pytest.raises(TypeError, match="depends on the nodes"):
             len(each)
     assert [samples(one), samples(other)] == [in_fours(whole[0::2]), in_fours(whole[1::2])]

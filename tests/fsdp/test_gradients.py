@@ -201,12 +201,12 @@ def swapped(_: None) -> str:
 
 def test_freezing_within_a_fit_is_refused() -> None:
     for said in run_ranks(swapped, None, nodes=2, devices=1):
-        assert "was frozen or unfrozen within the fit" in said
+        assert "was frozen or unfrozen during the fit" in said
         assert "send='updates'" in said
 
 
 def test_an_exchange_that_measures_is_refused() -> None:
-    with pytest.raises(ValueError, match="is measured in DDP's buckets"):
+    with pytest.raises(ValueError, match="needs DDP's buckets"):
         ShardedGradients(Blocks(), ExchangeConfig(), Topology(((0,), (1,)), 0))
 
 
@@ -263,5 +263,5 @@ def test_fsdp_value_dtype_default_depends_on_send(options: dict[str, Any], dtype
 
 
 def test_fsdp_warmup_of_updates_is_refused() -> None:
-    with pytest.raises(ValueError, match="warmup_steps=3 says how gradients are exchanged, and send='updates'"):
+    with pytest.raises(ValueError, match="warmup_steps=3 applies to gradients, but send='updates'"):
         fsdp(FLAVOUR, warmup_steps=3)

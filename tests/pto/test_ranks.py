@@ -409,7 +409,7 @@ def die_in_the_gather() -> None:
         optimizer.step()
     except CommunicationError:
         for attempt in (optimizer.step, optimizer.consolidate_state_dict):  # type: ignore[attr-defined]
-            with pytest.raises(RuntimeError, match="ranks hold different parameters"):
+            with pytest.raises(RuntimeError, match="ranks have different parameters"):
                 attempt()
         raise
 

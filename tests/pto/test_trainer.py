@@ -333,8 +333,8 @@ def refusals(flavour: str) -> dict[str, Any]:
 
 def test_refusals_are_raised_on_every_rank(results: list[dict[str, Any]]) -> None:
     for each in results:
-        assert "cannot share the step of LBFGS" in each["refusals"]["lbfgs"]
-        assert "the step of Adam is already shared: use one PTOCallback" in each["refusals"]["adam"]
+        assert "cannot shard the step of LBFGS" in each["refusals"]["lbfgs"]
+        assert "the step of Adam is already sharded. Use one PTOCallback" in each["refusals"]["adam"]
 
 
 class FSDPStrategy:
@@ -343,7 +343,7 @@ class FSDPStrategy:
 
 def test_other_strategies_than_ddp_are_refused() -> None:
     t = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
-    with pytest.raises(ValueError, match="FSDPStrategy does not: use strategy='ddp' or 'mstopk_hier'"):
+    with pytest.raises(ValueError, match="FSDPStrategy does not provide. Use strategy='ddp' or 'mstopk_hier'"):
         ours("pytorch_lightning").PTOCallback().on_fit_start(t, nn.Linear(1, 1))
 
 

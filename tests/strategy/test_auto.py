@@ -194,7 +194,7 @@ def train(cls: type[Optimizer], exchange: Any) -> tuple[list[str], list[str]]:
     ("cls", "exchange", "path", "said"),
     [
         (torch.optim.SGD, "auto", "sparse", None),
-        (torch.optim.AdamW, "auto", "dense16", "exchange='auto' sends everything: AdamW divides by"),
+        (torch.optim.AdamW, "auto", "dense16", "exchange='auto' sends all entries: AdamW divides by"),
         (torch.optim.AdamW, "sparse", "sparse", "exchange='sparse': AdamW divides by"),
         (torch.optim.AdamW, "dense16", "dense16", None),
     ],

@@ -288,7 +288,7 @@ def test_others_read_the_weights_or_say_why_not(tmp_path: Path) -> None:
     for same, said, sharded in run_ranks(read_by_others, str(tmp_path), **{**MANY, "devices": 1}):
         assert same
         assert "written by a strategy of FSDP2" in said
-        assert "FSDP2's strategy reads folders of its own" in sharded
+        assert "'mstopk_fsdp' reads only its own folders" in sharded
 
 
 def with_other_callbacks(folder: str) -> tuple[bool, str, bool]:
@@ -317,7 +317,7 @@ def with_other_callbacks(folder: str) -> tuple[bool, str, bool]:
 def test_what_else_saves_and_loads(tmp_path: Path) -> None:
     for resumed, said, went_back in run_ranks(with_other_callbacks, str(tmp_path), **MANY):
         assert resumed
-        assert "remove PTOCallback, or save one file there" in said
+        assert "Remove PTOCallback, or save one file with" in said
         assert went_back
     assert sorted(each.name for each in tmp_path.iterdir()) == ["gradients.ckpt", "updates.ckpt"]
 

@@ -311,4 +311,4 @@ def awkward_buckets() -> tuple[Tensor, Tensor, set[int]]:
 
 def test_a_topology_of_another_world_is_refused(ranks: RunRanks) -> None:
     for said in ranks(raised, with_groups, ((0, 1), (2,)), nodes=2, devices=1):
-        assert "hold 3 ranks but the world has 2" in said
+        assert "have 3 ranks, but the world has 2" in said

@@ -238,7 +238,7 @@ def late_report() -> tuple[str, list[str | None]]:
 def test_checkpoint_stays_if_a_rank_is_missing_and_rank_0_may_replace_it(rank_0: str | None) -> None:
     """Only rank 0 knows whether it would replace a checkpoint. If its report is late, the others assume so."""
     other = '{"path": "a.ckpt", "error": "", "replaces": false}'
-    assert "the checkpoint of that name stays as it was" in saves._verdict("a.ckpt", [rank_0, other, None])
+    assert "the existing checkpoint stays" in saves._verdict("a.ckpt", [rank_0, other, None])
     assert saves._verdict("a.ckpt", [other, other, None]) == ""
 
 

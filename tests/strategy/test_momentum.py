@@ -89,7 +89,7 @@ def everything(folder: str, steps: int) -> dict[str, Any]:
         if name == "plain":
             ways.append(HierConfig(density=1.0, exchange="regional", **EXACT))
         found[name] = [train(way, options, steps) for way in ways]
-    with pytest.raises(ValueError, match=r"another backward pass before the step, .* Wrap all but the last"):
+    with pytest.raises(ValueError, match=r"several backward passes per step .* Wrap all passes except the last"):
         train(HierConfig(**EXACT), SGDS["plain"], steps, backwards=2)
     sparse = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0, momentum_correction=True)
     found["sparse"] = train(sparse, SGDS["nesterov"], steps)
@@ -315,7 +315,7 @@ def test_a_new_optimizer_begins_without_momentum() -> None:
 @pytest.mark.parametrize(
     ("optimizers", "message"),
     [
-        (lambda p: [torch.optim.AdamW(p)], "with AdamW: the correction is that of torch.optim.SGD"),
+        (lambda p: [torch.optim.AdamW(p)], "with AdamW: the correction applies to torch.optim.SGD"),
         (lambda p: [torch.optim.SGD(p, lr=0.1)], r"SGD\(momentum=0\), which must be more than 0"),
         (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1)], "dampening"),
         (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)] * 2, "with 2 optimizers; it needs one"),
@@ -328,7 +328,7 @@ def test_what_cannot_be_corrected_is_refused(optimizers: Any, message: str) -> N
 
 
 def test_parameters_that_are_reduced_whole_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"64 bits or complex ones \(weight, bias\)"):
+    with pytest.raises(ValueError, match=r"64-bit or complex parameters \(weight, bias\)"):
         hierarchical_state(nn.Linear(2, 2).double())
 
 

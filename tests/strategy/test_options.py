@@ -34,7 +34,7 @@ from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
         ({"warmup_epochs": 1.5}, "warmup_epochs=1.5 must be a whole number"),
         ({"ddp_comm_hook": print}, "cannot be combined with MSTopKHierStrategy: this strategy is a communication hook"),
         ({"model_averaging_period": 2}, "cannot be combined with MSTopKHierStrategy"),
-        ({"densty": 0.1}, r"does not know the option\(s\) densty \(did you mean density\?\): its own are density"),
+        ({"densty": 0.1}, r"has no option\(s\) densty \(did you mean density\?\). Its own options are density"),
     ],
 )
 @pytest.mark.parametrize("flavour", FLAVOURS)

@@ -339,7 +339,7 @@ def test_an_early_format_is_refused_with_the_way_out() -> None:
     early = {"version": 4, "kind": "gradients", "save_id": "x-1", "nodes": [[0]]}
     beside = saves.SideFiles("gradients")
     beside.load({saves.CHECKPOINT_KEY: [early]}, "early.ckpt", 0)
-    with pytest.raises(ValueError, match="written in format 4 .* remove the entry 'lightning_sparse'"):
+    with pytest.raises(ValueError, match="has format 4 .* remove the entry 'lightning_sparse'"):
         check_version(beside.loaded[0])
 
 

@@ -58,7 +58,7 @@ class Sent:
         def reconciled(rounds: RoundProtocol) -> Any:
             for each in rounds._ledger:
                 if each.token in rounds.history:
-                    self.add(each.token, each.held)
+                    self.add(each.token, each.tensor)
             return reconcile(rounds)
 
         RoundProtocol._count, RoundProtocol.reconcile = counted, reconciled  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ def pending(state: Any, updates: ElasticUpdates, sent: Sent) -> Tensor:
     """Return the sum of pending updates and of messages in rounds that may or may not count."""
     total, peers = state.pending_S.double(), updates.peers
     held = [] if peers._unsettled is None else [peers._unsettled[1]]
-    held += [each.held for each in peers._ledger if not each.is_pending and each.token not in sent.tokens]
+    held += [each.tensor for each in peers._ledger if not each.is_pending and each.token not in sent.tokens]
     for message in held:
         if message is not None:
             total += sent.dense(message)

@@ -141,7 +141,7 @@ def test_nodes_train_while_there_is_no_lighthouse(trio: Nodes) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"density": 0.2}, "this node differs from those that train: density=0.2, theirs 0.1"),
+        ({"density": 0.2}, "this node differs from the training nodes: density=0.2, theirs 0.1"),
         ({"version": ["0123456789abcdef", 10**6, 0, ""]}, "resumes round 1000000 of run '0123456789abcdef'"),
         ({"version": ["0123456789abcdef", 10**6, 0, "other"]}, "resumes round 1000000 of run 'other'"),
     ],

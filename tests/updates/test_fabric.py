@@ -41,7 +41,7 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
     found["two optimizers"] = one_optimizer_after_another(flavour)
     fabric = fabric_with(flavour, ours(flavour))
     other = mlp()
-    with pytest.raises(ValueError, match="steps parameters of no module that was set up"):
+    with pytest.raises(ValueError, match="has no parameters of a module that was set up"):
         fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
     return found
 

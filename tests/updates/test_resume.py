@@ -193,7 +193,7 @@ def test_nodes_that_read_other_weights_are_told_apart(tmp_path: Path) -> None:
     content = torch.load(other)
     global_weights_in(content).add_(1e-7)
     torch.save(content, other)
-    with pytest.raises(RanksFailed, match="nodes hold different global weights after") as failed:
+    with pytest.raises(RanksFailed, match="nodes have different global weights after") as failed:
         run_ranks(fit, str(tmp_path), None, {}, **many)
     assert len(failed.value.raised) == 4  # nobody waits for the others
     assert not failed.value.hung

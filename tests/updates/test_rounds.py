@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse.elastic import ElasticSampler
-from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _said
+from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
 from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol, _refusal, quorum_of
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
 from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdateState
@@ -88,18 +88,18 @@ def test_quorum(members: list[Member], run: str | None, token: str, known: str, 
 
 
 def test_refusal_names_an_option_that_one_node_lacks() -> None:
-    assert "differs from those that train: new=None, theirs not there." in _refusal(
+    assert "differs from the training nodes: new=None, theirs missing." in _refusal(
         {"new": None, "same": 1}, {"same": 1}
     )
 
 
 def test_node_that_loaded_equal_weights_leaves_the_shares_of_others() -> None:
-    deals = SampleAssigner("b")
-    deals.update(["b"], [deals.report()] * 2)
-    begun = member("b", "saved", 4, drawn=SampleProgress(40, deals.report().deal))
+    assigner = SampleAssigner("b")
+    assigner.update(["b"], [assigner.report()] * 2)
+    begun = member("b", "saved", 4, progress=SampleProgress(40, assigner.report().assignment))
     found = quorum_of([member("a", "saved", 4), begun])
-    deals.update(names(found.members), found.drawn)
-    assert [*deals.share(range(44), 0, device=0, devices=1)] == [*range(40), 41, 43]
+    assigner.update(names(found.members), found.progress)
+    assert [*assigner.share(range(44), 0, device=0, devices=1)] == [*range(40), 41, 43]
 
 
 class Silent(Lighthouse):
@@ -108,8 +108,8 @@ class Silent(Lighthouse):
     def __init__(self) -> None:
         self.name, self.heard = "a:1", list[NodeStatus]()
 
-    def quorum(self, said: NodeStatus) -> None:
-        self.heard.append(said)
+    def quorum(self, status: NodeStatus) -> None:
+        self.heard.append(status)
 
 
 @pytest.fixture
@@ -179,8 +179,8 @@ def test_node_that_observes_stays_the_first_node(rounds: RoundProtocol) -> None:
 class Alone(Silent):
     """Has nobody but the node itself."""
 
-    def quorum(self, said: NodeStatus) -> list[Member]:  # type: ignore[override]
-        return [Member(self.name, "", said)]
+    def quorum(self, status: NodeStatus) -> list[Member]:  # type: ignore[override]
+        return [Member(self.name, "", status)]
 
 
 def test_node_that_finds_no_weights_trains_its_own_and_asks_again(rounds: RoundProtocol) -> None:
@@ -193,9 +193,9 @@ def test_node_that_finds_no_weights_trains_its_own_and_asks_again(rounds: RoundP
 
 
 def test_unknown_fields_of_a_status_are_ignored() -> None:
-    assert _said({"token": "t", "colour": "red"}) == NodeStatus(token="t")
-    assert _said({"drawn": {"end": 3, "colour": "red"}}) == NodeStatus(drawn=SampleProgress(3))
-    assert _said(None) == NodeStatus()
+    assert _status_of({"token": "t", "colour": "red"}) == NodeStatus(token="t")
+    assert _status_of({"progress": {"end": 3, "colour": "red"}}) == NodeStatus(progress=SampleProgress(3))
+    assert _status_of(None) == NodeStatus()
 
 
 # -- shares of samples -------------------------------------------------------------------------------------------------
@@ -207,13 +207,13 @@ class Node:
     """Draws one place after another."""
 
     def __init__(self, name: str) -> None:
-        self.deals, self.place = SampleAssigner(name), 0
-        self.deals.ahead = AHEAD
+        self.assigner, self.place = SampleAssigner(name), 0
+        self.assigner.ahead = AHEAD
         self.drawn: list[int] = []
 
     def draw(self, count: int) -> None:
         for _ in range(count):
-            place = self.deals.draw(self.place)
+            place = self.assigner.draw(self.place)
             assert place is not None
             self.drawn.append(place)
             self.place = place + 1
@@ -222,18 +222,18 @@ class Node:
 def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
     """All nodes report and update. They draw as much as they may before and after it."""
     names = sorted(nodes)
-    said = [nodes[name].deals.report() for name in names]
+    reports = [nodes[name].assigner.report() for name in names]
     for name in names:
         if nodes[name].drawn:
             nodes[name].draw(generator.randint(0, AHEAD // 3))
     for name in names:
-        nodes[name].deals.update(names, said)
+        nodes[name].assigner.update(names, reports)
         nodes[name].draw(generator.randint(0, AHEAD // 3))
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
-@example(868, 0.0)  # a node draws across the border of two deals
+@example(868, 0.0)  # a node draws across the border of two assigner
 def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(seed: int, misses: float) -> None:
     """Nodes leave for good, or miss quorums."""
     generator, gone, missed = random.Random(seed), list[Node](), 0
@@ -251,7 +251,7 @@ def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(see
             nodes[f"{number}"] = Node(f"{number}")
     quorum(nodes, generator)
     first = min(node.place for node in nodes.values())
-    assert not any(node.deals._warned for node in nodes.values())
+    assert not any(node.assigner._warned for node in nodes.values())
     counts = Counter(place for node in (*nodes.values(), *gone) for place in node.drawn)
     assert max(counts.values(), default=1) == 1
     drawn = {place for node in (*nodes.values(), *gone) for place in node.drawn if place < first}
@@ -261,56 +261,56 @@ def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(see
 def test_node_that_draws_more_than_it_reported_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     node = Node("a")
     quorum({"a": node}, random.Random(0))
-    node.deals.report()
+    node.assigner.report()
     node.draw(AHEAD)
     assert not caplog.messages
     node.draw(2)
     assert [each.partition(":")[0] for each in caplog.messages] == [
-        "this node has drawn more samples since it last met the others than it had told them"
+        "this node has drawn more samples since the last round than it had reported"
     ]
 
 
 def test_assigner_knows_whether_an_epoch_has_samples_left() -> None:
-    deals = SampleAssigner("b")
-    assert deals.leaves(0, 99), "until it knows how long an epoch is"
-    deals.update(["a", "b"], [deals.report()] * 2)
-    drawn = deals.share(range(7), 0, device=0, devices=1)
+    assigner = SampleAssigner("b")
+    assert assigner.has_left(0, 99), "until it knows how long an epoch is"
+    assigner.update(["a", "b"], [assigner.report()] * 2)
+    drawn = assigner.share(range(7), 0, device=0, devices=1)
     assert next(drawn) == 1
-    assert [deals.leaves(0, samples) for samples in (3, 4)] == [True, False], "1, 3 and 5 of 0 to 6"
-    assert deals.leaves(1, 4), "7, 9, 11 and 13"
+    assert [assigner.has_left(0, samples) for samples in (3, 4)] == [True, False], "1, 3 and 5 of 0 to 6"
+    assert assigner.has_left(1, 4), "7, 9, 11 and 13"
     assert list(drawn) == [3, 5]
 
 
 def test_epochs_of_several_sizes_are_refused() -> None:
-    deals = SampleAssigner("a")
-    deals.update(["a"], [deals.report()])
-    assert list(deals.share(range(3), 0, device=0, devices=1)) == [0, 1, 2]
+    assigner = SampleAssigner("a")
+    assigner.update(["a"], [assigner.report()])
+    assert list(assigner.share(range(3), 0, device=0, devices=1)) == [0, 1, 2]
     with pytest.raises(ValueError, match="epochs of 3 and 4 samples"):
-        next(deals.share(range(4), 4, device=0, devices=1))
+        next(assigner.share(range(4), 4, device=0, devices=1))
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with others"])
 def test_samples_drawn_before_the_checkpoint_are_not_drawn_again(alone: bool) -> None:
     """A node that joins others takes their progress instead of its own."""
-    deals, others = SampleAssigner("b"), SampleAssigner("a")
-    deals.begin(6)
-    members = [member("b", "saved", 4, drawn=deals.report())]
+    assigner, others = SampleAssigner("b"), SampleAssigner("a")
+    assigner.start_at(6)
+    members = [member("b", "saved", 4, progress=assigner.report())]
     if not alone:
         others.update(["a"], [others.report()])
-        members.insert(0, member("a", "later", 5, drawn=others.report()))
+        members.insert(0, member("a", "later", 5, progress=others.report()))
     found = quorum_of(members)
-    deals.update(names(found.members), found.drawn)
-    assert [*deals.share(range(10), 0, device=0, devices=1)] == ([6, 7, 8, 9] if alone else [1, 3, 5, 7, 9])
-    assert (deals.report().end, deals.report().reached) == (10, 10)
+    assigner.update(names(found.members), found.progress)
+    assert [*assigner.share(range(10), 0, device=0, devices=1)] == ([6, 7, 8, 9] if alone else [1, 3, 5, 7, 9])
+    assert (assigner.report().end, assigner.report().reached) == (10, 10)
 
 
 def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]]:
     """Return the samples of one of two devices in three epochs. Another node leaves at the place `ends`."""
-    deals, sampler = SampleAssigner("a"), ElasticSampler(range(size), shuffle=False)
-    deals.update(["a", "b"], [deals.report()] * 2)
+    assigner, sampler = SampleAssigner("a"), ElasticSampler(range(size), shuffle=False)
+    assigner.update(["a", "b"], [assigner.report()] * 2)
     if ends is not None:
-        deals.update(["a"], [SampleProgress(ends, deals.report().deal)] * 2)
-    sampler.deal(partial(deals.share, device=device, devices=2))
+        assigner.update(["a"], [SampleProgress(ends, assigner.report().assignment)] * 2)
+    sampler.set_share(partial(assigner.share, device=device, devices=2))
     epochs = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -334,13 +334,13 @@ def test_devices_of_a_node_draw_equally_many_samples(size: int, ends: int | None
 
 def test_sampler_shuffles_each_epoch() -> None:
     sampler = ElasticSampler(range(10), seed=3)
-    with pytest.raises(RuntimeError, match="not attached to any nodes"):
+    with pytest.raises(RuntimeError, match="not attached to a run"):
         next(iter(sampler))
     with pytest.raises(TypeError, match="no length"):
         len(sampler)
-    deals = SampleAssigner("a")
-    deals.update(["a"], [deals.report()])
-    sampler.deal(partial(deals.share, device=0, devices=1))
+    assigner = SampleAssigner("a")
+    assigner.update(["a"], [assigner.report()])
+    sampler.set_share(partial(assigner.share, device=0, devices=1))
     epochs = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
