@@ -18,7 +18,6 @@ from lightning_sparse.topology import discover
 from tests.helpers.distributed import RunRanks
 from tests.strategy.models import (
     backward,
-    flat_parameters,
     go_on,
     loss_of,
     mlp,
@@ -135,29 +134,6 @@ def beside_nothing(exchange: str) -> set[str]:
 
 
 # -- resumed -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_is_bit_identical(ranks: RunRanks, tmp_path: Path) -> None:
-    for whole, resumed, settled in ranks(resume, str(tmp_path / "run.ckpt"), nodes=2, devices=2):
-        assert torch.equal(whole, resumed)
-        assert settled == 2, "sparse at once, in the saved groups"
-
-
-def resume(path: str) -> tuple[Tensor, Tensor, int]:
-    model, config = mlp(), HierConfig(**SPARSE, exclude="vectors")
-    ddp, state = wrap(model, config)
-    steps(model, ddp, range(6))
-    state.commit_round()
-    save(state, path)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    steps(model, ddp, range(6, 10))
-    again = mlp()
-    again.load_state_dict(weights)
-    fresh = HierState(again, config, discover())
-    go_on(fresh, path)
-    settled = len(fresh.layout.settled)
-    steps(again, wrap(again, config, state=fresh)[0], range(6, 10))
-    return flat_parameters(model), flat_parameters(again), settled
 
 
 def test_what_waited_for_a_parameter_now_excluded_is_sent(ranks: RunRanks, tmp_path: Path) -> None:
