@@ -65,7 +65,7 @@ def resumed(folder: str, cases: list[Case]) -> list[Look]:
 
 
 def saved_in_the_background(folder: str) -> bool:
-    """Whether a loop that is saved while it trains on goes on alike from what was saved."""
+    """Whether a loop saved while it trains on resumes bit-identically."""
     case = Case("local", "loop", "folder")
     with loop_of(case) as (model, optimizer, engine):
         train_loop(model, optimizer, engine, 0, SAVED)
@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pairs(folder: str) -> Pairs:
-    """What each case ends with: the whole run, and the run resumed by other objects, by rank."""
+    """The results of each case by rank: the whole run, and the run resumed by other objects."""
     return run_ranks(whole_and_resumed, folder, ALL, nodes=2, devices=2, timeout=250)
 
 

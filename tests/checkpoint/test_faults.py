@@ -82,7 +82,7 @@ def all_damaged(folder: str, cases: list[Case]) -> list[list[str]]:
 
 
 def damaged(folder: str, case: Case) -> list[str]:
-    """What becomes of each of some damaged bytes: an error, or the weights of the undamaged checkpoint."""
+    """The outcome of each damaged byte: an error, or the weights of the undamaged checkpoint."""
     path = Path(folder) / "saved"
     path.mkdir(parents=True, exist_ok=True)
     saver = fit(str(path), None, case, 3, every=0)
@@ -140,7 +140,7 @@ def on_full_disks(folder: str, cases: list[Case]) -> list[tuple[str, bool]]:
 
 
 def on_a_full_disk(folder: str, case: Case) -> tuple[str, bool]:
-    """Rank 1 may write no more than 512 bytes to a file. Returns the error, and whether the last save is untouched."""
+    """Rank 1 can write 512 bytes to a file at most. Returns the error, and whether the last save is untouched."""
     t = fit(folder, None, case, 3)
     path = Path(folder) / "last.ckpt"
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())

@@ -1,4 +1,4 @@
-"""Side files: what ranks agree on when they save, on nodes that do not share a folder, and under torchrun."""
+"""Side files: the verdict of ranks on a save, nodes that do not share a folder, and a restart by torchrun."""
 
 import os
 import subprocess
@@ -61,7 +61,7 @@ def test_run_restarted_by_torchrun_goes_on_bit_identically(tmp_path: Path) -> No
 
 
 def main(folder: str) -> None:
-    """One rank under torchrun; in the first of its lives one of them dies. One agent starts all, each a node."""
+    """Run one rank under torchrun. In the first life rank 1 dies. One agent starts all ranks; each acts as a node."""
     os.environ.update(GROUP_RANK=os.environ["LOCAL_RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     result = fit(folder, None if restarts else Kill("in a step", rank=1, step=6), seconds=20)

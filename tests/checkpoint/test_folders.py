@@ -1,4 +1,4 @@
-"""Checkpoints that are folders: what modules and optimizers save there, who else reads them, what is refused."""
+"""Checkpoints that are folders: state of modules and optimizers, other readers, and refused options."""
 
 import os
 from contextlib import ExitStack
@@ -42,7 +42,7 @@ Results = list[dict[str, Any]]
 
 
 class Counting(nn.Module):
-    """Saves what is no parameter, and would upgrade a state of another version."""
+    """Saves extra state, and upgrades a state of another version."""
 
     _version = 2
 
@@ -91,7 +91,7 @@ def test_extra_state_and_versions_of_modules_are_resumed(results: Results) -> No
 
 @SCENARIOS.add
 def of_other_optimizers(folder: str) -> list[str]:
-    """What is said of a folder of AdamW when the optimizer is another one."""
+    """The errors when another optimizer resumes from a folder of AdamW."""
     t = fitted_updates()
     t.save_checkpoint(f"{folder}/adamw.ckpt")
 
@@ -118,7 +118,7 @@ def test_folder_of_another_optimizer_is_refused(results: Results) -> None:
 
 @SCENARIOS.add
 def refused(folder: str) -> list[str]:
-    """What is said of places and options that a folder cannot have."""
+    """The errors about paths and options that a folder cannot have."""
     os.chdir(folder)
     said = []
     for fit_one in (lambda: fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=2), fitted_updates):
@@ -154,7 +154,7 @@ def read_by_others(folder: str) -> list[Any]:
     loaded = {name: torch.zeros_like(each) for name, each in t.lightning_module.state_dict().items()}
     dcp.load({"state_dict": loaded}, checkpoint_id=path)
     same = all(torch.equal(each, loaded[name]) for name, each in t.lightning_module.state_dict().items())
-    file = _load_distributed_checkpoint(Path(path))  # what consolidate_checkpoint writes
+    file = _load_distributed_checkpoint(Path(path))  # as consolidate_checkpoint does
     alone = module()
     alone.load_state_dict(file["state_dict"])
     same = same and torch.equal(weights(alone), weights(t.lightning_module)) and "optimizer_states" not in file
@@ -297,7 +297,7 @@ def test_folder_replaces_another_folder_or_file(
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)
-    if not exchanged:  # and a kill left what it had moved away
+    if not exchanged:  # and a kill left the folder that it had moved away
         (tmp_path / ".old.old").mkdir()
         (tmp_path / ".old.old" / "earlier").write_text("earlier")
     folders._replace(tmp_path / "old", tmp_path / "new")

@@ -125,7 +125,7 @@ def test_resume_on_one_node_applies_residuals_once(ranks: RunRanks, tmp_path: Pa
 
 
 def apply_on_one_node(path: str) -> list[Tensor]:
-    """What three rounds add to the mean gradient, the first of which is thrown away."""
+    """The additions of three rounds to the mean gradient; the first round is discarded."""
     model, plain = mlp(), mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
     go_on(state, path)
@@ -256,7 +256,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
 
 
 def of_bias(state: HierState) -> Tensor:
-    """What waits for the one parameter, summed over nodes."""
+    """The residual of one parameter, summed over nodes."""
     total = torch.zeros(37, dtype=torch.float64)
     for group, shard in state.store.committed.items():
         for _, here, there in group.shard_slices(["0.bias"], state.topology.device_index, state.topology.num_devices):
@@ -271,7 +271,7 @@ def parked_elsewhere(path: str) -> Tensor:
     return state.store.by_name["0.bias"]
 
 
-# -- what a checkpoint is not of ---------------------------------------------------------------------------------------
+# -- checkpoints that do not fit ---------------------------------------------------------------------------------------
 
 
 def test_early_format_is_refused() -> None:

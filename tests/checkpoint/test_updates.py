@@ -1,4 +1,4 @@
-"""Checkpoints of updates: their size, what callbacks and memory formats do to them, and who else reads them."""
+"""Checkpoints of updates: size, callbacks, memory formats, and other strategies that read them."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_save_takes_two_tensors_per_slice(
         assert found[1] < other
 
 
-# -- what a checkpoint holds besides, and who else reads it ------------------------------------------------------------
+# -- callbacks, memory formats and other strategies --------------------------------------------------------------------
 
 SCENARIOS = Scenarios()
 results = results_in_one_start(SCENARIOS, devices=2)

@@ -47,7 +47,7 @@ class Case:
         kind: one of `KINDS`.
         host: "trainer", "fabric" or "loop".
         form: of checkpoints, "file" or "folder".
-        options: of the strategy, beyond those of its kind.
+        options: more options of the strategy.
         precision: of a Trainer or of Fabric.
         seed: of the initial weights.
         momentum: of SGD, instead of the kind's usual optimizer.
@@ -177,7 +177,7 @@ def _pending(engine: Engine, model: nn.Module) -> Tensor:
 
 @dataclass
 class Trained:
-    """The result of a training: weights, with buffers where the host saves those of each rank."""
+    """The result of a training: weights, with buffers where the host saves the buffers of each rank."""
 
     weights: Tensor
     looks: dict[int, Look]
@@ -368,7 +368,7 @@ def save_loop(model: nn.Module, engine: Engine, folder: str, background: bool = 
     """Save a loop with torch.distributed.checkpoint; return a future if it is saved in the background."""
     with engine.global_weights():
         state = {"model": model.state_dict(), "engine": engine}
-        if background:  # its collectives run at the same time as those of the training
+        if background:  # its collectives overlap the training's
             return dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
         dcp.save(state, checkpoint_id=folder)
     return None

@@ -1,4 +1,4 @@
-"""Nothing is lost, and what was thrown away stays so: on real Gloo ranks.
+"""Nothing is lost, and discarded gradients leave no trace, on real Gloo ranks.
 
 Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
 """
@@ -172,7 +172,7 @@ def local_gradient() -> Tensor:
     return flat_grads(model)
 
 
-# -- 6: what is thrown away --------------------------------------------------------------------------------------------
+# -- 6: discarded gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("exchange", "set_to_none"), [("sparse", True), ("sparse", False), ("dense16", True)])

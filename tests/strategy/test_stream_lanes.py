@@ -74,7 +74,7 @@ def test_streams_select_the_next_bucket_during_an_exchange(monkeypatch: pytest.M
     assert all(stream.priority == -1 for stream in lanes._streams)
 
 
-# -- what is handed over -----------------------------------------------------------------------------------------------
+# -- tensors handed over -----------------------------------------------------------------------------------------------
 
 
 class Watch(TorchDispatchMode):
@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.stage = 0
         self.faults: list[str] = []
-        self._born: dict[int, int] = {}  # by storage: the stage that made it; -1 for what was there
+        self._born: dict[int, int] = {}  # by storage: the stage that made it; -1 for earlier storages
         self._handed: set[int] = set()
         self._kept: list[Any] = []  # no storage takes the place of another
 
@@ -215,7 +215,7 @@ def watched_carelessly() -> tuple[list[str], int]:
 
 @pytest.mark.gpu
 def test_streams_overlap_and_results_are_complete() -> None:
-    """While the first exchange lasts, the next are selected; what they allocate is freed on the host at once."""
+    """During the first exchange, the next buckets are selected; their tensors are freed on the host at once."""
     device = torch.device("cuda", torch.cuda.current_device())
     lanes, numel, marks = StreamLanes(device), 1 << 20, {}
 

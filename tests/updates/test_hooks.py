@@ -25,7 +25,7 @@ SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
 results = results_in_one_start(SCENARIOS)
 Results = list[dict[str, Any]]
-MORE = int(os.environ.get("HOOK_PROGRAMS", 40))  # programs of the slow test
+MORE = int(os.environ.get("HOOK_PROGRAMS", 20))  # programs of the slow test
 AT_ONCE = 20  # in one start of ranks: each program makes process groups, whose threads stay
 
 
