@@ -18,7 +18,6 @@ from tests.helpers.lines import Lines, raised
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.models import mlp
 from tests.strategy.trainers import (
-    Branches,
     Results,
     ddp,
     dense_one,
@@ -216,54 +215,6 @@ def test_layer_replaced_between_fits_starts_a_new_state(results: Results) -> Non
     assert same_on_all_ranks(results, "replaced_head")
     assert all(each["replaced_head"]["rounds"] == 10 for each in results), "a new state counts from the start"
     assert sum("parameters were replaced" in line for line in results[0]["replaced_head"]["lines"]) == 1
-
-
-# -- unused and frozen parameters --------------------------------------------------------------------------------------
-
-
-@scenario
-def unused(flavour: str) -> dict[str, Any]:
-    strategy = sparse(flavour, find_unused_parameters=True)
-    module = plain_module(flavour, Branches())
-    seen: dict[str, Any] = {}
-
-    class Watch(lightning_of(flavour).Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            if trainer.global_step in (6, 14):
-                state = strategy.engine
-                state.commit_round()
-                seen[f"never {trainer.global_step}"] = pl_module.net.never.weight.detach().clone()
-                seen[f"residual {trainer.global_step}"] = _piece(state, "net.never.weight")
-                seen[f"sometimes {trainer.global_step}"] = pl_module.net.sometimes.weight.detach().clone()
-
-    pl_sgd = torch.optim.SGD
-    module.configure_optimizers = lambda: pl_sgd(module.parameters(), lr=0.05)
-    frozen = module.net.frozen.weight.detach().clone()
-    fitted(flavour, strategy, module, max_steps=14, max_epochs=9, callbacks=[Watch()])
-    return {**seen, "weights": weights(module), "frozen": torch.equal(frozen, module.net.frozen.weight)}
-
-
-def _piece(state: Any, name: str) -> Tensor:
-    """This device's part of one parameter's residual."""
-    store = state.store
-    for group, shard in store.committed.items():
-        pieces = group.shard_slices([name], store.device_index, store.num_devices) if name in group.names else []
-        for _, here, _ in pieces:
-            return shard[here].clone()
-    return torch.zeros(0)
-
-
-def test_unused_and_frozen_parameters_keep_weights_and_residuals(results: Results) -> None:
-    assert same_on_all_ranks(results, "unused")
-    waiting = 0.0
-    for each in results:
-        unused = each["unused"]
-        assert unused["frozen"]
-        assert torch.equal(unused["never 6"], unused["never 14"]), "a parameter that no rank used has moved"
-        assert torch.equal(unused["residual 6"], unused["residual 14"]), "its residual was added to or spent"
-        assert not torch.equal(unused["sometimes 6"], unused["sometimes 14"]), "one rank's use must reach all"
-        waiting += float(unused["residual 6"].abs().sum())
-    assert waiting > 0, "the test says nothing if no residual waited"
 
 
 # -- several optimizers ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from lightning_sparse.updates.slices import Slices
 from tests.helpers.distributed import RunRanks
-from tests.strategy.models import flat_parameters, loss_of, mlp, train
+from tests.strategy.models import flat_parameters, loss_of, mlp
 from tests.updates.runs import adamw, mean_over_nodes, sgd, shared_of, start, steps
 
 CLUSTERS = [(2, 2), (3, 1), pytest.param(4, 1, marks=pytest.mark.slow)]
@@ -195,22 +195,6 @@ def as_sgd_with_a_larger_rate(exchange: str) -> tuple[Tensor, Tensor]:
 def test_outer_learning_rate_multiplies_received_updates(ranks: RunRanks, exchange: str) -> None:
     for outer, inner in ranks(as_sgd_with_a_larger_rate, exchange, nodes=2, devices=1):
         torch.testing.assert_close(outer, inner, rtol=1e-5, atol=1e-5)
-
-
-def with_everything_sent(delay: int) -> tuple[Tensor, Tensor]:
-    ddp, optimizer, updates = start(sgd, density=1.0, value_dtype="float32", delay=delay)
-    start_weights = {name: value.clone() for name, value in updates.module.state_dict().items()}
-    steps(ddp, optimizer, updates, 0, 20)
-    reference = mlp()
-    reference.load_state_dict(start_weights)
-    train(reference, DistributedDataParallel(reference), 20)
-    return shared_of(updates), flat_parameters(reference)
-
-
-@pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
-def test_updates_with_everything_sent_at_once_equal_ddp(ranks: RunRanks, nodes: int, devices: int) -> None:
-    for ours, ddp in ranks(with_everything_sent, 0, nodes=nodes, devices=devices):
-        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
 
 
 def on_one_node() -> tuple[Tensor, Tensor]:
