@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +27,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.models import node_residual, sum_over_nodes
 
+dcp: Any = import_module("torch.distributed.checkpoint")  # which exports its functions without types
 CLASSES = {"hier": "MSTopKHierStrategy", "local": "MSTopKLocalStrategy", "fsdp": "MSTopKFSDPStrategy"}
 # Each kind: its class, and the options that distinguish it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -156,11 +156,12 @@ def look(engine: Engine, model: nn.Module, optimizer: Optimizer) -> Look:
     return Look(weights, pending, moments, engine.rounds)
 
 
-def _pending(engine: Engine, model: nn.Module) -> Tensor:
+def _pending(engine: Any, model: nn.Module) -> Any:
     """Return the mean over nodes of unsent updates or gradients; with DDP the sum. A collective."""
     if isinstance(engine, HierState):
         engine.commit_round()
-        return sum_over_nodes(node_residual(engine.parameters.module, engine), engine)
+        wrapped: Any = engine.parameters.module
+        return sum_over_nodes(node_residual(wrapped, engine), engine)
     total = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     starts, at = {}, 0
     for name, p in engine.module.named_parameters():
@@ -359,7 +360,7 @@ def train_loop(model: nn.Module, optimizer: Optimizer, engine: Engine, begin: in
     for step in range(begin, end):
         optimizer.zero_grad()
         engine.before_backward()
-        loss_of(model, step, dist.get_rank()).backward()
+        loss_of(model, step, dist.get_rank()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         engine.step()
 
