@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.fsdp.runs import Blocks, loss_of, whole
 from tests.fsdp.test_trainer import fsdp
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
-from tests.strategy.test_fabric import FLAVOURS, STEPS, fabric_with, of_class
+from tests.strategy.test_fabric import STEPS, fabric_with, of_class
 
 ours = partial(of_class, "MSTopKFSDPStrategy")
 
@@ -43,24 +42,6 @@ def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
     return shared, own, whole(model).clone()
 
 
-def resumed(flavour: str, folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    os.chdir(folder)
-    fabric, model, optimizer = prepared(flavour, ours(flavour, **options))
-    train(fabric, model, optimizer, 0, 5)
-    with torch.no_grad():
-        loss_of(model, 0, fabric.global_rank)  # which leaves the root gathered
-    with fabric.strategy.global_weights():
-        fabric.save("validated", {"model": model, "optimizer": optimizer})
-    fabric.save("saved", {"model": model, "optimizer": optimizer, "step": 5})
-    train(fabric, model, optimizer, 5, STEPS)
-    other, again, its = prepared(flavour, ours(flavour, **options), seed=7)
-    state = {"model": again, "optimizer": its, "step": 0}
-    other.load("saved", state)
-    assert state["step"] == 5
-    train(other, again, its, 5, STEPS)
-    return whole(model).clone(), whole(again).clone()
-
-
 def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
     """Weights of a run with a scheduler, and of a run that resumes from its folder; the loaded epoch."""
     os.chdir(folder)
@@ -84,35 +65,6 @@ def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
     return ends[0], ends[1], loaded
 
 
-def test_fabric_scheduler_in_a_folder_resumes(tmp_path: Path) -> None:
-    results = run_ranks(scheduled, "lightning_fabric", str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
-    for ends, again, loaded in results:
-        assert loaded == 5
-        assert torch.equal(ends, again)
-
-
-SAVED: list[dict[str, Any]] = [{}, {"save_distributed_checkpoint": False}, {"send": "gradients", "exchange": "sparse"}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flavour", list(FLAVOURS))
-def test_fabric(flavour: str, tmp_path: Path) -> None:
-    many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
-    results = run_ranks(by_name, flavour, **many)
-    for shared, _, ends in results:
-        assert torch.equal(shared, results[0][0])
-        assert torch.equal(ends, results[0][2])
-    assert not torch.equal(results[0][1], results[2][1])
-    for number, options in enumerate(SAVED):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        found = run_ranks(resumed, flavour, str(folder), options, **many)
-        for ends, again in found:
-            assert torch.equal(ends, again)
-        same = torch.equal(found[0][0], found[2][0])
-        assert same == (options.get("send") == "gradients"), "nodes hold the same weights where gradients are sent"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -128,9 +80,9 @@ def test_options_are_checked(options: dict[str, Any], said: str) -> None:
             make(**options)
 
 
-def made_before_sharding() -> dict[str, str]:
+def made_before_sharding(flavour: str) -> dict[str, str]:
     """Errors about optimizers that were made too early, and log lines about a valid optimizer."""
-    flavour, said = "lightning_fabric", {}
+    said = {}
     for send in ("gradients", "updates"):
         for together in (True, False):
             fabric, model = fabric_with(flavour, ours(flavour, send=send)), Blocks()
@@ -154,8 +106,36 @@ def early(fabric: Any, model: Any, optimizer: Any, together: bool) -> None:
         fabric.setup_optimizers(optimizer)
 
 
-def test_fabric_optimizer_made_before_sharding_is_refused() -> None:
-    said = run_ranks(made_before_sharding, nodes=2, devices=2, timeout=120, init=False)[0]
+@pytest.fixture(scope="module", params=["lightning_fabric", pytest.param("lightning.fabric", marks=pytest.mark.slow)])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("fabric"))
+    return run_ranks(everything, request.param, folder, nodes=2, devices=2, timeout=120, init=False)
+
+
+def everything(flavour: str, folder: str) -> dict[str, Any]:
+    return {
+        "by name": by_name(flavour),
+        "scheduled": scheduled(flavour, folder),
+        "early": made_before_sharding(flavour),
+    }
+
+
+def test_fabric_strategy_by_name_gives_all_nodes_the_global_weights(results: list[dict[str, Any]]) -> None:
+    of_ranks = [each["by name"] for each in results]
+    for shared, _, ends in of_ranks:
+        assert torch.equal(shared, of_ranks[0][0])
+        assert torch.equal(ends, of_ranks[0][2])
+    assert not torch.equal(of_ranks[0][1], of_ranks[2][1]), "each node trains its own model"
+
+
+def test_fabric_scheduler_in_a_folder_resumes(results: list[dict[str, Any]]) -> None:
+    for ends, again, loaded in (each["scheduled"] for each in results):
+        assert loaded == 5
+        assert torch.equal(ends, again)
+
+
+def test_fabric_optimizer_made_before_sharding_is_refused(results: list[dict[str, Any]]) -> None:
+    said = dict(results[0]["early"])
     lines = said.pop("lines")
     assert all("fabric.setup_module(model) first" in error for error in said.values())
     assert "AdamW divides by the size of recent gradients" in lines

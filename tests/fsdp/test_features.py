@@ -1,7 +1,6 @@
 """What users put around a sharded model, under `MSTopKFSDPStrategy`; and what it refuses."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,18 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp.runs import Blocks, loss_of, whole
 from tests.fsdp.test_trainer import fitted, fsdp, module
-from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import raised
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
 from tests.strategy.trainers import lightning_of, plain_module
 from tests.updates.runs import adamw
 
 FLAVOUR = "pytorch_lightning"
+
+
+SCENARIOS = Scenarios()
+results = results_in_one_start(SCENARIOS, devices=2, timeout=200)
+Results = list[dict[str, Any]]
 
 
 class Checkpointed(Blocks):
@@ -96,7 +101,8 @@ CONFIGURED = {
 }  # fmt: skip
 
 
-def everything(_: None) -> dict[str, list[Tensor]]:
+@SCENARIOS.slow
+def everything(_: str) -> dict[str, list[Tensor]]:
     """Weights before and after a fit, whose ranks begin with different ones."""
     found = {}
     for name in (*CONFIGURED, "two optimizers"):
@@ -114,17 +120,18 @@ def everything(_: None) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.slow
-def test_what_users_put_around_it() -> None:
-    results = run_ranks(everything, None, nodes=2, devices=2, timeout=200, init=False)
-    for name, (began, ended) in results[0].items():
+def test_fsdp_with_features_of_users_keeps_ranks_equal(results: Results) -> None:
+    everyone = [each["everything"] for each in results]
+    for name, (began, ended) in everyone[0].items():
         assert not torch.equal(began, ended), name
-        for other in results:
+        for other in everyone:
             assert torch.equal(other[name][0], began), name
             assert torch.equal(other[name][1], ended), name
-    began, ended = results[0]["frozen"]
+    began, ended = everyone[0]["frozen"]
     assert torch.equal(began[: 13 * 11], ended[: 13 * 11])
 
 
+@SCENARIOS.add
 def with_a_teacher(folder: str) -> dict[str, list[Tensor]]:
     """A run with a sharded teacher that follows each node's own model, and one resumed in its middle."""
     found: dict[str, list[Tensor]] = {"validated": [], "ended": []}
@@ -152,13 +159,12 @@ def with_a_teacher(folder: str) -> dict[str, list[Tensor]]:
     return found
 
 
-def test_a_teacher_that_no_optimizer_steps(tmp_path: Path) -> None:
-    results = run_ranks(with_a_teacher, str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
-    for found in results:
+def test_fsdp_teacher_that_no_optimizer_steps_is_averaged_and_resumed(results: Results) -> None:
+    first = results[0]["with_a_teacher"]
+    for found in (each["with_a_teacher"] for each in results):
         assert torch.equal(found["ended"][0], found["ended"][1]), "resumed"
-        assert torch.equal(found["ended"][0], results[0]["ended"][0])
-        for mine, first in zip(found["validated"], results[0]["validated"], strict=True):
-            assert torch.equal(mine, first)
+        assert torch.equal(found["ended"][0], first["ended"][0])
+        assert all(map(torch.equal, found["validated"], first["validated"]))
 
 
 class Tied(nn.Module):
@@ -168,7 +174,8 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
 
-def refusals(_: None) -> dict[str, str]:
+@SCENARIOS.add
+def refusals(_: str) -> dict[str, str]:
     found = {}
 
     class Own(type(module(FLAVOUR))):  # type: ignore[misc]
@@ -199,8 +206,8 @@ def refusals(_: None) -> dict[str, str]:
     return found
 
 
-def test_what_cannot_work_is_refused() -> None:
-    for found in run_ranks(refusals, None, nodes=2, devices=2, timeout=100, init=False):
+def test_fsdp_modules_that_cannot_be_sharded_are_refused(results: Results) -> None:
+    for found in (each["refusals"] for each in results):
         assert "has parameters of its own" in found["own"]
         assert "has children that share parameters" in found["tied"]
         assert "over a mesh of 2 axes" in found["world"]
@@ -208,7 +215,7 @@ def test_what_cannot_work_is_refused() -> None:
         assert "is not sharded, and others are" in found["partly"]
 
 
-def test_options_that_the_strategy_sets_are_refused() -> None:
+def test_fsdp_options_that_the_strategy_sets_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be combined"):
         fsdp(FLAVOUR, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="does not know the option.*find_unused_parameters"):

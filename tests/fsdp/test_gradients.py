@@ -1,7 +1,7 @@
 """Gradients of shards, averaged over nodes in FSDP2's hook: beside native HSDP and DDP, and nothing is lost."""
 
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,16 +16,26 @@ from lightning_sparse.fsdp import ShardedGradients, blocks, mesh_of, shard
 from lightning_sparse.sharding import local_of, part_of
 from lightning_sparse.topology import Topology, discover
 from tests.fsdp.runs import Attention, Blocks, loss_of, steps, whole
-from tests.fsdp.test_trainer import fitted, fsdp, module
-from tests.helpers.distributed import RunRanks, run_ranks
+from tests.fsdp.test_trainer import fitted, fsdp
+from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
 from tests.strategy.trainers import lightning_of, ours, plain_module
 from tests.updates.runs import adamw, mean_over_nodes, sgd
 
 FLAVOUR = "pytorch_lightning"
+SLOW = pytest.mark.slow
 
 
-def three_ways(_: None) -> tuple[Tensor, Tensor, Tensor]:
+SCENARIOS, OF_TWO_RANKS = Scenarios(), Scenarios()
+results = results_in_one_start(SCENARIOS, devices=2)
+of_two_ranks = results_in_one_start(OF_TWO_RANKS)
+Results = list[dict[str, Any]]
+
+
+@SCENARIOS.add
+def three_ways(_: str) -> tuple[Tensor, Tensor, Tensor]:
     """The hook with everything sent, native HSDP, DDP: the same model and batches."""
     topology = discover()
     mesh = mesh_of(topology)
@@ -42,8 +52,8 @@ def three_ways(_: None) -> tuple[Tensor, Tensor, Tensor]:
     return whole(mine).clone(), whole(native).clone(), whole(plain).clone()
 
 
-def test_everything_sent_is_native_hsdp() -> None:
-    for mine, native, ddp in run_ranks(three_ways, None, nodes=2, devices=2):
+def test_fsdp_gradients_with_everything_sent_equal_native_hsdp(results: Results) -> None:
+    for mine, native, ddp in (each["three_ways"] for each in results):
         assert torch.equal(mine, native)
         torch.testing.assert_close(mine, ddp, rtol=1e-5, atol=1e-6)
 
@@ -94,24 +104,31 @@ def balance(options: dict[str, Any], net: type[nn.Module], steps: int) -> tuple[
     return whole(model).clone(), float((told - applied - left).abs().max()), float(left.abs().max())
 
 
-@pytest.mark.parametrize(
-    ("nodes", "devices", "net", "steps"),
-    [
-        (3, 1, Blocks, 8),
-        (2, 2, Attention, 6),
-        *(
-            pytest.param(*case, 50, marks=pytest.mark.slow)
-            for case in ((2, 2, Blocks), (3, 1, Blocks), (2, 2, Attention))
-        ),
-    ],
-)
-def test_nothing_is_lost(nodes: int, devices: int, net: type[nn.Module], steps: int) -> None:
-    everyone = run_ranks(balances, net, steps, nodes=nodes, devices=devices)
+@SCENARIOS.add
+def attention_on_two_devices(_: str) -> list[tuple[Tensor, float, float]]:
+    return balances(Attention, 6)
+
+
+@SCENARIOS.slow
+def blocks_on_two_devices(_: str) -> list[tuple[Tensor, float, float]]:
+    return balances(Blocks, 15)
+
+
+def check_balances(everyone: list[list[tuple[Tensor, float, float]]]) -> None:
     for results in zip(*everyone, strict=True):
         for weights, off, left in results:
             assert torch.equal(weights, results[0][0])
             assert off < 1e-4
             assert left > 0
+
+
+@pytest.mark.parametrize("name", ["attention_on_two_devices", pytest.param("blocks_on_two_devices", marks=SLOW)])
+def test_fsdp_gradients_lose_nothing(results: Results, name: str) -> None:
+    check_balances([each[name] for each in results])
+
+
+def test_fsdp_gradients_on_one_device_per_node_lose_nothing() -> None:
+    check_balances(run_ranks(balances, Blocks, 8, nodes=3, devices=1))
 
 
 def attention(seed: int = 0) -> Any:
@@ -128,67 +145,33 @@ def state_of(trainer: Any) -> Tensor:
     return torch.cat([whole(trainer.lightning_module), *buffers]).clone()
 
 
-def saved_and_resumed(folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, bool, dict[str, float]]:
+@SCENARIOS.add
+def in_a_trainer(_: str) -> tuple[Tensor, bool, dict[str, float]]:
+    """The end of a fit, whether a second fit keeps its residuals, and its statistics."""
     reports = ours(FLAVOUR).CommStatsCallback()
-    saver = lightning_of(FLAVOUR).callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)
-    given = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    begin = fsdp(FLAVOUR, **options)
-    t = fitted(FLAVOUR, begin, attention(), callbacks=[saver, reports], enable_checkpointing=True, **given)
+    begin = fsdp(FLAVOUR, send="gradients", exchange="sparse")
+    t = fitted(
+        FLAVOUR, begin, attention(), callbacks=[reports], accumulate_grad_batches=2, gradient_clip_val=0.5, max_steps=7
+    )
     logged = {name: float(value) for name, value in t.callback_metrics.items() if name.startswith("comm/")}
     ends, left = state_of(t), [each.residual_S for each in begin.engine.managed]
-    resumed = fitted(FLAVOUR, fsdp(FLAVOUR, **options), attention(5), f"{folder}/step=6.ckpt", **given)
     t.fit(t.lightning_module)  # of no step
     kept = all(one is each.residual_S for one, each in zip(left, begin.engine.managed, strict=True))
-    return ends, state_of(resumed), kept, logged
+    return ends, kept, logged
 
 
-def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
-    many: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 120, "init": False}
-    results = run_ranks(saved_and_resumed, str(tmp_path), {"send": "gradients", "exchange": "sparse"}, **many)
-    for ends, resumed, kept, logged in results:
-        assert torch.equal(ends[: -2 * 12 - 1], results[0][0][: -2 * 12 - 1]), "but for the statistics of each rank"
-        assert torch.equal(ends, resumed)
+def test_fsdp_gradients_in_a_trainer_keep_ranks_equal_and_residuals_of_a_fit(results: Results) -> None:
+    first = results[0]["in_a_trainer"][0]
+    for ends, kept, logged in (each["in_a_trainer"] for each in results):
+        assert torch.equal(ends[: -2 * 12 - 1], first[: -2 * 12 - 1]), "but for the statistics of each rank"
         assert kept, "residuals of a second fit"
         assert 0 < logged["comm/density"] < 0.1
         assert logged["comm/bytes_between_nodes"] > 0
         assert logged["comm/residual_norm"] > 0
 
 
-def residuals(folder: str, begin: int | None, end: int) -> dict[str, Tensor]:
-    """The mean over nodes of all residuals, as resumed and at the end."""
-    found = {}
-
-    class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
-        def on_train_batch_start(self, trainer: Any, trained: Any, *_: Any) -> None:
-            if trainer.global_step not in (begin, end):
-                return
-            total = torch.zeros(2, dtype=torch.float64)
-            for managed in trainer.strategy.engine.managed:
-                if managed.residual_S is not None:
-                    total += torch.stack([managed.residual_S.double().sum(), (managed.residual_S.double() * 3).sum()])
-            dist.all_reduce(total)
-            found[str(trainer.global_step)] = total / trainer.strategy.engine.topology.num_nodes
-            if trainer.global_step == end:
-                trainer.save_checkpoint(f"{folder}/{end}.ckpt")
-
-    path = None if begin is None else f"{folder}/{begin}.ckpt"
-    options = {"callbacks": [Look()], "max_steps": end + 1}
-    fitted(FLAVOUR, fsdp(FLAVOUR, send="gradients"), module(FLAVOUR, 3), path, **options)
-    return found
-
-
-@pytest.mark.slow
-def test_on_another_cluster_the_mean_of_residuals_stays(tmp_path: Path) -> None:
-    many: dict[str, Any] = {"timeout": 120, "init": False}
-    before = run_ranks(residuals, str(tmp_path), None, 4, nodes=2, devices=2, **many)[0]
-    assert before["4"].abs().max() > 0
-    for (nodes, devices), begin in (((4, 1), 4), ((2, 1), 7)):
-        after = run_ranks(residuals, str(tmp_path), begin, begin + 3, nodes=nodes, devices=devices, **many)
-        torch.testing.assert_close(after[0][str(begin)], before[str(begin)], rtol=1e-5, atol=1e-9)
-        before = after[0]
-
-
-def swapped(_: None) -> str:
+@OF_TWO_RANKS.add
+def swapped(_: str) -> str:
     """Parameters are frozen and unfrozen within the fit, as many as were."""
     topology = discover()
     model = shard(Blocks(), mesh_of(topology))
@@ -199,8 +182,8 @@ def swapped(_: None) -> str:
     return raised(loss_of(model, 0, topology.rank).backward)
 
 
-def test_freezing_within_a_fit_is_refused() -> None:
-    for said in run_ranks(swapped, None, nodes=2, devices=1):
+def test_fsdp_freezing_within_a_fit_is_refused(of_two_ranks: Results) -> None:
+    for said in (each["swapped"] for each in of_two_ranks):
         assert "was frozen or unfrozen during the fit" in said
         assert "send='updates'" in said
 
@@ -210,30 +193,33 @@ def test_an_exchange_that_measures_is_refused() -> None:
         ShardedGradients(Blocks(), ExchangeConfig(), Topology(((0,), (1,)), 0))
 
 
-def kept_memory() -> tuple[int, int]:
+@SCENARIOS.add
+def kept_memory(_: str) -> tuple[int, int]:
     """How many gradients were dropped in the hook, and of how many the allocator was told before."""
     model, topology = Blocks(), discover()
     model = shard(model, mesh_of(topology))
     gradients = ShardedGradients(model, ExchangeConfig(exchange="dense"), topology)
     told: set[int] = set()
-    fsdp_module.record_stream_use = lambda tensor: told.add(tensor.data_ptr())  # type: ignore[assignment]
-    with gradients.accumulating():
+    record = patch.object(fsdp_module, "record_stream_use", lambda tensor: told.add(tensor.data_ptr()))
+    with record, gradients.accumulating():
         loss_of(model, 0, dist.get_rank()).backward()
     dropped = {
         local_of(p.grad).data_ptr() for p in model.parameters() if p.grad is not None and local_of(p.grad).numel()
     }
-    loss_of(model, 1, dist.get_rank()).backward()
+    with record:
+        loss_of(model, 1, dist.get_rank()).backward()
     return len(dropped), len(dropped & told)
 
 
-def test_the_allocator_is_told_of_gradients_that_the_hook_drops(ranks: RunRanks) -> None:
+def test_fsdp_gradients_dropped_in_the_hook_are_recorded_for_the_allocator(results: Results) -> None:
     """On CUDA their memory belongs to another stream, whose next reduce-scatter could take it too early."""
-    for dropped, told in ranks(kept_memory, nodes=2, devices=2):
+    for dropped, told in (each["kept_memory"] for each in results):
         assert dropped > 0
         assert told == dropped
 
 
-def defaults_in_a_trainer() -> tuple[list[str], list[float], str]:
+@OF_TWO_RANKS.add
+def defaults_in_a_trainer(_: str) -> tuple[list[str], list[float], str]:
     """Lines of a run with AdamW at the defaults, and the density of each step."""
     densities, pl, lines = list[float](), lightning_of(FLAVOUR), Lines()
 
@@ -243,11 +229,11 @@ def defaults_in_a_trainer() -> tuple[list[str], list[float], str]:
 
     strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", density=0.05)
     fitted(FLAVOUR, strategy, max_steps=80, callbacks=[Note()])
-    return lines.lines, densities, strategy.config.value_dtype
+    return list(lines.lines), densities, strategy.config.value_dtype
 
 
-def test_fsdp_gradients_by_default_warm_up_in_bfloat16_and_warn_of_adamw() -> None:
-    said, densities, dtype = run_ranks(defaults_in_a_trainer, nodes=2, devices=1, timeout=120, init=False)[0]
+def test_fsdp_gradients_by_default_warm_up_in_bfloat16_and_warn_of_adamw(of_two_ranks: Results) -> None:
+    said, densities, dtype = of_two_ranks[0]["defaults_in_a_trainer"]
     assert dtype == "bfloat16"
     assert any("AdamW divides by the size of recent gradients" in line for line in said)
     assert any(line.startswith("density warm-up ends at round 4 or epoch 4") for line in said)

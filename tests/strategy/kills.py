@@ -20,7 +20,7 @@ from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.trainers import lightning_of, ranks, trainer
 
 FLAVOUR = "pytorch_lightning"
-# Point -> what it is that the rank does not come to call; "before the main file" is the strategy's own.
+# Point -> the function that kills the rank when called; "before the main file" is a method of the strategy.
 POINTS: dict[str, tuple[Any, str]] = {
     "before its side file": (saves, "write_side_file"),
     "after its side file": (saves, "decide"),
@@ -34,7 +34,7 @@ POINTS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Of a rank, in or after the step of this number: "in a step", "before the main file", or one of `POINTS`."""
+    """Kills a rank in or after a step, at a point: "in a step", "before the main file", or one of `POINTS`."""
 
     point: str
     rank: int
@@ -59,7 +59,7 @@ def killer(kill: Kill | None) -> Any:
 
 
 def patience(kill: Kill | None) -> timedelta:
-    """Of process groups, for ranks that are gone."""
+    """The timeout of process groups, short where ranks are killed."""
     return timedelta(seconds=4 if kill else 100)
 
 
@@ -99,7 +99,7 @@ def fit_on(
 def whole_and_killed(
     fit: Callable[..., Any], folder: Path, kills: Sequence[Kill], *args: Any, **many: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """For each rank what ``fit(folder, None, *args)`` returns, and what it does after a run for each of the kills."""
+    """For each rank the result of ``fit(folder, None, *args)``, and its result after a run for each of the kills."""
     many |= {"init": False}
     (folder / "whole").mkdir()
     whole = run_ranks(fit, str(folder / "whole"), None, *args, **many)
@@ -111,10 +111,10 @@ def whole_and_killed(
     yield from zip(whole, run_ranks(fit, str(folder), None, *args, **many), strict=True)
 
 
-def damaged_copies(saved: Path, folder: Path, seed: object) -> Iterator[Path]:
-    """20 copies of the folder `saved`, each with one bit of one file changed. A collective."""
+def damaged_copies(saved: Path, folder: Path, seed: object, count: int = 20) -> Iterator[Path]:
+    """Copies of the folder `saved`, each with one bit of one file changed. A collective."""
     chance = random.Random(seed)
-    for number in range(20):
+    for number in range(count):
         copy = folder / str(number)
         if dist.get_rank() == 0:
             shutil.copytree(saved, copy)
@@ -122,7 +122,8 @@ def damaged_copies(saved: Path, folder: Path, seed: object) -> Iterator[Path]:
                 sorted(each for each in copy.rglob("*") if each.is_file() and each.name != ".metadata")
             )
             content = bytearray(file.read_bytes())
-            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+            places = [place for place, byte in enumerate(content) if byte]  # zeros are mostly padding
+            content[chance.choice(places)] ^= 1 << chance.randrange(8)
             file.write_bytes(content)
         dist.barrier()
         yield copy

@@ -28,7 +28,7 @@ ROUNDS, SIZES = 3, (1_001, 300_001)  # bytes: all at once, and in turns
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("nodes", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_messages_arrive_in_node_order(ranks: RunRanks, nodes: list[list[int]], nbytes: int) -> None:
+def test_messages_arrive_whole_in_node_order(ranks: RunRanks, nodes: list[list[int]], nbytes: int) -> None:
     for place, rounds in enumerate(ranks(travel, nbytes, placement=nodes)):
         node, device = next((m, node.index(place)) for m, node in enumerate(nodes) if place in node)
         for number, (gathered, turned) in enumerate(rounds):
@@ -64,15 +64,22 @@ def read(row_B: torch.Tensor) -> str:
     return said if torch.equal(row_B, message(said, row_B.numel())) else f"damaged: {said}"
 
 
-def test_groups_have_names_and_the_timeout_that_is_given() -> None:
-    """By the names NCCL's watchdog tells what did not end."""
-    for named in run_ranks(groups_of_a_rank, nodes=2, devices=2):
+def test_groups_have_the_given_timeout_and_a_mesh() -> None:
+    """NCCL's watchdog logs the names."""
+    for rank, (named, (node, device, names)) in enumerate(run_ranks(groups_and_mesh, nodes=2, devices=2)):
+        assert names == ("node", "device")
+        assert node == [rank % 2, rank % 2 + 2]
+        assert device == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert named == {
             "intra": ("lightning_sparse: inside the node", 77.0),
             "inter": ("lightning_sparse: between nodes", 77.0),
             "intra_gather": ("lightning_sparse: inside the node, at the end", 77.0),
             "world": ("lightning_sparse: all ranks", 77.0),
         }
+
+
+def groups_and_mesh() -> tuple[dict[str, tuple[str, float]], tuple[list[int], list[int], tuple[str, ...] | None]]:
+    return groups_of_a_rank(), mesh()
 
 
 def groups_of_a_rank() -> dict[str, tuple[str, float]]:
@@ -86,7 +93,7 @@ def groups_of_a_rank() -> dict[str, tuple[str, float]]:
     return found
 
 
-def test_an_error_of_the_backend_names_the_step() -> None:
+def test_backend_error_names_the_step() -> None:
     """As NCCL raises it under TORCH_NCCL_BLOCKING_WAIT=1."""
     comm = HierCommunicator(Topology(((0,), (1,)), 0))
     comm.error_context = "in round 17, bucket 0"
@@ -114,36 +121,29 @@ def mesh() -> tuple[list[int], list[int], tuple[str, ...] | None]:
     return node.mesh.tolist(), device.mesh.tolist(), found.mesh_dim_names
 
 
-def test_the_topology_is_a_mesh() -> None:
-    for rank, (node, device, names) in enumerate(run_ranks(mesh, nodes=2, devices=2)):
-        assert names == ("node", "device")
-        assert node == [rank % 2, rank % 2 + 2]
-        assert device == [rank // 2 * 2, rank // 2 * 2 + 1]
-
-
-def named(by_option: bool) -> tuple[tuple[int, ...], ...]:
+def named() -> list[tuple[tuple[int, ...], ...]]:
+    """The nodes by an option, and by the environment."""
     name = f"rack{dist.get_rank() % 2}"
-    if not by_option:
-        os.environ[NODE_VARIABLE] = name
-    nodes = discover(node_name=name if by_option else None).nodes
+    by_option = discover(node_name=name).nodes
+    os.environ[NODE_VARIABLE] = name
+    by_environment = discover().nodes
     dist.barrier()  # a rank that leaves at once fails those that still connect to it
-    return nodes
+    return [by_option, by_environment]
 
 
-@pytest.mark.parametrize("by_option", [True, False])
-def test_a_node_can_be_named(by_option: bool) -> None:
-    assert run_ranks(named, by_option, nodes=1, devices=4) == [((0, 2), (1, 3))] * 4
+def test_nodes_are_named_by_option_or_environment() -> None:
+    assert run_ranks(named, nodes=1, devices=4) == [[((0, 2), (1, 3))] * 2] * 4
 
 
-def configured(differs: bool) -> None:
-    discover(config={"density": 0.02 if differs and dist.get_rank() == 2 else 0.01, "exchange": "auto"})
+def configured() -> None:
+    discover(config={"density": 0.01, "exchange": "auto"})
     dist.barrier()
+    discover(config={"density": 0.02 if dist.get_rank() == 2 else 0.01, "exchange": "auto"})
 
 
 def test_ranks_with_other_options_are_named_before_they_hang() -> None:
-    run_ranks(configured, False, nodes=3, devices=1)
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(configured, True, nodes=3, devices=1)
+        run_ranks(configured, nodes=3, devices=1)
     for said in failed.value.raised.values():
         assert "ranks differ in their options: rank 2 has density=0.02, rank 0 has 0.01" in said
     assert failed.value.raised.keys() == {0, 1, 2}
@@ -158,7 +158,7 @@ def test_ranks_with_other_options_are_named_before_they_hang() -> None:
         ("fake", "cuda"),
     ],
 )
-def test_the_device_of_ranks_is_that_of_their_groups_backends(backend: str | None, device: str) -> None:
+def test_device_type_follows_the_backends(backend: str | None, device: str) -> None:
     """``fake`` in the place of NCCL. Without a name torch takes what there is, and calls it "undefined"."""
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     try:
@@ -212,7 +212,7 @@ def test_nccl_group_between_nodes_uses_few_blocks_and_keeps_other_options(
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", "undefined", "nccl"])
-def test_options_of_nccl_are_for_nccl_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_options_are_for_nccl_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the user's NCCL_MAX_CTAS holds."""
     monkeypatch.setenv("NCCL_MAX_CTAS", "16" if "nccl" in backend else "")
     made = groups_made(monkeypatch, backend, False, None)

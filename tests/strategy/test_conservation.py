@@ -1,4 +1,4 @@
-"""Nothing is lost, and what was thrown away stays so: on real Gloo ranks.
+"""Nothing is lost, and discarded gradients leave no trace, on real Gloo ranks.
 
 Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
 """
@@ -34,7 +34,6 @@ from tests.strategy.models import (
     watched,
     wrap,
 )
-from tests.strategy.trainers import plain_module, sparse, trainer, weights
 
 SHAPES = [(2, 2), (3, 1), (1, 3)]
 
@@ -44,16 +43,15 @@ SHAPES = [(2, 2), (3, 1), (1, 3)]
 
 CONSERVED: list[tuple[dict[str, Any], tuple[int, int]]] = [
     *(({"exchange": "sparse"}, shape) for shape in SHAPES),
-    *(({"exchange": "sparse", "value_dtype": "float32", "exclude": ("*.bias", "4.*")}, shape) for shape in SHAPES[:2]),
-    ({"exchange": "regional"}, (3, 1)),
+    ({"exchange": "sparse", "value_dtype": "float32", "exclude": ("*.bias", "4.*")}, (2, 2)),
     ({"exchange": "sparse", "value_dtype": "2bit"}, (2, 2)),
+    ({"exchange": "regional"}, (3, 1)),
     ({"exchange": "regional", "value_dtype": "2bit"}, (3, 1)),
-    ({"exchange": "regional", "value_dtype": "float32"}, (3, 2)),
-    *(({"exchange": "dense16"}, shape) for shape in ((2, 2), (3, 1), (5, 1))),
+    ({"exchange": "regional", "value_dtype": "float32"}, (2, 2)),
+    *(({"exchange": "dense16"}, shape) for shape in ((2, 2), (3, 1))),
 ]
 SLOW: list[tuple[dict[str, Any], tuple[int, int]]] = [
-    *(({"exchange": "sparse", "value_dtype": "float32"}, shape) for shape in SHAPES),
-    *(({"exchange": "regional", "value_dtype": each}, (5, 1)) for each in ("bfloat16", "2bit")),
+    ({"exchange": "regional", "value_dtype": "2bit"}, (5, 1)),
 ]
 
 
@@ -174,7 +172,7 @@ def local_gradient() -> Tensor:
     return flat_grads(model)
 
 
-# -- 6: what is thrown away --------------------------------------------------------------------------------------------
+# -- 6: discarded gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("exchange", "set_to_none"), [("sparse", True), ("sparse", False), ("dense16", True)])
@@ -371,8 +369,10 @@ def test_who_lives_where_a_parameter_lived_is_not_taken_for_it() -> None:
 BAD_STEPS = (5, 6, 9)
 
 
-@pytest.mark.parametrize(("exchange", "fused"), [("sparse", False), ("sparse", True), ("dense16", False)])
-@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "exchange", "fused"),
+    [(2, 2, "sparse", False), (3, 1, "sparse", True), (2, 2, "dense16", False)],
+)
 def test_a_skipped_step_leaves_everything_as_it_was(
     ranks: RunRanks, nodes: int, devices: int, exchange: str, fused: bool
 ) -> None:
@@ -432,31 +432,6 @@ def skip_steps(exchange: Any, fused: bool) -> dict[str, Any]:
 def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> list[Tensor]:
     momenta = [each["momentum_buffer"].clone() for each in optimizer.state.values() if "momentum_buffer" in each]
     return [flat_parameters(model), node_residual(model, state), *momenta]
-
-
-@pytest.mark.slow
-def test_16_mixed_in_a_trainer() -> None:
-    everyone = run_ranks(mixed_fit, nodes=2, devices=2, timeout=120, init=False)
-    for each in everyone:
-        assert torch.equal(each["weights"], everyone[0]["weights"])
-        assert each["weights"].isfinite().all()
-        assert each["scale"] == everyone[0]["scale"] < 2.0**16
-        assert 0 < each["norm"] < 10, "a residual in scaled units would be thousands of times larger"
-
-
-def mixed_fit() -> dict[str, Any]:
-    from pytorch_lightning.plugins.precision import MixedPrecision
-
-    module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
-
-    def overflow(_: Any, __: Any, out: Tensor) -> Tensor:
-        return out * float("inf") if module.trainer.global_step == 5 and module.global_rank == 3 else out
-
-    module.net.register_forward_hook(overflow)
-    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    trainer("pytorch_lightning", strategy, plugins=[precision]).fit(module)
-    norm = float(strategy.engine.residual_norm())
-    return {"weights": weights(module), "scale": precision.scaler.get_scale(), "norm": norm}
 
 
 @pytest.mark.parametrize(("outcome", "begins", "ends"), [("discarded", 1, 1), ("used", 10, 10), ("waiting", 10, 1)])

@@ -3,7 +3,6 @@ added in the middle of a run."""
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import raised
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
 from tests.strategy.models import batch, flat_parameters, mlp
 from tests.strategy.test_fabric import fabric_with, of_class
 from tests.strategy.trainers import data, ddp, fitted, lightning_of, ours, trainer, weights
@@ -74,9 +75,15 @@ def module(net: nn.Module, manual: bool = False, momentum: float = 0.0) -> Any:
     return Module()
 
 
+SCENARIOS, OF_ONE_DEVICE = Scenarios(), Scenarios()
+results = results_in_one_start(SCENARIOS, devices=2, timeout=250)
+on_one_device = results_in_one_start(OF_ONE_DEVICE)
+Results = list[dict[str, Any]]
+
+
+@OF_ONE_DEVICE.add
 def one_device(_: str) -> dict[str, Tensor]:
     """Weights of runs on one device per node."""
-    warnings.simplefilter("ignore")
     found = {}
     for manual in (False, True):
         kind = "manual" if manual else "automatic"
@@ -98,23 +105,21 @@ def one_device(_: str) -> dict[str, Tensor]:
     return found
 
 
-def test_local_one_device_per_node_trains_with_unused_branches_and_static_graphs() -> None:
-    results = run_ranks(one_device, "", nodes=2, devices=1, timeout=200, init=False)
-    for found in results:
+def test_local_one_device_per_node_trains_with_unused_branches_and_static_graphs(on_one_device: Results) -> None:
+    first = on_one_device[0]["one_device"]
+    for found in (each["one_device"] for each in on_one_device):
         for name, ends in found.items():
-            assert torch.equal(ends, results[0][name]), name
+            assert torch.equal(ends, first[name]), name
             assert torch.equal(ends, found[name.replace("manual", "automatic")]), name
 
 
-def test_local_static_graph_with_accumulation_is_refused() -> None:
-    assert run_ranks(refused, nodes=2, devices=2, timeout=120, init=False) == [True] * 4
+def test_local_static_graph_with_accumulation_is_refused(results: Results) -> None:
+    assert all("static_graph=True with accumulate_grad_batches=2" in each["refused"] for each in results)
 
 
-def refused() -> bool:
-    warnings.simplefilter("ignore")
-    with pytest.raises(ValueError, match="static_graph=True with accumulate_grad_batches=2"):
-        fitted(FLAVOUR, local(static_graph=True), module(mlp()), accumulate_grad_batches=2)
-    return True
+@SCENARIOS.add
+def refused(_: str) -> str:
+    return raised(fitted, FLAVOUR, local(static_graph=True), module(mlp()), accumulate_grad_batches=2)
 
 
 # -- layers that are late ----------------------------------------------------------------------------------------------
@@ -166,8 +171,8 @@ def late_run(strategy: Any, net: Late, **options: Any) -> Tensor:
     return weights(fitted(FLAVOUR, strategy, module(net), callbacks=[Wake()], **options))
 
 
-def late_runs() -> dict[str, Tensor]:
-    warnings.simplefilter("ignore")
+@SCENARIOS.add
+def late_runs(_: str) -> dict[str, Tensor]:
     found = {"refused": torch.zeros(1)}
     for name, options in {"clipped": {"gradient_clip_val": 0.1}, "accumulated": {"accumulate_grad_batches": 2}}.items():
         found[f"{name} ddp"] = late_run(ddp(FLAVOUR), Waking(), **options)
@@ -182,17 +187,17 @@ def late_runs() -> dict[str, Tensor]:
     return found
 
 
-def test_layers_unfrozen_or_added_are_averaged_and_ranks_end_equal() -> None:
-    results = run_ranks(late_runs, nodes=2, devices=2, timeout=280, init=False)
-    for found in results:
+def test_layers_unfrozen_or_added_are_averaged_and_ranks_end_equal(results: Results) -> None:
+    for found in (each["late_runs"] for each in results):
         for name, ends in found.items():
-            assert torch.equal(ends, results[0][name]), name
+            assert torch.equal(ends, results[0]["late_runs"][name]), name
             of_ddp = found.get(f"{name.split()[0]} ddp")
             if of_ddp is not None:
                 torch.testing.assert_close(ends, of_ddp, rtol=1e-5, atol=1e-6)
 
 
-def late_in_fabric() -> dict[str, Tensor]:
+@SCENARIOS.add
+def late_in_fabric(_: str) -> dict[str, Tensor]:
     found = {}
     hier_options = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "warmup_steps": 0}
     for name, options in (("MSTopKHierStrategy", hier_options), ("MSTopKLocalStrategy", WHOLE)):
@@ -212,8 +217,7 @@ def late_in_fabric() -> dict[str, Tensor]:
     return found
 
 
-def test_layers_unfrozen_or_added_in_fabric_are_averaged() -> None:
-    results = run_ranks(late_in_fabric, nodes=2, devices=2, timeout=120, init=False)
-    for found in results:
-        assert all(torch.equal(ends, results[0][name]) for name, ends in found.items())
+def test_layers_unfrozen_or_added_in_fabric_are_averaged(results: Results) -> None:
+    for found in (each["late_in_fabric"] for each in results):
+        assert all(torch.equal(ends, results[0]["late_in_fabric"][name]) for name, ends in found.items())
         torch.testing.assert_close(found["MSTopKHierStrategy"], found["MSTopKLocalStrategy"], rtol=1e-5, atol=1e-6)

@@ -1,8 +1,7 @@
-"""Lanes as CUDA streams: who waits for whom, and which tensors the allocator must hear of.
+"""Lanes as CUDA streams: which stages wait, and which tensors each stage hands over to the next.
 
-Here streams are stand-ins that keep track of what precedes what, and every operation of real ranks on the CPU is
-watched: what one stage makes and a later one uses has to be handed over. Streams themselves are for the tests marked
-``gpu``.
+Streams are stand-ins here, except in the test marked ``gpu``. Every operation of real ranks on the CPU is watched: a
+stage must hand over the tensors that it makes and a later stage uses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ Names = set[str]
 
 
 class Stream:
-    """Knows what lies before what it is given next."""
+    """A stand-in that knows the work queued before the next."""
 
     def __init__(self, *_: Any, priority: int = 0) -> None:
         self.priority, self.before = priority, Names()
@@ -39,80 +38,42 @@ class Stream:
         self.before |= other.before
 
 
-class Streams:
-    """Takes the place of torch.cuda's functions."""
-
-    def __init__(self) -> None:
-        self.caller = self.current = Stream()
-        self.seen: dict[str, Names] = {}
+def test_streams_select_the_next_bucket_during_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, seen = [Stream()], dict[str, Names]()
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        outer, self.current = self.current, stream
+    def enter(stream: Stream) -> Iterator[None]:
+        current.append(stream)
         yield
-        self.current = outer
+        current.pop()
 
-    def do(self, name: str) -> None:
-        """Work on the current stream."""
-        self.seen[name] = set(self.current.before)
-        self.current.before.add(name)
+    def do(name: str) -> tuple[()]:
+        seen[name] = set(current[-1].before)
+        current[-1].before.add(name)
+        return ()
 
-    def job(self, name: str) -> Job:
-        return Job(iter(self._stages(name)))
+    def job(number: int) -> Job:
+        return Job(iter(do(f"{stage} {number}") for stage in ("select", "exchange", "apply")))
 
-    def _stages(self, name: str) -> Iterator[tuple[()]]:
-        for stage in ("select", "exchange", "apply"):
-            self.do(f"{stage} {name}")
-            yield ()
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    fake = Streams()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.current)
-    return fake
-
-
-def test_a_bucket_is_exchanged_while_the_next_is_selected(streams: Streams) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
     lanes = StreamLanes(torch.device("cuda"))
-    for name in ("0", "1"):
-        streams.do(f"backward {name}")
-        lanes.run(streams.job(name), torch.tensor(0.0))
-    streams.do("backward 2")
-    seen = streams.seen
-    assert seen["select 0"] == {"backward 0"}
-    assert seen["select 1"] == {"backward 0", "backward 1", "select 0"}, "not behind the slow network"
-    assert seen["exchange 1"] == {*seen["select 1"], "select 1", "exchange 0"}, "and not behind what is applied"
-    assert seen["apply 0"] == {"backward 0", "select 0", "exchange 0"}
+    for number in range(2):
+        do(f"backward {number}")
+        lanes.run(job(number), torch.tensor(0.0))
+    do("backward 2")
+    lanes.drain()
+    do("step")
+    assert seen["select 1"] == {"backward 0", "backward 1", "select 0"}, "not after the exchange"
+    assert seen["exchange 1"] == {*seen["select 1"], "select 1", "exchange 0"}, "not after what is applied"
     assert seen["apply 1"] == {*seen["exchange 1"], "exchange 1", "apply 0"}
     assert seen["backward 2"] == {"backward 0", "backward 1"}, "backward waits for no lane"
+    assert seen["step"] == {*seen["apply 1"], "apply 1", "backward 2"}
     assert all(stream.priority == -1 for stream in lanes._streams)
 
 
-@pytest.mark.parametrize("order", ["wait", "drain"])
-def test_the_caller_can_be_ordered_after_all_lanes(streams: Streams, order: str) -> None:
-    lanes = StreamLanes(torch.device("cuda"))
-    lanes.run(streams.job("0"), torch.tensor(0.0))
-    getattr(lanes, order)()
-    streams.do("after")
-    assert streams.seen["after"] == {"select 0", "exchange 0", "apply 0"}
-
-
-def test_a_started_job_has_one_lane_beside_the_caller(streams: Streams) -> None:
-    lanes = StreamLanes(torch.device("cuda"))
-    for name in ("0", "1"):
-        job = streams.job(name)
-        lanes.start(job, torch.tensor(0.0), job.select())
-        streams.do(f"step {name}")
-    seen = streams.seen
-    assert seen["apply 0"] == {"select 0", "exchange 0"}
-    assert seen["step 1"] == {"select 0", "step 0", "select 1"}
-    assert seen["exchange 1"] == {"select 0", "step 0", "select 1", "exchange 0", "apply 0"}
-
-
-# -- what is handed over -----------------------------------------------------------------------------------------------
+# -- tensors handed over -----------------------------------------------------------------------------------------------
 
 
 class Watch(TorchDispatchMode):
@@ -122,7 +83,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.stage = 0
         self.faults: list[str] = []
-        self._born: dict[int, int] = {}  # by storage: the stage that made it; -1 for what was there
+        self._born: dict[int, int] = {}  # by storage: the stage that made it; -1 for earlier storages
         self._handed: set[int] = set()
         self._kept: list[Any] = []  # no storage takes the place of another
 
@@ -166,18 +127,17 @@ class Watching(Runner):
         return self._done(result)
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{path: ({"exchange": path}, {}) for path in ("sparse", "regional", "dense", "dense16")},
-    "auto": ({"exchange": "auto", "inter_gbps": 1.0}, {}),
-    "momentum": ({"exchange": "sparse", "momentum_correction": True}, {}),
-    "excluded": ({"exchange": "sparse", "exclude": "vectors"}, {}),
-    "unused": ({"exchange": "dense16"}, {"find_unused_parameters": True}),
-}
+PATHS = ["sparse", "regional", "dense", "dense16"]
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({"exchange": path}, {}) for path in PATHS),
+    ({"exchange": "sparse", "momentum_correction": True, "exclude": "vectors"}, {}),
+    ({"exchange": "dense16"}, {"find_unused_parameters": True}),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_handed_over(ranks: RunRanks, case: str) -> None:
-    for faults, jobs in ranks(watched_gradients, *CASES[case], nodes=2, devices=2):
+@pytest.mark.parametrize(("config", "options"), CASES, ids=str)
+def test_gradients_are_handed_over(ranks: RunRanks, config: dict[str, Any], options: dict[str, Any]) -> None:
+    for faults, jobs in ranks(watched_gradients, config, options, nodes=2, devices=2):
         assert faults == []
         assert jobs > 8
 
@@ -198,7 +158,7 @@ def watched_gradients(config: dict[str, Any], options: dict[str, Any]) -> tuple[
     return watching.faults, watching.jobs
 
 
-@pytest.mark.parametrize("path", ["sparse", "regional", "dense", "dense16"])
+@pytest.mark.parametrize("path", PATHS)
 def test_updates_are_handed_over(ranks: RunRanks, path: str) -> None:
     for faults, jobs in ranks(watched_updates, path, nodes=2, devices=2):
         assert faults == []
@@ -238,7 +198,7 @@ class SelectedLate:
         return self._transfer.apply()
 
 
-def test_what_is_not_handed_over_is_found(ranks: RunRanks) -> None:
+def test_tensors_that_are_not_handed_over_are_found(ranks: RunRanks) -> None:
     for faults, _ in ranks(watched_carelessly, nodes=2, devices=2):
         assert any("stage 1" in fault and "uint8" in fault for fault in faults), "the message"
         assert any("stage 2" in fault and "uint8" in fault for fault in faults), "the messages"
@@ -253,8 +213,8 @@ def watched_carelessly() -> tuple[list[str], int]:
 
 
 @pytest.mark.gpu
-def test_streams_overlap_and_results_are_whole() -> None:
-    """While the first exchange lasts, the next are selected; what they allocate is freed on the host at once."""
+def test_streams_overlap_and_results_are_complete() -> None:
+    """During the first exchange, the next buckets are selected; their tensors are freed on the host at once."""
     device = torch.device("cuda", torch.cuda.current_device())
     lanes, numel, marks = StreamLanes(device), 1 << 20, {}
 

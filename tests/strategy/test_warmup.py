@@ -1,7 +1,6 @@
 """The warm-up that Trainer's strategy chooses, and what else changes between fits; on real ranks."""
 
 import gc
-import warnings
 import weakref
 from typing import Any
 
@@ -11,6 +10,8 @@ from torch import Tensor
 from lightning_sparse.gradients.config import Warmup
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
 from tests.strategy.models import mlp
 from tests.strategy.test_fabric import fabric_with, prepared, train
 from tests.strategy.test_fabric import ours as fabric_strategy
@@ -57,8 +58,13 @@ def module_with_late_data(seen: Ordered) -> Any:
     return Late()
 
 
+SCENARIOS = Scenarios()
+results = results_in_one_start(SCENARIOS)
+Results = list[dict[str, Any]]
+
+
+@SCENARIOS.add
 def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
-    warnings.simplefilter("ignore")
     lines, first, second = Lines().lines, Ordered(), Ordered()
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse")
     t = trainer("pytorch_lightning", strategy, max_steps=-1, max_epochs=2, **ranks())
@@ -72,9 +78,9 @@ def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
     return first.calls, second.calls, strategy.engine.warmup, [line for line in lines if "warm-up ends" in line]
 
 
-def test_its_length_is_asked_for_when_data_is_there_and_loops_are_restored(tmp_path: Any) -> None:
-    """24 batches in each of 2 epochs: 5 % of 24 steps a rank, whichever way they are dealt."""
-    for rank, found in enumerate(run_ranks(fit_twice, str(tmp_path), nodes=2, devices=1, timeout=120, init=False)):
+def test_warmup_length_is_found_when_data_and_loops_are_ready(results: Results) -> None:
+    """5% of the 24 steps of each rank."""
+    for rank, found in enumerate(each["fit_twice"] for each in results):
         first, second, warmup, lines = found
         assert first[:2] == ["on_fit_start", "train_dataloader"], "as under plain DDP"
         assert "position 7" in second, "a checkpoint of plain DDP has a place in the data"
@@ -82,8 +88,8 @@ def test_its_length_is_asked_for_when_data_is_there_and_loops_are_restored(tmp_p
         assert len(lines) == (2 if rank == 0 else 0)
 
 
-def fit_and_forget() -> tuple[int, int]:
-    warnings.simplefilter("ignore")
+@SCENARIOS.add
+def fit_and_forget(_: str) -> tuple[int, int]:
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(exchange="sparse", warmup_epochs=0)
     t = trainer("pytorch_lightning", strategy, max_steps=0, **ranks())
     modules, states = [], []
@@ -97,8 +103,8 @@ def fit_and_forget() -> tuple[int, int]:
     return len(strategy._gradients.optimizers_by_state), sum(state() is not None for state in states)
 
 
-def test_a_strategy_keeps_the_state_of_its_last_module_alone() -> None:
-    assert run_ranks(fit_and_forget, nodes=2, devices=1, timeout=120, init=False) == [(1, 1)] * 2
+def test_strategy_keeps_the_state_of_its_last_module_alone(results: Results) -> None:
+    assert [each["fit_and_forget"] for each in results] == [(1, 1)] * 2
 
 
 def swap() -> tuple[bool, list[str]]:
@@ -116,6 +122,6 @@ def swap() -> tuple[bool, list[str]]:
     return state.exchange.choice.forbid_sparse, [state.path(group).name for group in state.layout.settled]
 
 
-def test_an_optimizer_that_was_replaced_decides_nothing() -> None:
+def test_replaced_optimizer_does_not_decide_the_path() -> None:
     """Whoever still holds it: ranks that chose by what is alive would call different collectives."""
     assert run_ranks(swap, nodes=2, devices=2, timeout=120, init=False) == [(False, ["sparse"])] * 4

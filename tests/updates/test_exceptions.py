@@ -11,13 +11,20 @@ from torch import nn
 
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.lines import Lines
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
 from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
 from tests.updates.exception_programs import ERRORS, WORLD, Program, play_all, program_of
 from tests.updates.test_trainer import adamw_module, local
 
 FLAVOUR = "pytorch_lightning"
-STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 20)) // 4  # starts of the slow test; each start runs four programs
+STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 12)) // 4  # starts of the slow test; each start runs four programs
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 100, "init": False}
+
+
+SCENARIOS = Scenarios()
+results = results_in_one_start(SCENARIOS, devices=2)
+Results = list[dict[str, Any]]
 
 
 class StopError(Exception):
@@ -51,33 +58,36 @@ def stopped_in(place: str, folder: str, strategy: Any, module: Any, *more: Any) 
         error = str(raised)
     shapes = [tuple(p.shape) for p in module.parameters()]
     whole = [tuple(p.shape) for p in plain_module(FLAVOUR, nn.Linear(13, 5)).parameters()]
-    return {"error": error, "shapes": shapes == whole, "lines": lines.lines}
+    return {"error": error, "shapes": shapes == whole, "lines": list(lines.lines)}
 
 
-def in_local(place: str, folder: str) -> dict[str, Any]:
-    return stopped_in(place, folder, local(FLAVOUR), adamw_module(FLAVOUR))
+@SCENARIOS.add
+def stopped(folder: str) -> dict[str, dict[str, Any]]:
+    """Stop in an optimizer step or between batches, with updates, and with gradients and PTOCallback."""
+    found = {}
+    for place in ("optimizer", "batch"):
+        found[f"{place} local"] = stopped_in(place, f"{folder}/{place} local", local(FLAVOUR), adamw_module(FLAVOUR))
+        strategy = ours(FLAVOUR).MSTopKHierStrategy(density=0.1, exchange="sparse", warmup_epochs=0)
+        shares = ours(FLAVOUR).PTOCallback(scope="world")
+        found[f"{place} hier"] = stopped_in(place, f"{folder}/{place} hier", strategy, adamw_module(FLAVOUR), shares)
+    return found
 
 
-def in_hier(place: str, folder: str) -> dict[str, Any]:
-    strategy = ours(FLAVOUR).MSTopKHierStrategy(density=0.1, exchange="sparse", warmup_epochs=0)
-    return stopped_in(place, folder, strategy, adamw_module(FLAVOUR), ours(FLAVOUR).PTOCallback(scope="world"))
-
-
-@pytest.mark.parametrize("fit", [in_local, in_hier])
-def test_exception_in_shared_step_keeps_shapes_and_says_why_nothing_is_saved(fit: Any, tmp_path: Path) -> None:
-    for found in run_ranks(fit, "optimizer", str(tmp_path), **MANY):
+@pytest.mark.parametrize("kind", ["local", "hier"])
+def test_exception_in_shared_step_keeps_shapes_and_says_why_nothing_is_saved(results: Results, kind: str) -> None:
+    for found in (each["stopped"][f"optimizer {kind}"] for each in results):
         assert found["error"] == "out of memory, say"
         assert found["shapes"]
         assert any("is not saved" in line and "ended the optimizer step" in line for line in found["lines"])
-    assert not list(tmp_path.glob("*.ckpt"))
+    assert not list(Path(results[0]["folder"]).glob(f"stopped/optimizer {kind}/*.ckpt"))
 
 
-@pytest.mark.parametrize("fit", [in_local, in_hier])
-def test_exception_between_batches_on_all_ranks_is_saved(fit: Any, tmp_path: Path) -> None:
-    saved = tmp_path / "on_exception.ckpt"
-    for found in run_ranks(fit, "batch", str(tmp_path), **MANY):
+@pytest.mark.parametrize("kind", ["local", "hier"])
+def test_exception_between_batches_on_all_ranks_is_saved(results: Results, kind: str) -> None:
+    for found in (each["stopped"][f"batch {kind}"] for each in results):
         assert found["error"] == "out of memory, say"
         assert not any("is not saved" in line for line in found["lines"])
+    saved = Path(results[0]["folder"]) / f"stopped/batch {kind}/on_exception.ckpt"
     weights = torch.load(saved, weights_only=False)["state_dict"]
     assert tuple(weights["net.weight"].shape) == (5, 13)
 

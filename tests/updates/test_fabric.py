@@ -22,20 +22,15 @@ def prepared(fabric: Any) -> tuple[Any, Any]:
 
 def everything(flavour: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
-    found: dict[str, Any] = {"resumed": resumed(flavour)}
-    for name, strategy, options in (
-        ("by name", "mstopk_local", {}),
-        ("accumulated", ours(flavour), {}),
-        ("bf16", ours(flavour), {"precision": "bf16-mixed"}),
-    ):
-        fabric = fabric_with(flavour, strategy, **options)
-        model, optimizer = prepared(fabric)
-        train(fabric, model, optimizer, 0, STEPS, accumulate=2 if name == "accumulated" else 1)
-        with fabric.strategy.global_weights():
-            shared = flat_parameters(model).clone()
-        own = flat_parameters(model).clone()
-        fabric.strategy.finish()
-        found[name] = [shared, flat_parameters(model).clone(), own]
+    found: dict[str, Any] = {}
+    fabric = fabric_with(flavour, "mstopk_local", precision="bf16-mixed")
+    model, optimizer = prepared(fabric)
+    train(fabric, model, optimizer, 0, STEPS, accumulate=2)
+    with fabric.strategy.global_weights():
+        shared = flat_parameters(model).clone()
+    own = flat_parameters(model).clone()
+    fabric.strategy.finish()
+    found["by name"] = [shared, flat_parameters(model).clone(), own]
     found["one optimizer of two modules"] = one_optimizer_of_two_modules(flavour)
     found["loads something else"] = loads_something_else(flavour)
     found["two optimizers"] = one_optimizer_after_another(flavour)
@@ -88,35 +83,12 @@ def loads_something_else(flavour: str) -> Tensor:
     return flat_parameters(model).clone()
 
 
-def resumed(flavour: str) -> list[Tensor]:
-    """A run, and one that goes on from its checkpoint in objects of its own."""
-    fabric = fabric_with(flavour, ours(flavour))
-    model, optimizer = prepared(fabric)
-    train(fabric, model, optimizer, 0, 5)
-    fabric.save("saved.ckpt", {"model": model, "optimizer": optimizer, "step": 5})
-    train(fabric, model, optimizer, 5, STEPS)
-    ends = [flat_parameters(model)]
-    for used in (False, True):
-        other = fabric_with(flavour, ours(flavour))
-        model, optimizer = prepared(other)
-        if used:
-            train(other, model, optimizer, 0, 2)
-        rest = other.load("saved.ckpt", {"model": model, "optimizer": optimizer})
-        assert rest["step"] == 5
-        train(other, model, optimizer, 5, STEPS)
-        ends.append(flat_parameters(model))
-    return ends
-
-
 @pytest.mark.parametrize("flavour", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
-def test_fabric(flavour: str, tmp_path: Any) -> None:
+def test_fabric_updates_keep_ranks_equal(flavour: str, tmp_path: Any) -> None:
     results = run_ranks(everything, flavour, str(tmp_path), nodes=2, devices=2, timeout=120, init=False)
     for each in results:
-        assert all(torch.equal(each["resumed"][0], end) for end in each["resumed"][1:])
         assert torch.equal(each["one optimizer of two modules"], results[0]["one optimizer of two modules"])
         assert torch.equal(each["loads something else"], results[0]["loads something else"])
         assert each["two optimizers"] < 1e-6
-        for name in ("by name", "accumulated", "bf16"):
-            for ours_, first in zip(each[name][:2], results[0][name][:2], strict=True):
-                assert torch.equal(ours_, first)
+        assert all(map(torch.equal, each["by name"][:2], results[0]["by name"][:2]))
     assert not torch.equal(results[0]["by name"][2], results[2]["by name"][2])

@@ -15,12 +15,17 @@ from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
 from tests.strategy.trainers import ddp, fitted, lightning_of, ours, plain_module, ranks, trainer, weights
 from tests.updates.hook_programs import FLAVOUR, Program, play_all, program
 from tests.updates.test_trainer import adamw_module, local
 
-TWO: dict[str, Any] = {"nodes": 2, "devices": 1, "timeout": 100, "init": False}
-MORE = int(os.environ.get("HOOK_PROGRAMS", 40))  # programs of the slow test
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
+results = results_in_one_start(SCENARIOS)
+Results = list[dict[str, Any]]
+MORE = int(os.environ.get("HOOK_PROGRAMS", 20))  # programs of the slow test
 AT_ONCE = 20  # in one start of ranks: each program makes process groups, whose threads stay
 
 
@@ -49,8 +54,8 @@ def same_as_ddp(seed: int, given: Program, found: dict[str, Any], due: dict[str,
 @pytest.mark.parametrize(
     ("nodes", "devices", "begin", "count"),
     [
-        (2, 1, 0, 12),
-        (2, 2, 100, 6),
+        (2, 1, 0, 8),
+        (2, 2, 100, 3),
         *(pytest.param(2, 1, 1000 + at, AT_ONCE, marks=pytest.mark.slow) for at in range(0, MORE, AT_ONCE)),
     ],
 )
@@ -62,30 +67,31 @@ def test_random_hooks_give_the_result_of_ddp(nodes: int, devices: int, begin: in
         check(seed, list(of_ranks))
 
 
-def changed_at_start(hook: str) -> tuple[Tensor, Tensor]:
-    """The result of a fit whose weights a hook sets before the first batch, and of a fit that begins with them."""
+@scenario
+def changed_at_start(_: str) -> list[Tensor]:
+    """The results of fits whose weights a hook sets before the first batch, and of a fit that begins with them."""
     results = []
-    for begins in (False, True):
+    for hook in ("on_fit_start", "on_train_start", None):
         module = adamw_module(FLAVOUR)
 
         def set_weights(module: Any = module) -> None:
             nn.utils.vector_to_parameters(torch.linspace(-1, 1, weights(module).numel()), module.parameters())
 
-        if begins:
+        if hook is None:
             set_weights()
         else:
             setattr(module, hook, set_weights)
         fitted(FLAVOUR, local(FLAVOUR), module, devices=1)
         results.append(weights(module))
-    return results[0], results[1]
+    return results
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
-def test_weights_that_a_hook_sets_before_training_are_global_at_once(hook: str) -> None:
-    for late, early in run_ranks(changed_at_start, hook, **TWO):
-        assert torch.equal(late, early)
+def test_weights_that_a_hook_sets_before_training_are_global_at_once(results: Results) -> None:
+    for *late, early in (each["changed_at_start"] for each in results):
+        assert all(torch.equal(each, early) for each in late)
 
 
+@scenario
 def exported_and_final(folder: str) -> dict[str, Any]:
     """The difference between the weights in a save hook and in the file; the last saved and the final weights."""
     pl = lightning_of(FLAVOUR)
@@ -104,14 +110,15 @@ def exported_and_final(folder: str) -> dict[str, Any]:
             "end": weights(module)}  # fmt: skip
 
 
-def test_hook_of_a_save_sees_the_saved_weights_and_the_last_save_has_the_final_ones(tmp_path: Path) -> None:
-    for found in run_ranks(exported_and_final, str(tmp_path), **TWO):
+def test_hook_of_a_save_sees_the_saved_weights_and_the_last_save_has_the_final_ones(results: Results) -> None:
+    for found in (each["exported_and_final"] for each in results):
         assert len(found["differences"]) == 4
         assert max(found["differences"]) == 0.0
         assert torch.equal(found["last"], found["end"])
 
 
-def pruned() -> tuple[int, int]:
+@scenario
+def pruned(_: str) -> tuple[int, int]:
     """Zeros where the mask has them, and other zeros of the mask, after a fit with sparse messages."""
     callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
     module, masks = adamw_module(FLAVOUR, nn.Linear(13, 29)), []
@@ -127,12 +134,13 @@ def pruned() -> tuple[int, int]:
     return int((module.net.weight[masks[0] == 0] == 0).sum()), int((masks[0] == 0).sum())
 
 
-def test_pruned_weights_stay_zero_after_the_fit() -> None:
-    for zeros, masked in run_ranks(pruned, **TWO):
+def test_pruned_weights_stay_zero_after_the_fit(results: Results) -> None:
+    for zeros, masked in (each["pruned"] for each in results):
         assert zeros == masked > 0
 
 
-def averaged_by_a_callback() -> tuple[Tensor, list[Tensor]]:
+@scenario
+def averaged_by_a_callback(_: str) -> tuple[Tensor, list[Tensor]]:
     """The average of a callback over steps, and its weights in each step."""
     seen: list[Tensor] = []
 
@@ -149,14 +157,20 @@ def averaged_by_a_callback() -> tuple[Tensor, list[Tensor]]:
     return average.mean, seen
 
 
-def test_callback_that_averages_sees_the_same_weights_on_all_nodes() -> None:
-    (mean, seen), (other, others) = run_ranks(averaged_by_a_callback, **TWO)
+def test_callback_that_averages_sees_the_same_weights_on_all_nodes(results: Results) -> None:
+    (mean, seen), (other, others) = (each["averaged_by_a_callback"] for each in results)
     assert torch.equal(mean, other)
     assert all(torch.equal(*pair) for pair in zip(seen, others, strict=True))
     assert not torch.equal(seen[0], seen[-1])
 
 
-def changed_unlike(hook: str) -> tuple[str, list[str], Tensor]:
+@scenario
+def changed_unlike(_: str) -> dict[str, tuple[str, list[str], Tensor]]:
+    hooks = ("on_train_epoch_start", "on_train_end", "on_train_batch_end")
+    return {hook: changed_unlike_in(hook) for hook in hooks}
+
+
+def changed_unlike_in(hook: str) -> tuple[str, list[str], Tensor]:
     """A hook adds noise of its node; the error, the warnings and the weights."""
     lines, module = Lines(), adamw_module(FLAVOUR)
 
@@ -172,13 +186,14 @@ def changed_unlike(hook: str) -> tuple[str, list[str], Tensor]:
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_end"])
-def test_change_that_differs_between_nodes_is_averaged_with_a_warning(hook: str) -> None:
-    (error, warnings, one), (_, _, other) = run_ranks(changed_unlike, hook, **TWO)
+def test_change_that_differs_between_nodes_is_averaged_with_a_warning(results: Results, hook: str) -> None:
+    (error, warnings, one), (_, _, other) = (each["changed_unlike"][hook] for each in results)
     assert error == ""
     assert len(warnings) == 1
     assert torch.equal(one, other)
 
 
+@scenario
 def switched_for_validation(folder: str) -> dict[str, Any]:
     """Train a module that validates other weights on each node. Return the weights that it sees and saves."""
     seen, module = {}, adamw_module(FLAVOUR)
@@ -201,20 +216,21 @@ def switched_for_validation(folder: str) -> dict[str, Any]:
     return {**seen, "saved": torch.cat([each.flatten() for each in saved.values()]), "after": weights(module)}
 
 
-def test_weights_that_nodes_switch_for_validation_are_averaged(tmp_path: Path) -> None:
-    one, other = run_ranks(switched_for_validation, str(tmp_path), **TWO)
+def test_weights_that_nodes_switch_for_validation_are_averaged(results: Results) -> None:
+    one, other = (each["switched_for_validation"] for each in results)
     assert torch.allclose(one["validated"], one["before"] + 1.5)
     assert torch.equal(one["validated"], other["validated"])
     assert torch.equal(one["after"], other["after"])
     assert (one["saved"] - one["after"] - 1.5).abs().max() < 0.1
 
 
-def test_change_that_differs_between_nodes_between_batches_is_an_error() -> None:
-    for said, _, _ in run_ranks(changed_unlike, "on_train_batch_end", **TWO):
+def test_change_that_differs_between_nodes_between_batches_is_an_error(results: Results) -> None:
+    for said, _, _ in (each["changed_unlike"]["on_train_batch_end"] for each in results):
         assert "the global weights differ between nodes: on_train_batch_start or on_train_batch_end" in said
 
 
-def shown_between_steps() -> dict[str, list[Tensor]]:
+@scenario
+def shown_between_steps(_: str) -> dict[str, list[Tensor]]:
     """Return the final weights. The global weights are never shown, or shown after each step."""
     found, rank = {}, dist.get_rank()
     for kind in ("never", "compared", "as on a GPU"):
@@ -240,13 +256,14 @@ def shown_between_steps() -> dict[str, list[Tensor]]:
     return found
 
 
-def test_shown_weights_that_no_hook_changed_are_put_back_exactly() -> None:
-    for found in run_ranks(shown_between_steps, nodes=2, devices=1, timeout=60):
+def test_shown_weights_that_no_hook_changed_are_put_back_exactly(results: Results) -> None:
+    for found in (each["shown_between_steps"] for each in results):
         assert all(map(torch.equal, found["compared"], found["never"]))
         assert all(map(torch.equal, found["as on a GPU"], found["never"]))
 
 
-def with_a_callback_of_rank_0() -> Tensor:
+@scenario
+def with_a_callback_of_rank_0(_: str) -> Tensor:
     """Train with a callback that only one rank has, such as a callback that prints."""
 
     class Prints(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
@@ -256,12 +273,13 @@ def with_a_callback_of_rank_0() -> Tensor:
     return weights(fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=callbacks, **ranks()))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_callback_of_one_rank_does_not_part_collectives(devices: int) -> None:
-    first, *others = run_ranks(with_a_callback_of_rank_0, **{**TWO, "devices": devices})
-    assert all(torch.equal(first, other) for other in others)
+def test_callback_of_one_rank_does_not_part_collectives(results: Results, shards: Results) -> None:
+    for of_cluster in (results, shards):
+        first, *others = (each["with_a_callback_of_rank_0"] for each in of_cluster)
+        assert all(torch.equal(first, other) for other in others)
 
 
+@scenario
 def saved_after_a_search(folder: str) -> list[float]:
     """How far each checkpoint is from the global weights in a fit that began with the search for a learning rate."""
     callbacks, module = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks"), adamw_module(FLAVOUR)
@@ -281,8 +299,8 @@ def saved_after_a_search(folder: str) -> list[float]:
     return differences
 
 
-def test_saves_after_a_search_for_a_learning_rate_have_the_global_weights(tmp_path: Path) -> None:
-    for differences in run_ranks(saved_after_a_search, str(tmp_path), **TWO):
+def test_saves_after_a_search_for_a_learning_rate_have_the_global_weights(results: Results) -> None:
+    for differences in (each["saved_after_a_search"] for each in results):
         assert len(differences) > 2
         assert max(differences) == 0.0
 
@@ -310,11 +328,17 @@ def scaled_after_validation(name: str) -> Tensor:
     return torch.cat([p.detach().flatten() for p in whole])
 
 
+def scaled_after_validations(_: str) -> dict[str, Tensor]:
+    return {name: scaled_after_validation(name) for name in ("updates", "gradients", "ddp")}
+
+
+OF_TWO_DEVICES = Scenarios()
+for each in (with_a_callback_of_rank_0, scaled_after_validations):
+    OF_TWO_DEVICES.add(each)
+shards = results_in_one_start(OF_TWO_DEVICES, devices=2)
+
+
 @pytest.mark.parametrize("send", ["updates", "gradients"])
-def test_changes_of_shards_after_validation_are_kept(send: str) -> None:
-    for found, due in zip(
-        run_ranks(scaled_after_validation, send, **{**TWO, "devices": 2}),
-        run_ranks(scaled_after_validation, "ddp", **{**TWO, "devices": 2}),
-        strict=True,
-    ):
-        assert torch.allclose(found, due, rtol=1e-4, atol=1e-5)
+def test_changes_of_shards_after_validation_are_kept(shards: Results, send: str) -> None:
+    for found in (each["scaled_after_validations"] for each in shards):
+        assert torch.allclose(found[send], found["ddp"], rtol=1e-4, atol=1e-5)

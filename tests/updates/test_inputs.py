@@ -24,57 +24,35 @@ from tests.strategy.kills import die
 from tests.strategy.models import batch, flat_parameters, mlp
 from tests.updates.runs import adamw, sgd, shared_of, start, steps
 
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"density": 0.0}, "density=0.0"),
-        ({"density": 1.5}, "density=1.5"),
-        ({"density": "auto"}, r"density='auto' must be a number in \(0, 1\]"),
-        ({"exchange": "auto"}, "exchange='auto' is not available for updates"),
-        ({"exchange": "flat"}, "exchange='flat'"),
-        ({"value_dtype": "int8"}, "value_dtype='int8'"),
-        ({"step_ahead": 1.1}, "step_ahead=1.1"),
-        ({"step_ahead": 0}, "must be a number from 0.001 to 1"),
-        ({"step_ahead": 1e-6}, "must be a number from 0.001 to 1"),
-        ({"step_ahead": "half"}, "step_ahead='half'"),
-        ({"delay": 2}, "delay=2"),
-        ({"delay": True}, "delay=True"),
-        ({"sync_every": 0}, "sync_every=0"),
-        ({"sync_every": 1.5}, "sync_every=1.5"),
-        ({"outer_lr": 0}, "outer_lr=0 must be a number in"),
-        ({"outer_lr": float("nan")}, "outer_lr=nan"),
-        ({"outer_lr": 2.001}, "outer_lr=2.001 must be"),
-        ({"outer_lr": True}, "outer_lr=True"),
-        ({"shard_optimizer": 1}, "shard_optimizer=1"),
-    ],
-)
-def test_options_out_of_range(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        UpdatesConfig(**wrong)
-    with pytest.raises(ValueError, match=said):
-        MSTopKLocalStrategy(**wrong)
+BAD: list[tuple[str, Any]] = [
+    ("density", 1.5),
+    ("exchange", "auto"),
+    ("value_dtype", "int8"),
+    ("step_ahead", 1e-6),
+    ("step_ahead", "half"),
+    ("delay", 2),
+    ("delay", True),
+    ("sync_every", 0),
+    ("sync_every", 1.5),
+    ("outer_lr", float("nan")),
+    ("outer_lr", 2.001),
+    ("outer_lr", True),
+    ("shard_optimizer", 1),
+    ("inter_gbps", 1.0),
+]
+UNKNOWN = [("process_group", 1), ("model_averaging_period", 4), ("densities", 0.1), ("momentum_correction", True)]
 
 
-def test_a_rate_that_would_decide_nothing() -> None:
-    with pytest.raises(ValueError, match="inter_gbps=1.0 applies only to exchange='auto'"):
-        UpdatesConfig(inter_gbps=1.0)
-    with pytest.raises(ValueError, match="does not know the option"):
-        MSTopKLocalStrategy(inter_gbps=1.0)
+@pytest.mark.parametrize(("option", "value"), BAD)
+def test_updates_option_out_of_range_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{option}={value!r}")):
+        UpdatesConfig(**{option: value})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"process_group": object()}, "process_group"),
-        ({"model_averaging_period": 4}, "model_averaging_period"),
-        ({"densities": 0.1}, "does not know the option"),
-        ({"momentum_correction": True}, "does not know the option"),
-    ],
-)
-def test_options_of_others(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        MSTopKLocalStrategy(**wrong)
+@pytest.mark.parametrize(("option", "value"), [*UNKNOWN, BAD[0], BAD[-1]])
+def test_local_strategy_option_that_is_unknown_or_out_of_range_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=option):
+        MSTopKLocalStrategy(**{option: value})
 
 
 def refused() -> None:
@@ -95,7 +73,7 @@ def refused() -> None:
     dist.barrier()  # else a rank leaves while others still connect to it
 
 
-def test_optimizers_and_parameters_that_cannot_work(ranks: RunRanks) -> None:
+def test_optimizers_and_parameters_that_cannot_work_are_refused(ranks: RunRanks) -> None:
     ranks(refused, nodes=2, devices=1)
 
 
@@ -112,7 +90,7 @@ def ranks_differ() -> None:
         LocalUpdates(model, sgd(model), UpdatesConfig(), topology)
 
 
-def test_ranks_that_differ(ranks: RunRanks) -> None:
+def test_ranks_that_differ_are_refused(ranks: RunRanks) -> None:
     ranks(ranks_differ, nodes=2, devices=1)
 
 
@@ -123,7 +101,7 @@ def unequal() -> None:
     dist.barrier()  # else a rank leaves while others still connect to it
 
 
-def test_nodes_of_unequal_size(ranks: RunRanks) -> None:
+def test_nodes_of_unequal_size_are_refused(ranks: RunRanks) -> None:
     ranks(unequal, nodes=2, devices=2, placement=[[0, 1], [2]])
 
 
@@ -160,7 +138,7 @@ def unusual() -> list[Tensor]:
     return found
 
 
-def test_sparse_gradients_and_several_dtypes(ranks: RunRanks) -> None:
+def test_updates_of_sparse_gradients_and_several_dtypes_keep_ranks_equal(ranks: RunRanks) -> None:
     results = ranks(unusual, nodes=2, devices=2)
     for found in results:
         assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
@@ -187,7 +165,7 @@ def partly_frozen(all_given: bool, unfreezes: bool = False) -> tuple[list[Tensor
     return [p.detach().clone() for p in model.parameters()], before, one.state.slices.numel
 
 
-def test_what_is_frozen_is_not_exchanged(ranks: RunRanks) -> None:
+def test_frozen_parameters_are_not_exchanged(ranks: RunRanks) -> None:
     for held, apart in zip(
         ranks(partly_frozen, True, nodes=2, devices=1), ranks(partly_frozen, False, nodes=2, devices=1), strict=True
     ):
@@ -195,7 +173,7 @@ def test_what_is_frozen_is_not_exchanged(ranks: RunRanks) -> None:
         assert all(torch.equal(one, other) for one, other in zip(held[0], apart[0], strict=True))
 
 
-def test_what_is_frozen_no_more_is_exchanged(ranks: RunRanks) -> None:
+def test_unfrozen_parameters_are_exchanged(ranks: RunRanks) -> None:
     zero, one = ranks(partly_frozen, True, True, nodes=2, devices=1)
     assert zero[2] == zero[1] + zero[0][0].numel()
     assert all(torch.equal(mine, other) for mine, other in zip(zero[0], one[0], strict=True))
@@ -219,7 +197,7 @@ def one_node_skips() -> tuple[Tensor, list[float]]:
     return shared_of(updates), sent
 
 
-def test_a_node_that_skips_a_step_sends_what_is_pending(ranks: RunRanks) -> None:
+def test_node_that_skips_a_step_sends_pending_updates(ranks: RunRanks) -> None:
     results = ranks(one_node_skips, nodes=2, devices=2)
     for shared, sent in results:
         assert torch.equal(shared, results[0][0])
@@ -236,7 +214,7 @@ def dies(at: int, delay: int) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_node_that_dies_fails_the_others_with_the_step(delay: int) -> None:
+def test_node_that_dies_fails_the_others_and_names_the_step(delay: int) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(dies, 4, delay, nodes=3, devices=1)
     assert failed.value.killed.keys() == {2}
@@ -261,7 +239,7 @@ def used_again() -> list[Tensor]:
     return found
 
 
-def test_an_optimizer_that_is_used_again(ranks: RunRanks) -> None:
+def test_optimizer_used_again_goes_on_with_its_state(ranks: RunRanks) -> None:
     for first, second in ranks(used_again, nodes=2, devices=2):
         assert torch.equal(first, second)
 
@@ -290,7 +268,7 @@ def added_later() -> list[Tensor]:
     return [shared, flat_parameters(model).clone()]
 
 
-def test_several_optimizers_and_parameters_that_are_added_later(ranks: RunRanks) -> None:
+def test_parameters_added_to_one_of_several_optimizers_are_exchanged(ranks: RunRanks) -> None:
     results = ranks(added_later, nodes=2, devices=2)
     for found in results:
         assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
@@ -328,7 +306,7 @@ def resumed_in_turn() -> tuple[Tensor, Tensor]:
     return shared_of(whole[2]), shared_of(resumed[2])
 
 
-def test_optimizers_that_step_at_other_times_are_resumed_bit_identically(ranks: RunRanks) -> None:
+def test_optimizers_that_step_at_other_times_resume_bit_identically(ranks: RunRanks) -> None:
     for whole, resumed in ranks(resumed_in_turn, nodes=2, devices=1):
         assert torch.equal(whole, resumed)
 
@@ -340,7 +318,7 @@ def without_optimizers() -> int:
     return updates.steps
 
 
-def test_a_loop_without_an_optimizer(ranks: RunRanks) -> None:
+def test_loop_without_an_optimizer_runs(ranks: RunRanks) -> None:
     assert ranks(without_optimizers, nodes=2, devices=1) == [1, 1]
 
 
@@ -362,7 +340,7 @@ def moved_to_other_nodes() -> list[int]:
     return [one.steps for one in updates.optimizers]
 
 
-def test_each_optimizer_keeps_its_steps_on_other_nodes(ranks: RunRanks) -> None:
+def test_optimizers_keep_their_steps_on_other_nodes(ranks: RunRanks) -> None:
     assert ranks(moved_to_other_nodes, nodes=2, devices=1) == [[9, 3], [9, 3]]
 
 
@@ -373,13 +351,13 @@ def step_of_another() -> str:
     return said
 
 
-def test_a_step_of_an_optimizer_that_is_not_known(ranks: RunRanks) -> None:
+def test_step_of_an_unknown_optimizer_is_refused(ranks: RunRanks) -> None:
     for said in ranks(step_of_another, nodes=2, devices=1):
         assert "given a SGD that is none of the 1 optimizer" in said
         assert "not a wrapper" in said
 
 
-def test_a_teacher_that_is_trained_later_is_averaged_no_more() -> None:
+def test_buffers_that_become_trained_are_no_longer_averaged() -> None:
     module, stepped = nn.Linear(2, 3), set[int]()
     buffers = Buffers(module, None, lambda: stepped)  # type: ignore[arg-type]  # nobody communicates
     buffers._drifting = {"weight", "bias"}
@@ -388,7 +366,7 @@ def test_a_teacher_that_is_trained_later_is_averaged_no_more() -> None:
     assert buffers.own().keys() == {"bias"}
 
 
-def test_between_nodes_that_come_and_go_what_is_frozen_may_be_of_any_type_and_stays_so() -> None:
+def test_elastic_frozen_parameters_may_have_any_dtype_and_stay_frozen() -> None:
     frozen = nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(False)
     one_node: Any = SimpleNamespace(num_nodes=1)
     optimizer = torch.optim.SGD([*frozen.parameters(), *nn.Linear(3, 3).parameters()])
@@ -402,7 +380,7 @@ def test_between_nodes_that_come_and_go_what_is_frozen_may_be_of_any_type_and_st
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}])
-def test_states_of_a_parameter_without_dims_come_back_to_its_device(options: dict[str, Any]) -> None:
+def test_optimizer_state_of_a_scalar_is_loaded_to_its_device(options: dict[str, Any]) -> None:
     """A scale of CLIP, say; torch's own load does the same."""
     scale = nn.Parameter(torch.ones((), device="meta"))
     optimizer = torch.optim.AdamW([scale])

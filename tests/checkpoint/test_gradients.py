@@ -1,4 +1,4 @@
-"""A run that is saved and resumed, on the same ranks and on others."""
+"""Checkpoints of gradients: residuals that only some ranks hold, loads in the middle of a fit, files of a save."""
 
 import os
 from math import prod
@@ -18,12 +18,12 @@ from lightning_sparse.checkpoint.state import Piece, State, flattened, read_slic
 from lightning_sparse.fsdp import residual_of
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology, discover
-from tests.helpers.distributed import RunRanks, run_ranks
+from tests.helpers.distributed import RunRanks
 from tests.helpers.lines import Lines
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
 from tests.strategy.models import (
-    backward,
     flat_grads,
-    flat_parameters,
     go_on,
     loop,
     loss_of,
@@ -36,8 +36,6 @@ from tests.strategy.models import (
 from tests.strategy.trainers import lightning_of, plain_module, sparse, trainer, weights
 from tests.strategy.trainers import ranks as cluster
 
-SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 3), (2, 3)))]
-
 
 def fit(last: int, resume: str | None = None) -> tuple[Any, Any]:
     module, strategy = plain_module("pytorch_lightning", by_step=True), sparse("pytorch_lightning")
@@ -46,39 +44,17 @@ def fit(last: int, resume: str | None = None) -> tuple[Any, Any]:
     return t, module
 
 
-@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_a_resumed_run_is_bit_identical(nodes: int, devices: int, tmp_path: Path) -> None:
-    """Saved after 7 of 12 steps; the resumed one must send sparsely at once, in the saved groups."""
-    for each in run_ranks(resume_exactly, str(tmp_path), nodes=nodes, devices=devices, timeout=200, init=False):
-        assert torch.equal(each["weights"], each["resumed weights"])
-        assert torch.equal(each["residual"], each["resumed residual"])
-        assert each["round"] == each["resumed round"] == 12
-        assert each["layout"] == each["resumed layout"]
+FITS = Scenarios()
+fits = results_in_one_start(FITS)
 
 
-def resume_exactly(folder: str) -> dict[str, Any]:
-    path = f"{folder}/saved.ckpt"
-    out: dict[str, Any] = {}
-    t, module = fit(7)
-    t.save_checkpoint(path)
-    for name, (t, module) in {
-        "": fit(12), "resumed ": fit(12, resume=path),
-    }.items():  # fmt: skip
-        state = t.strategy.engine
-        state.commit_round()
-        out[name + "weights"] = weights(module)
-        out[name + "residual"] = node_residual(module, state)
-        out[name + "round"] = state.round
-        out[name + "layout"] = [group.names for group in state.layout.settled]
-    return out
-
-
-def test_resuming_where_a_later_residual_waits_forgets_it(tmp_path: Path) -> None:
+def test_resume_of_an_earlier_checkpoint_forgets_later_residuals(fits: list[dict[str, Any]]) -> None:
     """The same Trainer goes back to a checkpoint from before anything was sent sparsely."""
-    for again, fresh in run_ranks(go_back, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+    for again, fresh in (each["go_back"] for each in fits):
         assert torch.equal(again, fresh)
 
 
+@FITS.add
 def go_back(folder: str) -> tuple[Tensor, Tensor]:
     path = f"{folder}/early.ckpt"
     t, module = fit(2)
@@ -89,10 +65,9 @@ def go_back(folder: str) -> tuple[Tensor, Tensor]:
     return weights(module), weights(fit(12, resume=path)[1])
 
 
-def test_a_checkpoint_loaded_in_the_middle_of_a_fit_counts_at_once(tmp_path: Path) -> None:
-    """So does the search for a learning rate: it saves, trains for a while and goes back. With one of plain DDP nothing
-    waits."""
-    for found, left_over in run_ranks(back_and_on, str(tmp_path), nodes=2, devices=1, init=False):
+def test_checkpoint_loaded_within_a_fit_replaces_residuals_at_once(fits: list[dict[str, Any]]) -> None:
+    """The search for a learning rate loads so. A checkpoint of plain DDP leaves no residuals."""
+    for found, left_over in (each["back_and_on"] for each in fits):
         saved, later, loaded, plain = found
         assert saved.abs().max() > 0
         assert not torch.equal(saved, later)
@@ -101,6 +76,7 @@ def test_a_checkpoint_loaded_in_the_middle_of_a_fit_counts_at_once(tmp_path: Pat
         assert not left_over, "the next fit would begin with it"
 
 
+@FITS.add
 def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
     path, residuals = f"{folder}/saved.ckpt", []
 
@@ -127,17 +103,6 @@ def back_and_on(folder: str) -> tuple[list[Tensor], bool]:
     return residuals, bool(strategy._side_files.loaded) or strategy._resumes
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [((2, 2), (1, 2)), ((2, 2), (3, 1))])
-def test_another_number_of_nodes_keeps_the_mass(
-    ranks: RunRanks, saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path
-) -> None:
-    path = str(tmp_path / "saved.ckpt")
-    before = ranks(save_by_hand, path, nodes=saved[0], devices=saved[1])[0]
-    for each in ranks(load_by_hand, path, nodes=resumed[0], devices=resumed[1]):
-        torch.testing.assert_close(each["sum"], before, rtol=1e-6, atol=1e-9)
-        assert "is kept, shared out equally" in each["said"][0]
-
-
 def save_by_hand(path: str) -> Tensor:
     model = mlp()
     ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), bucket_cap_mb=0.002)
@@ -149,18 +114,7 @@ def save_by_hand(path: str) -> Tensor:
     return sum_over_nodes(node_residual(model, state), state)
 
 
-def load_by_hand(path: str) -> dict[str, Any]:
-    model = mlp()
-    state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
-    said = go_on(state, path)
-    total = sum_over_nodes(node_residual(model, state), state)
-    ddp, _ = wrap(model, state.config, state=state, bucket_cap_mb=0.002)
-    backward(ddp, range(7, 9))
-    assert flat_parameters(model).isfinite().all()
-    return {"sum": total, "said": said}
-
-
-def test_on_one_node_what_waited_is_applied_once(ranks: RunRanks, tmp_path: Path) -> None:
+def test_resume_on_one_node_applies_residuals_once(ranks: RunRanks, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     waited = ranks(save_by_hand, path, nodes=2, devices=2)[0]
     for thrown_away, first, second in ranks(apply_on_one_node, path, nodes=1, devices=2):
@@ -171,7 +125,7 @@ def test_on_one_node_what_waited_is_applied_once(ranks: RunRanks, tmp_path: Path
 
 
 def apply_on_one_node(path: str) -> list[Tensor]:
-    """What three rounds add to the mean gradient, the first of which is thrown away."""
+    """The additions of three rounds to the mean gradient; the first round is discarded."""
     model, plain = mlp(), mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
     go_on(state, path)
@@ -192,23 +146,7 @@ def apply_on_one_node(path: str) -> list[Tensor]:
     return added
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "of another save"])
-def test_a_side_file_that_cannot_be_read_is_one_warning_and_zero(ranks: RunRanks, damage: str, tmp_path: Path) -> None:
-    path = tmp_path / "saved.ckpt"
-    ranks(save_by_hand, str(path), nodes=2, devices=2)
-    side = next((tmp_path / "saved.ckpt.residual").rglob("rank00002.pt"))
-    if damage == "missing":
-        side.unlink()
-    elif damage == "truncated":
-        side.write_bytes(side.read_bytes()[:100])
-    else:
-        torch.save({**torch.load(side), "save_id": "older"}, side)
-    said = [each["said"] for each in ranks(load_by_hand, str(path), nodes=2, devices=2)]
-    assert [len(lines) for lines in said] == [0, 0, 1, 0]
-    assert "rank 2: no readable residual" in said[2][0]
-
-
-def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
+def test_symlink_is_followed_by_reads_and_replaced_by_saves(tmp_path: Path) -> None:
     state, beside = HierState(mlp(), HierConfig(), Topology(((0,),), 0)), saves.SideFiles("gradients")
     best, last = str(tmp_path / "best.ckpt"), str(tmp_path / "last.ckpt")
 
@@ -228,8 +166,8 @@ def test_a_link_is_read_through_and_replaced_by_a_save(tmp_path: Path) -> None:
     assert saves.read_side_file(best, first, 0)
 
 
-def test_files_come_and_go_with_their_checkpoint(tmp_path: Path) -> None:
-    for each in run_ranks(come_and_go, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+def test_side_files_are_replaced_and_removed_with_their_checkpoint(fits: list[dict[str, Any]]) -> None:
+    for each in (of_rank["come_and_go"] for of_rank in fits):
         assert each["after first"] == each["after second"] == 2, "the older save's files are gone"
         assert each["first"] != each["second"]
         assert each["weights only"] == 0
@@ -237,6 +175,7 @@ def test_files_come_and_go_with_their_checkpoint(tmp_path: Path) -> None:
         assert each["changed"] or each["rank"] != 0
 
 
+@FITS.add
 def come_and_go(folder: str) -> dict[str, Any]:
     lines = Lines()
     path = Path(folder) / "saved.ckpt"
@@ -272,7 +211,7 @@ def come_and_go(folder: str) -> dict[str, Any]:
 # -- a residual that only one device of a node holds -------------------------------------------------------------------
 
 
-def test_what_one_device_alone_keeps_goes_along(ranks: RunRanks, tmp_path: Path) -> None:
+def test_residual_of_one_device_survives_other_groups_and_clusters(ranks: RunRanks, tmp_path: Path) -> None:
     """All was sent but of one parameter, whose gradient was thrown away, and which lies on one device: neither other
     groups nor another topology may wait for the other device's share, or lose this one."""
     path = str(tmp_path / "run.ckpt")
@@ -317,7 +256,7 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
 
 
 def of_bias(state: HierState) -> Tensor:
-    """What waits for the one parameter, summed over nodes."""
+    """The residual of one parameter, summed over nodes."""
     total = torch.zeros(37, dtype=torch.float64)
     for group, shard in state.store.committed.items():
         for _, here, there in group.shard_slices(["0.bias"], state.topology.device_index, state.topology.num_devices):
@@ -332,10 +271,10 @@ def parked_elsewhere(path: str) -> Tensor:
     return state.store.by_name["0.bias"]
 
 
-# -- what a checkpoint is not of ---------------------------------------------------------------------------------------
+# -- checkpoints that do not fit ---------------------------------------------------------------------------------------
 
 
-def test_an_early_format_is_refused_with_the_way_out() -> None:
+def test_early_format_is_refused() -> None:
     early = {"version": 4, "kind": "gradients", "save_id": "x-1", "nodes": [[0]]}
     beside = saves.SideFiles("gradients")
     beside.load({saves.CHECKPOINT_KEY: [early]}, "early.ckpt", 0)
@@ -343,7 +282,7 @@ def test_an_early_format_is_refused_with_the_way_out() -> None:
         check_version(beside.loaded[0])
 
 
-def test_another_memory_order_does_not_fit() -> None:
+def test_state_of_another_memory_format_does_not_fit() -> None:
     model = torch.nn.Conv2d(3, 4, 2)
     state = HierState(model, HierConfig(), Topology(((0,),), 0))
     saved = state.state()
@@ -352,7 +291,7 @@ def test_another_memory_order_does_not_fit() -> None:
     assert not again.fits(state.metadata(), saved)
 
 
-def test_a_node_without_a_quantity_counts_as_zero() -> None:
+def test_node_without_a_quantity_counts_as_zero() -> None:
     some = State({"residual": [Piece("w", 0, 2, torch.ones(2))]}, {"w": ([2], [0])})
     for nodes in ([[some], []], [[State()], [some]]):
         found = sum_slice_over_nodes(nodes, residual_of, "w", 0, 2, ([2], [0]))
@@ -360,7 +299,7 @@ def test_a_node_without_a_quantity_counts_as_zero() -> None:
         assert found.tolist() == [1.0, 1.0]
 
 
-def test_without_momentum_and_one_file_the_residual_is_converted(ranks: RunRanks, tmp_path: Path) -> None:
+def test_resume_without_momentum_and_one_file_converts_residuals(ranks: RunRanks, tmp_path: Path) -> None:
     """As with all files: the sum over nodes, in the units of SGD's own momentum, rather than the pieces as they lie."""
     path = str(tmp_path / "saved.ckpt")
     ranks(save_with_momentum, path, nodes=2, devices=1)
@@ -388,7 +327,7 @@ def go_on_without_momentum(path: str) -> list[str]:
 
 
 @given(st.data())
-def test_a_range_is_what_a_cut_of_the_whole_gives(data: st.DataObject) -> None:
+def test_slice_of_pieces_equals_slice_of_the_whole(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     saved, now = (list(data.draw(st.permutations(range(len(shape))))) for _ in range(2))
     whole = torch.arange(1.0, prod(shape) + 1).view(shape)

@@ -1,10 +1,6 @@
-"""A job that is killed, in a step or at any point of saving, and started again: it ends as if nothing had happened.
-
-Ranks are real processes that SIGKILL themselves; what the others do is what they would do on a cluster.
-"""
+"""Side files: the verdict of ranks on a save, nodes that do not share a folder, and a restart by torchrun."""
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,19 +15,20 @@ from lightning_sparse.checkpoint import side_files as saves
 from lightning_sparse.checkpoint.verdict import decide
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
-from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience, whole_and_killed
+from tests.helpers.scenarios import Scenarios
+from tests.helpers.training import results_in_one_start
+from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience
 from tests.strategy.models import node_residual
 from tests.strategy.trainers import plain_module, ranks, sparse, trainer, weights
 
 STEPS = 12
-SHAPES = [(2, 2), (1, 3), (2, 3)]
 
 
-def fit(folder: str, kill: Kill | None, precision: str = "32-true", seconds: float | None = None) -> dict[str, Any]:
+def fit(folder: str, kill: Kill | None, seconds: float | None = None) -> dict[str, Any]:
     """Train with a checkpoint after every step, from the last one if there is one."""
     strategy = sparse(FLAVOUR, timeout=timedelta(seconds=seconds) if seconds else patience(kill))
     module = plain_module(FLAVOUR, by_step=True)
-    t = fit_on(folder, strategy, module, kill, max_steps=STEPS, precision=precision)
+    t = fit_on(folder, strategy, module, kill, max_steps=STEPS)
     state = t.strategy.engine
     state.commit_round()
     return {"weights": weights(module), "residual": node_residual(module, state), "round": state.round}
@@ -43,31 +40,8 @@ def same_ends(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert torch.equal(one["residual"], other["residual"])
 
 
-QUICK = ["before its side file", "before the main file"]
-POINTS = ["in a step", QUICK[0], "after its side file", QUICK[1], "after the main file"]
-SLOW = [(*shape, precision, POINTS) for shape in SHAPES for precision in ("32-true", "16-mixed")]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "devices", "precision", "points"),
-    [(2, 2, "32-true", QUICK), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
-def test_a_killed_run_goes_on_bit_identically(
-    nodes: int, devices: int, precision: str, points: list[str], tmp_path: Path
-) -> None:
-    """Killed at each point in turn, each time in a later step, by a rank of chance where any may be hit."""
-    chance = random.Random(f"{nodes} {devices} {precision}")
-    kills = []
-    for number, point in enumerate(points):
-        rank = 0 if "main" in point else chance.randrange(1, nodes * devices)
-        kills.append(Kill(point, rank, 3 + 2 * number))
-    many: dict[str, Any] = {"nodes": nodes, "devices": devices, "timeout": 100}
-    for one, other in whole_and_killed(fit, tmp_path, kills, precision, **many):
-        same_ends(one, other)
-
-
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_run_restarted_by_torchrun_goes_on_bit_identically(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = run_ranks(fit, str(tmp_path / "whole"), None, nodes=2, devices=1, timeout=100, init=False)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -76,7 +50,7 @@ def test_torchrun_restarts_a_run_that_goes_on(tmp_path: Path) -> None:
     # all_reduce fails there, too.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     done = subprocess.run(
-        [*words, "-m", "tests.strategy.test_killed", str(tmp_path)],
+        [*words, "-m", "tests.checkpoint.test_files", str(tmp_path)],
         env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -87,7 +61,7 @@ def test_torchrun_restarts_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def main(folder: str) -> None:
-    """One rank under torchrun; in the first of its lives one of them dies. One agent starts all, each a node."""
+    """Run one rank under torchrun. In the first life rank 1 dies. One agent starts all ranks; each acts as a node."""
     os.environ.update(GROUP_RANK=os.environ["LOCAL_RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     result = fit(folder, None if restarts else Kill("in a step", rank=1, step=6), seconds=20)
@@ -105,68 +79,58 @@ def save(t: Any, path: Path | str) -> None:
     t.strategy.save_checkpoint(t._checkpoint_connector.dump_checkpoint(), path)
 
 
-@pytest.mark.parametrize(("nodes", "seconds"), [(2, 2.0), (3, 100.0)])
-def test_a_checkpoint_is_not_replaced_by_one_that_lacks_residuals(nodes: int, seconds: float, tmp_path: Path) -> None:
-    """Of a rank that is alive, only too late; or that cannot write, which tells the others long before the timeout. The
-    save that was there stays."""
-    first, missing, *others = run_ranks(
-        saved_by_others, str(tmp_path), seconds, nodes=nodes, devices=1, timeout=60, init=False
-    )
-    if not others:
-        assert missing == "late"
-        assert "rank(s) 1 did not write their residuals" in first
-        assert "stays as it was" in first
-        return
-    assert missing == "no space left"
-    for other in (first, *others):
-        assert "a rank could not write its residuals" in other
-        assert "OSError: no space left" in other
+def test_save_that_lacks_residuals_of_a_late_rank_keeps_the_last_save(tmp_path: Path) -> None:
+    first, late = run_ranks(saved_by_others, str(tmp_path), nodes=2, devices=1, timeout=60, init=False)
+    assert late == "late"
+    assert "rank(s) 1 did not write their residuals" in first
+    assert "stays as it was" in first
 
 
-def saved_by_others(folder: str, seconds: float) -> str:
-    fit(folder, None)
+def saved_by_others(folder: str) -> str:
     path = Path(folder) / "last.ckpt"
-    before = path.read_bytes()
-    t = two_steps(seconds)
+    t = two_steps(seconds=2)
+    save(t, path)
+    before = path.read_bytes() if t.global_rank == 0 else b""
     if t.global_rank == 1:
-        if seconds < 10:
-            return "late"
-        saves.write_side_file = no_space
+        return "late"
     said = raised(save, t, path)
     assert path.read_bytes() == before
     return said
 
 
-def no_space(*_: Any) -> None:
-    raise OSError("no space left")
+SCENARIOS = Scenarios()
+results = results_in_one_start(SCENARIOS)
 
 
-def test_paths_may_differ_by_rank(tmp_path: Path) -> None:
-    """Ray gives each worker a folder of its own; rank 0 must not wait for a path that no other rank knows, and does not
-    see what is to be removed there."""
-    assert run_ranks(own_folders, str(tmp_path), nodes=2, devices=1, timeout=100, init=False) == ["saved", "saved"]
-    for rank in range(2):
-        saved = list((tmp_path / f"worker{rank}").glob("last.ckpt.residual/*/rank*.pt"))
-        assert {each.name for each in saved} == {f"rank0000{rank}.pt"}
+def test_save_to_paths_that_differ_by_rank_works(results: list[dict[str, Any]]) -> None:
+    """Ray gives each worker its own folder. Rank 0 must not wait for a path that no other rank knows."""
+    for rank, saved in enumerate(each["own_folders"] for each in results):
+        assert set(saved) == {f"rank0000{rank}.pt"}
         assert len(saved) == (1 if rank == 0 else 2), "the last one stays until another main file is there"
 
 
-def own_folders(folder: str) -> str:
+@SCENARIOS.add
+def own_folders(folder: str) -> list[str]:
     t = two_steps(seconds=10)
     lines = Lines().lines
     for _ in range(4):  # the same name, again and in the same round
         path = f"{folder}/worker{t.global_rank}/last.ckpt"
         save(t, path)
     assert lines == []
-    return "saved"
+    return [each.name for each in Path(folder).glob(f"worker{t.global_rank}/last.ckpt.residual/*/rank*.pt")]
 
 
-@pytest.mark.parametrize(("devices", "unseen"), [(1, "1"), pytest.param(2, "2, 3", marks=pytest.mark.slow)])
-def test_a_folder_that_nodes_do_not_share_is_noticed_at_the_first_save(
-    devices: int, unseen: str, tmp_path: Path
-) -> None:
-    """One path, another folder on each node: here each rank's is relative to the working directory of its node."""
-    found = run_ranks(one_path_two_folders, str(tmp_path), nodes=2, devices=devices, timeout=100, init=False)
+def test_folder_that_nodes_do_not_share_is_logged_at_the_first_save(results: list[dict[str, Any]]) -> None:
+    not_shared([each["one_path_two_folders"] for each in results], 1, "1")
+
+
+@pytest.mark.slow
+def test_folder_that_nodes_of_two_devices_do_not_share_is_logged(tmp_path: Path) -> None:
+    found = run_ranks(one_path_two_folders, str(tmp_path), nodes=2, devices=2, timeout=100, init=False)
+    not_shared(found, 2, "2, 3")
+
+
+def not_shared(found: list[tuple[list[str], list[str]]], devices: int, unseen: str) -> None:
     lines, kept = zip(*found, strict=True)
     assert [f"the side files of rank(s) {unseen} are not in" in line for line in lines[0]] == [True]
     assert not any(lines[1:])
@@ -174,34 +138,37 @@ def test_a_folder_that_nodes_do_not_share_is_noticed_at_the_first_save(
     assert [len(names) for names in kept] == files
 
 
+@SCENARIOS.add
 def one_path_two_folders(folder: str) -> tuple[list[str], list[str]]:
+    """Save to one path, relative to the working directory of each node."""
     t = two_steps(seconds=10)
     os.makedirs(f"{folder}/node{t.node_rank}", exist_ok=True)
     os.chdir(f"{folder}/node{t.node_rank}")
     lines = Lines().lines
     for name in ("first.ckpt", "first.ckpt", "first.ckpt", "second.ckpt"):
         t.save_checkpoint(name)
-    return lines, [each.name for each in Path("first.ckpt.residual").rglob("*.pt")]
+    return list(lines), [each.name for each in Path("first.ckpt.residual").rglob("*.pt")]
 
 
-def test_a_rank_that_does_not_see_the_checkpoint_fails_all(tmp_path: Path) -> None:
-    """Where nodes do not share the folder, ``ckpt_path="last"`` finds it on one of them: all say so, none waits."""
-    run_ranks(fit, str(tmp_path), None, nodes=2, devices=1, timeout=100, init=False)
-    for said in run_ranks(seen_by_one, str(tmp_path), nodes=2, devices=1, timeout=60, init=False):
-        assert "rank(s) 1 loaded no checkpoint and rank 0" in said
+def test_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(results: list[dict[str, Any]]) -> None:
+    """Where nodes do not share the folder, ``ckpt_path="last"`` finds the checkpoint on one of them."""
+    assert all("rank(s) 1 loaded no checkpoint and rank 0" in each["seen_by_one"] for each in results)
 
 
+@SCENARIOS.add
 def seen_by_one(folder: str) -> str:
-    t = trainer(FLAVOUR, sparse(FLAVOUR), max_steps=STEPS + 2, **ranks())
+    two_steps(10).save_checkpoint(f"{folder}/last.ckpt")
+    t = trainer(FLAVOUR, sparse(FLAVOUR), max_steps=4, **ranks())
     path = f"{folder}/last.ckpt" if os.environ["RANK"] == "0" else None
     return raised(t.fit, plain_module(FLAVOUR), ckpt_path=path)
 
 
-def test_saves_leave_nothing_in_the_store(tmp_path: Path) -> None:
-    for keys in run_ranks(keys_after_saves, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
+def test_saves_leave_no_keys_in_the_store(results: list[dict[str, Any]]) -> None:
+    for keys in (each["keys_after_saves"] for each in results):
         assert keys[0] == keys[-1], "two saves stay until two others are over"
 
 
+@SCENARIOS.add
 def keys_after_saves(folder: str) -> list[int]:
     t = two_steps(seconds=10)
     found = []
@@ -214,7 +181,7 @@ def keys_after_saves(folder: str) -> list[int]:
 
 
 def test_ranks_that_stop_waiting_at_different_times_reach_one_verdict() -> None:
-    """Rank 1 reports after rank 0 has judged without it, and sees all reports, but the verdict is rank 0's."""
+    """Rank 1 reports after rank 0 has judged without it. Rank 1 sees all reports, but the verdict is rank 0's."""
     found = run_ranks(late_report, nodes=3, devices=1, timeout=60)
     assert [verdict for verdict, _ in found] == ["missing: 1"] * 3
     assert None in [found[0][1][1], found[2][1][1]]

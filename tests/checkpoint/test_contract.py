@@ -1,0 +1,166 @@
+"""A run resumed from a checkpoint is the run: each strategy, host and form of checkpoint, on the same cluster, on
+another one and on one node."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import RunRanks, run_ranks
+from tests.helpers.lines import raised
+from tests.helpers.training import Case, Look, Trained, flat, load_loop, loop_of, save_loop, train, train_loop
+
+SAVED, STEPS = 5, 9  # DDP's buckets settle in the first steps
+# Each kind on each host, in each form, and each form on each host that has it.
+CASES = [
+    Case("hier", "trainer", "file"),
+    Case("hier", "trainer", "folder", precision="16-mixed"),
+    Case("hier", "fabric", "file"),
+    Case("hier", "loop", "folder"),
+    Case("momentum", "trainer", "file"),
+    Case("momentum", "fabric", "file"),
+    Case("momentum", "loop", "folder"),
+    Case("local", "trainer", "file", {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5}),
+    Case("local", "trainer", "folder"),
+    Case("local", "fabric", "file", {"step_ahead": 0.4}),
+    Case("local", "loop", "folder", {"exchange": "regional", "shard_optimizer": False}),
+    Case("fsdp-updates", "trainer", "file", {"step_ahead": 0.5}),
+    Case("fsdp-updates", "trainer", "folder"),
+    Case("fsdp-updates", "fabric", "folder"),
+    Case("fsdp-updates", "loop", "folder"),
+    Case("fsdp-gradients", "trainer", "folder"),
+    Case("fsdp-gradients", "fabric", "file"),
+    Case("fsdp-gradients", "loop", "folder"),
+]
+# More states of an engine, on the same cluster alone: between two exchanges there are changes that no look shows.
+MORE = [
+    Case("local", "loop", "folder", {"sync_every": 4, "delay": 0}, "bf16-true"),
+    Case("local", "trainer", "file", {"value_dtype": "bfloat16"}, "16-mixed"),
+    Case("hier", "trainer", "file", {"exclude": "vectors", "exchange": "regional"}),
+    Case("fsdp-updates", "trainer", "file", {"exchange": "dense16", "sync_every": 2}, "bf16-true"),
+]
+ALL = CASES + MORE
+
+
+def path_of(folder: str, number: int) -> str:
+    return f"{folder}/{number}.ckpt-{SAVED}"
+
+
+def whole_and_resumed(folder: str, cases: list[Case]) -> list[tuple[Trained, Trained]]:
+    pairs = []
+    for number, case in enumerate(cases):
+        path = path_of(folder, number)
+        whole = train(case, STEPS, save=(SAVED, path), look_at=[SAVED])
+        other = Case(case.kind, case.host, case.form, case.options, case.precision, seed=1)
+        pairs.append((whole, train(other, STEPS, start=path, look_at=[SAVED])))
+    return pairs
+
+
+def resumed(folder: str, cases: list[Case]) -> list[Look]:
+    return [
+        train(case, SAVED + 2, start=path_of(folder, number), look_at=[SAVED]).looks[SAVED]
+        for number, case in enumerate(cases)
+    ]
+
+
+def saved_in_the_background(folder: str) -> bool:
+    """Whether a loop saved while it trains on resumes bit-identically."""
+    case = Case("local", "loop", "folder")
+    with loop_of(case) as (model, optimizer, engine):
+        train_loop(model, optimizer, engine, 0, SAVED)
+        future = save_loop(model, engine, folder, background=True)
+        train_loop(model, optimizer, engine, SAVED, STEPS)
+        future.result()
+        whole = flat(model).clone()
+    with loop_of(case) as (model, optimizer, engine):
+        load_loop(model, engine, folder)
+        train_loop(model, optimizer, engine, SAVED, STEPS)
+        return torch.equal(whole, flat(model))
+
+
+def resumed_with_other_groups(folder: str) -> str:
+    with loop_of(Case("local", "loop", "folder")) as (model, optimizer, engine):
+        train_loop(model, optimizer, engine, 0, 2)
+        save_loop(model, engine, folder)
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+        return raised(load_loop, model, engine, folder)
+
+
+def test_loop_saved_in_the_background_resumes_bit_identically(ranks: RunRanks, tmp_path: Path) -> None:
+    assert all(ranks(saved_in_the_background, str(tmp_path), nodes=2, devices=1, timeout=100))
+
+
+def test_loop_with_other_parameter_groups_is_refused(ranks: RunRanks, tmp_path: Path) -> None:
+    for said in ranks(resumed_with_other_groups, str(tmp_path), nodes=2, devices=1, timeout=100):
+        assert "optimizer 0 was saved with 1 parameter group(s), and has 2 now" in said
+
+
+Pairs = list[list[tuple[Trained, Trained]]]
+Looks = list[list[Look]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("contract"))
+
+
+@pytest.fixture(scope="module")
+def pairs(folder: str) -> Pairs:
+    """The results of each case by rank: the whole run, and the run resumed by other objects."""
+    return run_ranks(whole_and_resumed, folder, ALL, nodes=2, devices=2, timeout=250)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(folder: str, pairs: Pairs) -> Looks:
+    return run_ranks(resumed, folder, CASES, nodes=3, devices=1, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str, pairs: Pairs) -> Looks:
+    return run_ranks(resumed, folder, CASES, nodes=1, devices=2, timeout=200)
+
+
+def every(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("number", range(len(cases)), ids=[str(each) for each in cases])
+
+
+@every(ALL)
+def test_resume_on_the_same_cluster_is_bit_identical(pairs: Pairs, number: int) -> None:
+    for each in pairs:
+        whole, resumed = each[number]
+        assert torch.equal(whole.weights, resumed.weights)
+        assert whole.rounds == resumed.rounds == STEPS
+        assert torch.equal(whole.looks[SAVED].pending, resumed.looks[SAVED].pending)
+        assert whole.looks[SAVED].pending.any() or "sync_every" in ALL[number].options
+
+
+@every(ALL)
+def test_global_weights_are_equal_on_all_ranks(pairs: Pairs, number: int) -> None:
+    everyone = [each[number][0].looks[SAVED].weights for each in pairs]
+    assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+@every(CASES)
+def test_resume_on_another_cluster_keeps_weights_pending_mean_and_optimizer(
+    pairs: Pairs, elsewhere: Looks, number: int
+) -> None:
+    """Optimizers go on with the state of the first node."""
+    before = pairs[0][number][0].looks[SAVED]
+    for after in (each[number] for each in elsewhere):
+        assert torch.equal(before.weights, after.weights)
+        torch.testing.assert_close(before.pending, after.pending, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(before.moments, after.moments)
+
+
+@every(CASES)
+def test_resume_on_one_node_applies_pending_updates(pairs: Pairs, alone: Looks, number: int) -> None:
+    """Pending gradients are added to the next gradient: test_gradients.py."""
+    before = pairs[0][number][0].looks[SAVED]
+    for after in (each[number] for each in alone):
+        expected = before.weights.double()
+        if not CASES[number].sends_gradients:
+            expected = expected - before.pending
+        torch.testing.assert_close(after.weights.double(), expected, rtol=1e-6, atol=1e-7)
+        if CASES[number].host != "loop":
+            torch.testing.assert_close(before.moments, after.moments)
