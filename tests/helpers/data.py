@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -209,10 +210,8 @@ class Server:
 @contextlib.contextmanager
 def s3_server() -> Iterator[tuple[dict[str, Any], Any]]:
     """A fake server. Yields storage_options, and its file system."""
-    import s3fs
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0)
+    s3fs = importlib.import_module("s3fs")
+    server = importlib.import_module("moto.server").ThreadedMotoServer("127.0.0.1", 0)
     server.start()
     host, port = server.get_host_and_port()
     options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
