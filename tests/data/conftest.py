@@ -1,4 +1,4 @@
-"""What tests of the tiers' faults share; a module with a folder of its own has it under the same name."""
+"""Fixtures for tests of the tiers; a module with a folder of its own has it under the same name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.small import make_folder
-from tests.data.stores import Open
+from tests.helpers.data import Open, make_folder
 
 
 @pytest.fixture

@@ -1,13 +1,15 @@
-"""A `SampleStore` without tiers: reads an image folder directly, and remembers what was asked for."""
+"""A `SampleStore` without tiers, which reads an image folder and counts requests, and folders of photographs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from lightning_sparse.data.decode import decode, probe
@@ -53,3 +55,42 @@ class FolderStore:
 
     def close(self) -> None:
         self.closed = True
+
+
+@cache
+def _photographs() -> list[NDArray[np.uint8]]:
+    datasets = pytest.importorskip("sklearn.datasets", reason="the photographs come from it")
+    return list(datasets.load_sample_images().images)
+
+
+def make_folder(
+    root: Path,
+    per_class: Mapping[str, int] | None = None,
+    sizes: Sequence[tuple[int, int]] = ((120, 150), (150, 120), (97, 131)),
+    seed: int = 0,
+    splits: Sequence[str] = ("train", "val"),
+) -> Path:
+    """``<split>/<class>/*.jpg`` (and some .png, some gray), all different.
+
+    Args:
+        per_class: the number of images of each class and split; default: three classes of unequal size.
+        sizes: (height, width), taken in turn.
+    """
+    image = pytest.importorskip("PIL.Image", reason="pictures are written with it")
+    random = np.random.default_rng(seed)
+    for split in splits:
+        for label, count in (per_class or {"apple": 9, "bear": 7, "cup": 8}).items():
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                height, width = sizes[number % len(sizes)]
+                photograph = _photographs()[number % 2]
+                top, left = random.integers(0, photograph.shape[0] - height), random.integers(0, 640 - width)
+                picture = image.fromarray(photograph[top : top + height, left : left + width])
+                if number % 5 == 3:
+                    picture = picture.convert("L")
+                if number % 4 == 2:
+                    picture.save(folder / f"{number:03}.png")
+                else:
+                    picture.save(folder / f"{number:03}.jpg", quality=90)
+    return root

@@ -1,6 +1,6 @@
-"""What tests of the DataModule in a Trainer are made of, in either flavour of Lightning.
+"""Data, models and Trainers for tests of the DataModule, for either package of Lightning.
 
-Pictures carry their number (`numbered_folder`), so a training step knows which samples it was given.
+Each image contains its number (`numbered_folder`), so that a training step knows its samples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ours(flavour: str) -> Any:
 
 
 def data(flavour: str, folder: Path, **options: Any) -> Any:
-    """Each node has a disk of its own. Pixels come as they are, so that a picture says its number."""
+    """Each node has its own disk. Pixels are not normalized, so that an image shows its number."""
     cache = folder / f"cache{os.environ.get('NODE_RANK', '0')}"
     given = {"batch_size": BATCH, "image_size": 16, "mean": (0, 0, 0), "std": (1 / 255,) * 3, "memory_gb": 0.05}
     return ours(flavour).CachedImageDataModule(str(folder / "source"), str(cache), **{**given, **options})
@@ -104,7 +104,7 @@ def saver(flavour: str, folder: Path, name: str, **options: Any) -> Any:
 
 
 class Metrics:
-    """A logger of a few lines, for either flavour."""
+    """A logger for either package of Lightning."""
 
     def __new__(cls, flavour: str) -> Any:
         loggers = importlib.import_module(lightning_of(flavour).__name__ + ".loggers.logger")
@@ -149,7 +149,7 @@ def expected(shuffle: str, epoch: int, nodes: int = 2, devices: int = 2, batch: 
 
 
 def share_of_own(shuffle: str, epoch: int) -> float:
-    """Of the samples of an epoch on two nodes of two, those that the node which needs them holds."""
+    """The share of samples in an epoch on two nodes of two devices that the node itself holds."""
     home = owners(LABELS, 2, seed=0)
     steps = expected(shuffle, epoch)
     own = [home[flat(node)] == index for step in steps for index, node in enumerate(step)]
@@ -161,6 +161,6 @@ def flat(nested: Any) -> list[int]:
 
 
 def global_batch(plan: EpochPlan, step: int) -> list[list[Indices]]:
-    """The samples of all ranks at a step, by node and device."""
+    """The samples of all ranks in one step, by node and device."""
     devices = enumerate(plan.config.devices)
     return [[plan.batch(step, node, device) for device in range(count)] for node, count in devices]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from tests.data.small import picture
+from tests.helpers.data import picture
 
 MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "I;16B", "F"]
 TIFF_COMPRESSIONS = [None, "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "group3", "group4", "zstd", "lzma"]

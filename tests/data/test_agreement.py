@@ -1,11 +1,13 @@
-"""What the ranks of a run agree on: the list of samples, and the format in memory, also after a restart."""
+"""All ranks have the same list of samples and the same format in memory, also after a restart."""
 
 from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,9 +19,7 @@ from lightning_sparse.data.session import DataOptions, broadcast_manifest, commo
 from lightning_sparse.data.sources import listing
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.fits import data, fitted, module, saver, trainer
-from tests.data.pictures import numbered_folder
-from tests.data.small import jpeg, make_folder
-from tests.data.stores import listed
+from tests.helpers.data import jpeg, listed, make_folder, numbered_folder, write
 from tests.helpers.distributed import run_ranks
 
 FLAVOUR = "pytorch_lightning"
@@ -30,60 +30,43 @@ def config_of_node(folder: str) -> CacheConfig:
     return CacheConfig(source=f"{folder}/pictures", cache_dir=f"{folder}/cache{os.environ['NODE_RANK']}")
 
 
-def mapped(folder: str) -> tuple[str, list[str], bool, bool]:
-    """Node 0 lists; the other node is sent the list, once. All ranks map the file of their node."""
-    config = config_of_node(folder)
-    if os.environ["RANK"] != "0":
-        listing.list_source = None  # type: ignore[assignment]
-    first = broadcast_manifest(config, "train")
-    listing.store_manifest = None  # type: ignore[assignment]  # nothing has to be sent any more
-    again = broadcast_manifest(config, "train")
-    return first.fingerprint, list(again.paths), again.labels.flags.owndata, "train.manifest" in open_files()
+def on_ranks(folder: str) -> tuple[Any, ...]:
+    """Node 0 lists the source, and node 1 receives the list once. Then the cache of node 1 is older than the source.
 
-
-def open_files() -> str:
-    return Path("/proc/self/maps").read_text()
-
-
-def test_all_ranks_map_the_list_of_rank_zero(tmp_path: Path) -> None:
-    make_folder(tmp_path / "pictures")
-    answers = run_ranks(mapped, str(tmp_path))
-    fresh = listed(tmp_path / "pictures")
-    assert answers == [(fresh.fingerprint, list(fresh.paths), False, True)] * 4
-
-
-def stale(folder: str) -> tuple[int, tuple[str, ...]]:
-    """The cache of node 1 has another list, from before the source changed."""
-    manifest = broadcast_manifest(config_of_node(folder), "train")
-    return len(manifest), manifest.classes
-
-
-def test_a_node_with_another_list_gets_that_of_rank_zero(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "pictures")
-    load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train")
-    (folder / "train" / "new").mkdir()
-    (folder / "train" / "new" / "0.jpg").write_bytes(jpeg(0))
-    assert run_ranks(stale, str(tmp_path)) == [(13, ("c0", "c1", "c2", "new"))] * 4
-    kept = load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train")
-    assert len(kept) == 13
-
-
-def formats(folder: str, little: dict[int, int]) -> tuple[str, str]:
-    """`little`: free bytes by node, where memory is scarce."""
+    Last, memory is scarce on node 1.
+    """
+    config, rank = config_of_node(folder), int(os.environ["RANK"])
     node, device = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
-    if node in little:
-        segments.available_memory = lambda: little[node]  # type: ignore[assignment]
-    config, place = config_of_node(folder), Placement(node, 2, device)
+    with mock.patch.object(listing, "list_source", listing.list_source if rank == 0 else None):
+        first = broadcast_manifest(config, "train")
+        with mock.patch.object(listing, "store_manifest", None):  # nothing is sent again
+            again = broadcast_manifest(config, "train")
+        is_mapped = "train.manifest" in Path("/proc/self/maps").read_text() and not again.labels.flags.owndata
+    found = [first.fingerprint, list(again.paths), is_mapped]
+    dist.barrier()
+    if rank == 0:
+        write(Path(folder) / "pictures" / "train" / "new" / "0.jpg", jpeg(0))
+    dist.barrier()
     manifest = broadcast_manifest(config, "train")
-    chosen = common_format(config, manifest, place)
-    given = common_format(CacheConfig(source=config.source, cache_dir=config.cache_dir, format="jpeg"), manifest, place)
-    return chosen, given
+    found += [len(manifest), manifest.classes]
+    formats = []
+    for free in (10**9, 10**9 if node == 0 else 20_000):
+        with mock.patch.object(segments, "available_memory", return_value=free):
+            for format in ("auto", "jpeg"):
+                chosen = replace(config, format=format)
+                formats.append(common_format(chosen, manifest, Placement(node, 2, device)))
+    return (*found, formats)
 
 
-@pytest.mark.parametrize(("little", "format"), [({}, "decoded"), ({1: 20_000}, "jpeg")])
-def test_all_nodes_keep_the_same_format(tmp_path: Path, little: dict[int, int], format: str) -> None:
-    make_folder(tmp_path / "pictures")
-    assert run_ranks(formats, str(tmp_path), little) == [(format, "jpeg")] * 4
+def test_ranks_agree_on_the_list_and_on_the_format(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "pictures")
+    before = listed(folder)
+    answers = run_ranks(on_ranks, str(tmp_path), nodes=2, devices=2)
+    formats = ["decoded", "jpeg", "jpeg", "jpeg"]
+    expected = (before.fingerprint, list(before.paths), True, 13, ("c0", "c1", "c2", "new"), formats)
+    assert answers == [expected] * 4
+    kept = load_or_list(CacheConfig(source=str(folder), cache_dir=str(tmp_path / "cache1")), "train")
+    assert len(kept) == 13, "node 1 keeps the list"
 
 
 def resumed(folder: str) -> list[Any]:
@@ -110,15 +93,15 @@ def resumed(folder: str) -> list[Any]:
     return used
 
 
-def test_a_resumed_run_keeps_the_format(tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_format(tmp_path: Path) -> None:
     numbered_folder(tmp_path / "source")
     (used,) = run_ranks(resumed, str(tmp_path), nodes=1, devices=1, timeout=90, init=False)
     assert used == [{"train": each, "val": each} for each in ("jpeg", "jpeg", "decoded", "decoded")]
 
 
 def hosts_of_a_rack(folder: str) -> tuple[tuple[tuple[int, ...], ...], int, int]:
-    """The gradients see one node, a rack of two hosts; each host has a disk of its own. Returns how the data is
-    grouped, what this host has read from storage in two epochs, and the samples that it keeps."""
+    """The gradients see one node, a rack of two hosts; each host has a disk of its own. Returns the groups, the
+    number of samples that this host has read from storage in two epochs, and the number that it keeps."""
     host = int(os.environ["RANK"]) // 2
     os.environ["LIGHTNING_SPARSE_NODE"] = "a rack"
     socket.gethostname = lambda: f"host {host}"
@@ -139,8 +122,8 @@ def hosts_of_a_rack(folder: str) -> tuple[tuple[tuple[int, ...], ...], int, int]
 
 
 @pytest.mark.slow
-def test_data_is_shared_by_host_where_a_node_has_several(tmp_path: Path) -> None:
-    """Each file crosses the storage link once, and is kept on one of them."""
+def test_node_of_several_hosts_reads_each_file_once(tmp_path: Path) -> None:
+    """One of the hosts keeps it."""
     for split in ("train", "val"):
         make_folder(tmp_path / "pictures", per_class=20, classes=2, split=split)
     answers = run_ranks(hosts_of_a_rack, str(tmp_path))

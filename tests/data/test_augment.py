@@ -1,4 +1,4 @@
-"""Windows: those of torchvision in distribution, inside the picture, and repeatable."""
+"""Crops lie inside the image, repeat, and have the distribution of torchvision."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ def test_crops_lie_inside_the_picture(
         center_crops(h, w),
         center_crops(h, w, (1, 1)),
     ):
-        assert (crops.height >= 1).all()
-        assert (crops.width >= 1).all()
-        assert (crops.top >= 0).all()
-        assert (crops.left >= 0).all()
-        assert (crops.top + crops.height <= h).all()
-        assert (crops.left + crops.width <= w).all()
+        for first, length, end in ((crops.top, crops.height, h), (crops.left, crops.width, w)):
+            assert (first >= 0).all()
+            assert (length >= 1).all()
+            assert (first + length <= end).all()
 
 
-def test_a_window_depends_on_seed_epoch_and_sample_alone() -> None:
+def test_crop_depends_on_seed_epoch_and_sample() -> None:
     sizes = np.full(8, 256), np.full(8, 341)
     alone = random_crops(PLAIN, 3, np.arange(8), *sizes)
     assert alone.top.tolist() != random_crops(PLAIN, 4, np.arange(8), *sizes).top.tolist()
@@ -45,13 +43,13 @@ def test_a_window_depends_on_seed_epoch_and_sample_alone() -> None:
         assert one.tolist() == other[::-1].tolist(), "not on the place in the batch"
 
 
-@pytest.mark.parametrize(("height", "width"), [(256, 341), (300, 200), (40, 400), (500, 60)])
-def test_the_distribution_is_that_of_torchvision(height: int, width: int) -> None:
+@pytest.mark.parametrize(("height", "width"), [(256, 341), (40, 400), (500, 60)])
+def test_distribution_of_crops_equals_torchvision(height: int, width: int) -> None:
     crop = pytest.importorskip("torchvision.transforms").RandomResizedCrop
     torch.manual_seed(0)
     picture = torch.empty(3, height, width)
-    theirs = np.array([crop.get_params(picture, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
-    count = 4000
+    theirs = np.array([crop.get_params(picture, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(2000)])
+    count = 2000
     ours = random_crops(PLAIN, 0, np.arange(count), np.full(count, height), np.full(count, width))
     for column, mine in enumerate(ours[:4]):
         for share in (0.1, 0.25, 0.5, 0.75, 0.9):
@@ -60,7 +58,7 @@ def test_the_distribution_is_that_of_torchvision(height: int, width: int) -> Non
     assert 0.45 < ours.flip.mean() < 0.55
 
 
-def test_the_centre_is_what_resizing_to_256_and_cutting_224_leaves() -> None:
+def test_center_crop_equals_resizing_to_256_and_cropping_224() -> None:
     crops = center_crops(np.array([256, 375]), np.array([341, 500]))
     assert [each.tolist() for each in crops] == [[16, 23], [58, 86], [224, 328], [224, 328], [False, False]]
 
@@ -70,28 +68,13 @@ def test_the_centre_is_what_resizing_to_256_and_cutting_224_leaves() -> None:
     [
         ({}, 224, 280),  # 7/8 of the shorter side
         ({}, 64, 280),
-        ({}, 32, 320),  # all of a small picture's
+        ({}, 32, 320),  # the whole small image
         ({"eval_resize": 256}, 224, 280),
         ({"eval_resize": 224}, 224, 320),
         ({"image_size": 32, "eval_resize": 40}, 32, 256),
     ],
 )
-def test_an_evaluation_sees_the_part_that_was_asked_for(options: dict[str, int], size: int, edge: int) -> None:
+def test_evaluation_crop_follows_eval_resize(options: dict[str, int], size: int, edge: int) -> None:
     part = ImageOptions(**options).eval_crop(size)  # type: ignore[arg-type]
     crops = center_crops(np.array([320]), np.array([400]), part)
     assert [each.item() for each in crops] == [(320 - edge) // 2, (400 - edge) // 2, edge, edge, False]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
-        ({"crop_scale": (0.5, 0.2)}, "crop_scale"),
-        ({"flip": 1.001}, "flip=1.001 must be a number from 0 to 1"),
-        ({"eval_resize": 200}, "eval_resize=200 must be a whole number of at least 224"),
-        ({"eval_resize": 256.5}, "eval_resize=256.5 must be"),
-    ],
-)
-def test_bad_values_are_refused(options: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ImageOptions(**options)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import torch
 from lightning_sparse.data import session
 from lightning_sparse.data.pipeline.images import choose_backend
 from tests.data.fits import data, fitted, module, saver, trainer
-from tests.data.pictures import numbered_folder
+from tests.data.test_pipelines import needs_dali
+from tests.helpers.data import numbered_folder
 from tests.helpers.distributed import run_ranks
 
 FLAVOUR = "pytorch_lightning"
@@ -33,7 +33,7 @@ FLAVOUR = "pytorch_lightning"
         ("torch", "cuda:0", True, "dali", "torch", "as requested"),
     ],
 )
-def test_the_backend_is_chosen_for_a_reason(
+def test_backend_is_chosen_for_a_reason(
     wanted: Any, device: str, has_dali: bool, kept: str | None, chosen: str, why: str
 ) -> None:
     name, reason = choose_backend(wanted, torch.device(device), has_dali=has_dali, kept=kept)
@@ -46,30 +46,32 @@ def test_dali_is_refused_if_it_is_not_installed() -> None:
         choose_backend("dali", torch.device("cpu"), has_dali=False)
 
 
-def chosen(folder: str, without: list[int]) -> list[Any]:
-    """The backends of a run that continues one with DALI, and of a new one. `without`: ranks that lack DALI by then."""
+def chosen(folder: str) -> list[list[Any]]:
+    """The backends of a run that continues a run with DALI, and of a new run; then also if rank 1 lacks DALI."""
     root, rank = Path(folder), int(os.environ["RANK"])
     callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
     fitted(FLAVOUR, root, {"backend": "dali"}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
-    session.has_dali = lambda: rank not in without  # type: ignore[assignment]
-    used = []
-    for path in (root / "first.ckpt", None):
-        given = data(FLAVOUR, root)
-        begin = given.train_dataloader
-        given.train_dataloader = lambda given=given, begin=begin: used.append(given._session.backend) or begin()
-        trainer(FLAVOUR, max_epochs=2).fit(module(FLAVOUR), given, ckpt_path=path)
-    return used
+    found = []
+    for without in ([], [1]):
+        session.has_dali = lambda without=without: rank not in without  # type: ignore[misc]
+        used: list[Any] = []
+        for path in (root / "first.ckpt", None):
+            given = data(FLAVOUR, root)
+            begin = given.train_dataloader
+
+            def train_dataloader(given: Any = given, begin: Any = begin, used: list[Any] = used) -> Any:
+                used.append(given._session.backend)
+                return begin()
+
+            given.train_dataloader = train_dataloader
+            trainer(FLAVOUR, max_epochs=2).fit(module(FLAVOUR), given, ckpt_path=path)
+        found.append(used)
+    return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="DALI is not installed")
-@pytest.mark.parametrize(
-    ("without", "expected"),
-    [([], ["dali", "torch"]), ([1], ["torch", "torch"])],
-    ids=["both", "one rank lacks"],
-)
-def test_all_ranks_choose_alike_and_a_resumed_run_keeps_the_choice(
-    tmp_path: Path, without: list[int], expected: list[str]
-) -> None:
+@needs_dali
+def test_all_ranks_choose_alike_and_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
     """A new run would use torch on a CPU."""
     numbered_folder(tmp_path / "source")
-    assert run_ranks(chosen, str(tmp_path), without, nodes=1, devices=2, timeout=120, init=False) == [expected] * 2
+    expected = [["dali", "torch"], ["torch", "torch"]]
+    assert run_ranks(chosen, str(tmp_path), nodes=1, devices=2, timeout=120, init=False) == [expected] * 2

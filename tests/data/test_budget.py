@@ -1,4 +1,4 @@
-"""How much memory the memory tier takes, for which format, and where."""
+"""The size, the format and the limits of the memory tier."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from lightning_sparse.data.cache.memory import MemoryCache
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.sources import layout
 from lightning_sparse.data.sources.manifest import Manifest
-from tests.data.small import make_folder
-from tests.data.stores import listed
+from tests.helpers.data import listed, make_folder
 
 
 def manifest(count: int = 100, size: int = 100_000) -> Manifest:
@@ -44,7 +43,7 @@ def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
         yield opened
 
 
-def test_a_budget_that_is_too_small_is_said_once(
+def test_budget_that_is_too_small_is_said_once(
     open_memory: Callable[..., MemoryCache], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -88,7 +87,7 @@ def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
 def test_no_more_is_reserved_than_the_samples_need(tmp_path: Path, format: str) -> None:
-    """What a run may still take is promised to it, and other runs on the node may not have it."""
+    """A run keeps its promised memory, so that other runs on the node cannot take it."""
     small, owned = listed(make_folder(tmp_path / "pictures", per_class=50, classes=2)), np.ones(100, np.bool_)
     config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), memory_gb=1, format=format)  # type: ignore[arg-type]
     needed = memory_tier.needed_bytes(small, owned, format, 256)  # type: ignore[arg-type]
@@ -108,7 +107,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("version", GROUPS)
-def test_the_tightest_control_group_counts(tmp_path: Path, version: str) -> None:
+def test_tightest_control_group_counts(tmp_path: Path, version: str) -> None:
     """SLURM limits a job of a step: an inner group, that the limits of the outermost do not show."""
     line, mount, limit, used, inactive = GROUPS[version]
     (tmp_path / "own").write_text(f"9:pids:/other\n{line}\n")

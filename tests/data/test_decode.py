@@ -1,11 +1,10 @@
-"""The decoder: every kind of picture becomes RGB, and what is none is named."""
+"""The decoder: every kind of image becomes RGB, and other files are named."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
-import os
 import struct
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -14,16 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
+from lightning_sparse.data import decode as decode_module
 from lightning_sparse.data.decode import UndecodableError, _plain_jpeg, decode, decoder_id, probe, scaled
-from tests.data.small import jpeg, picture
-
-
-def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
+from tests.data.programs import run
+from tests.helpers.data import encoded, jpeg, picture, write
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (41, 1), (1, 61), (256, 300), (900, 3)])
@@ -41,8 +36,8 @@ def test_pixels_are_an_array_of_their_own(shape: tuple[int, int], short_side: in
 
 
 @pytest.mark.parametrize("short_side", [32, 48, 96])
-def test_a_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch, short_side: int) -> None:
-    """It takes less time, and differs little from what Pillow makes of the whole picture."""
+def test_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch, short_side: int) -> None:
+    """The pixels differ little from the pixels of the whole image."""
     photographs = pytest.importorskip("sklearn.datasets", reason="the photographs come from it").load_sample_images()
     for photograph in photographs.images:
         data = encoded(Image.fromarray(photograph), "JPEG", quality=90)
@@ -55,22 +50,9 @@ def test_a_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPa
         assert 0 < difference.mean() < 2, "grey levels; up to 5 without the reserve of twice the size"
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "CMYK", "1", "RGBA", "LA"])
-def test_every_mode_becomes_rgb(mode: str) -> None:
-    image = picture(2, mode=mode)
-    data = encoded(image, "TIFF" if mode == "CMYK" else "PNG")
-    assert decode(data).shape == (40, 60, 3)
-    assert np.array_equal(decode(data), np.asarray(image.convert("RGB")))
-
-
-def test_a_cmyk_jpeg_keeps_its_colours() -> None:
+def test_cmyk_jpeg_keeps_its_colours() -> None:
     difference = decode(jpeg(3, mode="CMYK")).astype(int) - np.asarray(picture(3), int)
     assert np.abs(difference).mean() < 8
-
-
-def test_sixteen_bits_of_gray_are_scaled() -> None:
-    values = np.linspace(0, 65535, 40 * 60).reshape(40, 60).astype(np.uint16)
-    assert np.array_equal(decode(encoded(Image.fromarray(values)))[..., 0], (values >> 8).astype(np.uint8))
 
 
 def test_decoder_tiff_of_twelve_bits_keeps_the_upper_eight() -> None:
@@ -122,32 +104,18 @@ def test_decoder_postscript_is_not_run() -> None:
         decode(encoded(picture(1), "EPS"))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("tags", ["exif", "xmp"])
-def test_decoder_tiff_with_an_orientation_turned_once(orientation: int, tags: str) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    xmp = b'<x tiff:Orientation="%d"/>' % orientation
-    data = encoded(picture(5), "TIFF", **{"exif": exif} if tags == "exif" else {"xmp": xmp})
-    with Image.open(io.BytesIO(data)) as image:
-        upright = np.asarray(image.convert("RGB"))  # Pillow turns TIFF files itself
-    assert np.array_equal(decode(data), upright)
-    assert probe(data) == upright.shape[:2]
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_stored_on_its_side_is_turned_upright(orientation: int) -> None:
-    from PIL import ImageOps
-
-    image = picture(5)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(image, "PNG", exif=exif)
-    with Image.open(io.BytesIO(data)) as stored:
-        upright = np.asarray(ImageOps.exif_transpose(stored))
-    assert np.array_equal(decode(data), upright)
-    assert probe(data) == upright.shape[:2]
-    assert decode(data, 20).shape[:2] == ((30, 20) if orientation >= 5 else (20, 30))
+@pytest.mark.parametrize(("format", "tags"), [("TIFF", "exif"), ("TIFF", "xmp"), ("PNG", "exif")])
+def test_image_stored_on_its_side_is_turned_upright(format: str, tags: str) -> None:
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        options = {"exif": exif} if tags == "exif" else {"xmp": b'<x tiff:Orientation="%d"/>' % orientation}
+        data = encoded(picture(5), format, **options)
+        with Image.open(io.BytesIO(data)) as image:
+            upright = np.asarray(image if format == "TIFF" else ImageOps.exif_transpose(image))
+        assert np.array_equal(decode(data), upright)
+        assert probe(data) == upright.shape[:2]
+        assert decode(data, 20).shape[:2] == ((30, 20) if upright.shape[0] > upright.shape[1] else (20, 30))
 
 
 @pytest.mark.parametrize(
@@ -161,12 +129,12 @@ def test_a_picture_stored_on_its_side_is_turned_upright(orientation: int) -> Non
         (b"P6 100000 100000 255\n", "178,956,970|pixels"),
     ],
 )
-def test_what_is_no_picture_is_refused(data: bytes, said: str) -> None:
+def test_file_that_is_not_an_image_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(UndecodableError, match=said):
         decode(data)
 
 
-def test_a_file_is_not_corrupt_because_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_not_corrupt_because_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(image: object) -> None:
         raise MemoryError
 
@@ -175,7 +143,7 @@ def test_a_file_is_not_corrupt_because_memory_is_short(monkeypatch: pytest.Monke
         decode(encoded(picture(1)))
 
 
-def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import PIL
 
     before = decoder_id()
@@ -185,7 +153,7 @@ def test_the_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoder_id() != before
 
 
-def test_an_error_of_torch_is_not_the_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_torch_is_not_the_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a shortage of memory would mark the file as corrupt on disk."""
 
     def full(*_: object, **__: object) -> None:
@@ -197,7 +165,7 @@ def test_an_error_of_torch_is_not_the_fault_of_the_image(monkeypatch: pytest.Mon
 
 
 def without_simplejpeg(monkeypatch: pytest.MonkeyPatch, data: bytes, short_side: int = 100) -> Any:
-    """The pixels that Pillow makes, or what it says."""
+    """The pixels or the error of Pillow."""
     with monkeypatch.context() as patch:
         patch.setattr("lightning_sparse.data.decode.simplejpeg", None)
         return decoded(data, short_side)
@@ -212,8 +180,7 @@ def decoded(data: bytes, short_side: int = 100) -> Any:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("progressive", [False, True])
-@pytest.mark.parametrize("subsampling", [0, 1, 2])
-@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (251, 250), (500, 700)])
+@pytest.mark.parametrize(("subsampling", "shape"), [(0, (1, 1)), (1, (17, 33)), (2, (251, 250)), (2, (300, 500))])
 def test_simplejpeg_gives_the_pixels_of_pillow(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], subsampling: int, progressive: bool, mode: str
 ) -> None:
@@ -225,7 +192,7 @@ def test_simplejpeg_gives_the_pixels_of_pillow(
     assert (_plain_jpeg(Image.open(io.BytesIO(data)), data) is None) == (mode == "CMYK")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_simplejpeg_refuses_and_accepts_what_pillow_does(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Damaged files: cut, changed, with bytes inserted. Pillow shows some of them, with a part gray."""
     random = np.random.default_rng(seed)
@@ -242,28 +209,25 @@ def test_simplejpeg_refuses_and_accepts_what_pillow_does(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_scaling_gives_the_same_bits_without_vector_instructions(capability: str) -> None:
-    """Nodes of different processors keep the same pixels."""
-    code = "import sys, zlib; from lightning_sparse.data.decode import decode as d; "
-    code += "print(zlib.crc32(d(sys.stdin.buffer.read(), 100)))"
-    data = jpeg(9, 300, 401)
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    found = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, env=environment, check=True)
-    assert int(found.stdout) == zlib.crc32(decode(data, 100))
+def test_scaling_without_vector_instructions_gives_the_same_bits(tmp_path: Path, capability: str) -> None:
+    """Nodes with different CPUs keep equal pixels."""
+    code = "import sys, torch, zlib; from lightning_sparse.data.decode import decode; "
+    code += "print(torch.backends.cpu.get_cpu_capability(), zlib.crc32(decode(open(sys.argv[1], 'rb').read(), 100)))"
+    file = write(tmp_path / "0.jpg", jpeg(9, 300, 401))
+    used, found = run(code, file, ATEN_CPU_CAPABILITY=capability).stdout.split()
+    assert used.lower() == capability
+    assert int(found) == zlib.crc32(decode(file.read_bytes(), 100))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        "ImportError('numpy.core.multiarray')",
-        pytest.param("ValueError('numpy.dtype size changed')", marks=pytest.mark.slow),
-    ],
-)
-def test_a_simplejpeg_for_another_numpy_is_left_alone(tmp_path: Path, error: str) -> None:
-    (tmp_path / "simplejpeg.py").write_text(f"raise {error}")
-    code = "import sys, zlib; from lightning_sparse.data.decode import decode as d; "
-    code += "print(zlib.crc32(d(sys.stdin.buffer.read())))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    data = jpeg(3)
-    found = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, env=environment, check=True)
-    assert int(found.stdout) == zlib.crc32(decode(data))
+@pytest.mark.parametrize("error", ["ImportError('numpy.core.multiarray')", "ValueError('numpy.dtype size changed')"])
+def test_simplejpeg_for_another_numpy_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    write(tmp_path / "simplejpeg.py", f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "simplejpeg", raising=False)
+    spec = importlib.util.spec_from_file_location("decode_again", decode_module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert again.simplejpeg is None
+    assert np.array_equal(again.decode(jpeg(3)), decode(jpeg(3)))

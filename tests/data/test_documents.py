@@ -17,8 +17,7 @@ from lightning_sparse.data.id_files import Corpus, token_files
 from lightning_sparse.data.tokens import cu_seqlens, document_mask, prepare
 from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, SelectedWindows, TokenStream, pack
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
-from tests.data.small import corpus_of
-from tests.data.test_tokens import counted
+from tests.helpers.data import corpus_of, counted
 
 TEXTS = ["abc", "defghijklmnop", "q", "rs", "tuvw"]
 CONTEXT = 6
@@ -74,8 +73,6 @@ def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> N
             ValueError, match=rf'documents={documents!r} needs the same id .* has end=None: write "end": ID into'
         ):
             windows(counted(tmp_path / "0.bin", 20), documents)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="documents='whole' must be one of 'joined', 'separate', 'packed'"):
-        TokenDataModule(tmp_path / "0.bin", documents="whole")  # type: ignore[arg-type]
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="end=256 must be an id of the vocabulary"):
         prepare([tmp_path / "a.txt"], tmp_path / "a", end=256)
@@ -98,7 +95,7 @@ class Attention(nn.Module):
         return seen @ self.token.weight.T
 
 
-def test_a_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
+def test_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
     torch.manual_seed(0)
     model = Attention().double()
     stream = PackedStream(corpus_of(file), CONTEXT, "packed")
@@ -131,7 +128,7 @@ def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tu
     assert sum(sorted(used)[:2]) > room or len(used) < 2
 
 
-def test_a_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+def test_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     stream = TokenStream(corpus_of(counted(tmp_path / "0.bin", 21)), context=4)
     part = SelectedWindows(stream, np.array([3, 1]))
     assert (len(part), part.context) == (2, 4)
@@ -148,7 +145,7 @@ def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:
     return found
 
 
-def test_a_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> None:
+def test_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> None:
     file = counted(tmp_path / "0.bin", 401)
 
     def with_limit(limit: float, **more: Any) -> list[int]:
@@ -160,9 +157,6 @@ def test_a_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> No
     assert len(with_limit(0.5, val_fraction=0.2)) == 40
     with pytest.raises(ValueError, match="limit=101 is more than the 100 samples to train on: omit it"):
         with_limit(101)
-    for wrong in (0, -1, 1.5, 1.0, True, float("nan")):
-        with pytest.raises(ValueError, match="must be a number of samples, 1 or more, or a fraction of them below 1"):
-            with_limit(wrong)
 
 
 def test_val_fraction_of_a_mixture_holds_out_a_part_of_each_source(tmp_path: Path) -> None:
@@ -176,7 +170,7 @@ def test_val_fraction_of_a_mixture_holds_out_a_part_of_each_source(tmp_path: Pat
     data.teardown("fit")
 
 
-def test_a_limit_of_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
+def test_limit_of_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
     one, other = counted(tmp_path / "0.bin", 401), counted(tmp_path / "1.bin", 401, 500)
     data = TokenDataModule({str(one): 3, str(other): 1}, context=4, limit=20)
     whole = [each for epoch in range(3) for each in firsts(data, epoch)]

@@ -1,11 +1,11 @@
-"""Disks that are full, runs that are killed, and others beside them: each costs time or a sample, and ends no run."""
+"""Full disks, killed runs and caches of other versions do not end a run."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,31 +17,35 @@ from lightning_sparse.cli import main
 from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.folders import cache_folder
-from tests.data.small import make_folder
-from tests.data.stores import Open, config_of, contents, store_of, warnings_of
+from tests.data.programs import program
+from tests.helpers.data import Open, config_of, contents, make_folder, store_of, warnings_of
 
-# ------------------------------------------------------------------------------------------------- filling the disk
+# -- filling the disk --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_fill_goes_on_where_it_was(tmp_path: Path) -> None:
-    """kill -9 in the middle, then a run that reads from storage only what was not kept."""
-    folder = make_folder(tmp_path / "pictures", per_class=150, classes=2)
-    code = f"""
+FILL = """
 import sys
 from lightning_sparse.data.cache import disk
 from lightning_sparse.cli import main
 disk.BATCH_BYTES = 20_000
-main(["cache", "warm", {str(folder)!r}, {str(tmp_path / "cache")!r}, "--splits", "train", "--threads", "1"])
+main(["cache", "warm", sys.argv[1], sys.argv[2], "--splits", "train", "--threads", "1"])
 """
-    data = cache_folder(config_of(folder)) / "train.lmdb" / "data.mdb"
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as fill:
-        while fill.poll() is None and (not data.exists() or data.stat().st_size < 150_000):
+
+
+def test_fill_that_was_killed_continues(tmp_path: Path) -> None:
+    """The next run reads from storage only the files that were not kept."""
+    folder = make_folder(tmp_path / "pictures", per_class=150, classes=2)
+    config = config_of(folder)
+    data = cache_folder(config) / "train.lmdb" / "data.mdb"
+    with program(FILL, folder, config.cache_dir) as fill:
+        while not data.exists() or data.stat().st_size < 150_000:
             time.sleep(0.002)
-        fill.kill()
-    report = warm(config_of(folder), "train")
+        fill.send(signal.SIGKILL)
+        fill.wait()
+    report = warm(config, "train")
     assert (report.files, report.present + report.fetched) == (300, 300)
     assert 30 < report.present < 300
-    again = warm(config_of(folder), "train")
+    again = warm(config, "train")
     assert (again.present, again.fetched) == (300, 0)
 
 
@@ -58,7 +62,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("reserve", [0.05, 0.0])
-def test_a_full_disk_ends_inserting_and_not_the_run(
+def test_full_disk_ends_inserting_and_not_the_run(
     tiny_disk: Path,
     tmp_path: Path,
     stores: Open,
@@ -66,25 +70,25 @@ def test_a_full_disk_ends_inserting_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Noticed ahead by what is free; and without a reserve by ENOSPC in the middle of a batch."""
+    """The cache stops before the disk is full, or without a reserve at ENOSPC in a batch."""
     monkeypatch.setattr("lightning_sparse.data.cache.disk.RESERVE_SHARE", reserve)
     monkeypatch.setattr("lightning_sparse.data.cache.disk.BATCH_BYTES", 30_000)
     if not reserve:
         monkeypatch.setattr("lightning_sparse.data.cache.disk.DiskCache._room", lambda self: (1 << 40, ""))
     folder = make_folder(tmp_path / "pictures", per_class=200, classes=2)
-    store = store_of(folder, stores, cache_dir=str(tiny_disk), memory_gb=0)
+    store = store_of(folder, stores, cache=tiny_disk, memory_gb=0)
     expected = [(folder / path).read_bytes() for path in store.manifest.paths]
     assert contents(store) == expected
     assert contents(store) == expected
     counts = store.counters()
     assert 50 < counts.disk_samples < 350
-    assert counts.disk_samples + counts.storage_samples == 800  # what is not kept is read again
+    assert counts.disk_samples + counts.storage_samples == 800  # other files are read again
     said = [text for text in warnings_of(caplog) if "stops at" in text]
     assert len(said) == 1
     assert ("of the disk are free" if reserve else "the write failed") in said[0]
 
 
-def test_what_warm_could_not_keep_is_not_counted_as_fetched(tmp_path: Path) -> None:
+def test_warm_counts_no_file_that_did_not_fit(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pictures", per_class=3, classes=2)
     report = warm(config_of(folder, disk_gb=1e-6), "train")
     assert (report.files, report.fetched, report.full) == (6, 0, True)
@@ -92,10 +96,10 @@ def test_what_warm_could_not_keep_is_not_counted_as_fetched(tmp_path: Path) -> N
     assert "6 did not fit" in report.describe()
 
 
-# ------------------------------------------------------------------------------------------------------- other runs
+# -- other runs --------------------------------------------------------------------------------------------------------
 
 
-def test_all_files_of_a_run_are_the_users_alone(folder: Path, stores: Open) -> None:
+def test_files_of_a_cache_are_private(folder: Path, stores: Open) -> None:
     former = os.umask(0)
     try:
         store = store_of(folder, stores)
@@ -108,10 +112,8 @@ def test_all_files_of_a_run_are_the_users_alone(folder: Path, stores: Open) -> N
         os.umask(former)
 
 
-def test_a_cache_of_another_version_is_left_alone(
-    folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The layout's version is in the folder's name; a file's version inside is an error that says what to do."""
+def test_cache_of_another_version_is_kept(folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name of the folder contains the version of the layout. Another version in a file is an error."""
     store = store_of(folder, stores)
     own = cache_folder(store.config)
     store.close()
@@ -132,7 +134,7 @@ def test_a_cache_of_another_version_is_left_alone(
     assert list(own.parent.iterdir()) == []
 
 
-def test_the_command_line_warms_what_a_node_owns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_warms_the_files_of_a_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(folder, per_class=2, classes=2, split="val")
     for number in range(2):  # each node owns one of them
         (folder / "val" / "c1" / f"{number}.jpg").write_bytes(b"")
@@ -149,7 +151,7 @@ def test_the_command_line_warms_what_a_node_owns(folder: Path, capsys: pytest.Ca
     assert "no folder train/" in capsys.readouterr().err
 
 
-def test_the_command_line_removes_what_has_left_the_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_prunes_files_that_left_the_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["cache", "warm", str(folder), str(folder.parent / "cache"), "--splits", "train"]
     assert main(command) == 0
     for path in sorted((folder / "train" / "c0").iterdir())[:2]:

@@ -1,4 +1,4 @@
-"""On a GPU, batches are those of the CPU: DALI's mixed decode of JPEG, and uploads of cached pixels."""
+"""Batches of the GPU equal batches of the CPU: DALI's mixed decode of JPEG, and uploads of cached pixels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from lightning_sparse.data.config import ImageOptions
 from lightning_sparse.data.pipeline.images import has_dali
-from tests.data.fake_store import FolderStore
-from tests.data.pictures import make_folder
+from tests.data.fake_store import FolderStore, make_folder
 from tests.data.test_pipelines import requests
 
 needs_dali = pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
@@ -21,7 +20,7 @@ GRAY = ImageOptions(seed=3, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gra
 @pytest.mark.gpu
 @needs_dali
 @pytest.mark.parametrize("store_format", ["decoded", "jpeg"])
-def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> None:
+def test_gpu_gives_the_images_of_the_cpu(tmp_path: Path, store_format: Any) -> None:
     from lightning_sparse.data.pipeline.dali import DaliPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train", store_format)
@@ -41,7 +40,7 @@ def test_the_gpu_shows_the_same_pictures(tmp_path: Path, store_format: Any) -> N
 
 @pytest.mark.gpu
 @needs_dali
-def test_batches_outlive_the_ones_that_follow(tmp_path: Path) -> None:
+def test_batch_outlives_the_next_batches(tmp_path: Path) -> None:
     """DALI hands its memory over without a copy: it must not be written again while a batch is in use."""
     from lightning_sparse.data.pipeline.dali import DaliPipeline
 

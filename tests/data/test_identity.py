@@ -16,6 +16,7 @@ from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources import storage_reader
 from lightning_sparse.data.sources.listing import load_or_list
 from lightning_sparse.data.sources.storage_reader import LocalStorage
+from tests.helpers.data import bytes_of, read
 
 TIME = 1_600_000_000
 
@@ -43,18 +44,9 @@ def settle(folder: Path) -> None:
             os.utime(each, (TIME, TIME))
 
 
-def config_of(source: Path | str, cache: Path) -> CacheConfig:
-    return CacheConfig(source=str(source), cache_dir=str(cache), format="bytes", memory_gb=0.01)
-
-
 def contents(config: CacheConfig) -> dict[str, str]:
-    manifest = load_or_list(config, "train")
-    store = SampleStore(config, manifest)
-    try:
-        samples = store.get(range(len(manifest)))
-    finally:
-        store.close()
-    return {path: each.data.tobytes().decode() for path, each in zip(manifest.paths, samples, strict=True)}
+    manifest, data, _ = read(config)
+    return {path: each.decode() for path, each in zip(manifest.paths, data, strict=True)}
 
 
 def exchange_folders(train: Path) -> None:
@@ -84,7 +76,7 @@ def replace_a_file(train: Path) -> None:
 def test_sources_with_equal_sizes_and_times_give_the_contents_after_a_change(
     source: Path, tmp_path: Path, scheme: str, change: Callable[[Path], None]
 ) -> None:
-    config = config_of(f"{scheme}{source}", tmp_path / "cache")
+    config = bytes_of(f"{scheme}{source}", tmp_path / "cache")
     before = contents(config)
     change(source / "train")
     settle(source)
@@ -94,7 +86,7 @@ def test_sources_with_equal_sizes_and_times_give_the_contents_after_a_change(
 
 
 def test_file_rewritten_in_place_with_its_old_time_is_read_again_by_cache_warm(source: Path, tmp_path: Path) -> None:
-    config = config_of(source, tmp_path / "cache")
+    config = bytes_of(source)
     contents(config)
     write(source / "train" / "cat" / "1.bin", "CAT1")
     report = warm(config, "train")
@@ -104,7 +96,7 @@ def test_file_rewritten_in_place_with_its_old_time_is_read_again_by_cache_warm(s
 
 def test_file_that_changed_during_a_run_and_was_restored_gives_its_own_contents(source: Path, tmp_path: Path) -> None:
     """The run reads contents that differ from the list. The disk cache does not keep them under the listed key."""
-    config = config_of(source, tmp_path / "cache")
+    config = bytes_of(source)
     load_or_list(config, "train")
     os.rename(source / "train" / "cat", source / "kept")
     for number in range(3):
@@ -139,7 +131,7 @@ def test_cache_warm_verify_names_and_replaces_samples_that_differ(
     """The cached file differs from the source, as after a change that no list shows."""
     command = ["cache", "warm", str(source), str(tmp_path / "cache"), "--bytes", "--splits", "train"]
     assert main(command) == 0
-    config = config_of(source, tmp_path / "cache")
+    config = bytes_of(source)
     manifest = load_or_list(config, "train")
     store = SampleStore(config, manifest)
     wrong = store.disk.get([manifest.key(4)])[0]
@@ -158,7 +150,7 @@ def test_cache_warm_verify_names_and_replaces_samples_that_differ(
 
 def test_source_that_is_missing_leaves_nothing_in_the_cache_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
-    config = config_of(tmp_path / "typo", tmp_path / "cache")
+    config = bytes_of(tmp_path / "typo")
     with pytest.raises(DataError, match="has no folder train/"):
         load_or_list(config, "train")
     assert main_fails(["cache", "warm", str(tmp_path / "typo"), str(tmp_path / "cache")])

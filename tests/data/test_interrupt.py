@@ -1,7 +1,6 @@
-"""Ctrl-C, or the end of the program, in the middle of an epoch, mostly while storage hangs: nobody waits for it.
+"""Ctrl-C, or the end of the program, in the middle of an epoch, mostly while storage hangs: the program does not wait.
 
-Storage would answer after `STALL_S`, which is also its timeout; a program that does not wait for it takes seconds, most
-of them for the end of the interpreter.
+Storage would answer after `STALL_S`, which is also its timeout.
 """
 
 from __future__ import annotations
@@ -9,34 +8,37 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.data.mounts import sshfs_mount
-from tests.data.pictures import numbered_folder
-from tests.data.test_datamodule import BACKENDS
+from tests.data.programs import Ended, program
+from tests.data.test_pipelines import needs_dali
+from tests.helpers.data import numbered_folder, sshfs_mount
 
-STALL_S, LIMIT_S = 600, 120
+STALL_S = 600
 OPENED = f"""
 import contextlib, logging, os, signal, sys, time
 from pathlib import Path
+from lightning_sparse.data.decode import decode
 from tests.data.fits import *
 kind, folder = sys.argv[1], Path(sys.argv[2])
 logging.getLogger("lightning_sparse").addHandler(logging.NullHandler())
+
 def hang():
-    if "SERVER" in os.environ:  # of a mount
+    "Stop what reads storage, as a dead mount does."
+    if "SERVER" in os.environ:
         os.kill(int(os.environ["SERVER"]), signal.SIGSTOP)
-        return print("hangs", flush=True)
-    for each in Path("/proc").glob("[0-9]*"):  # else what a dead mount stops: the process that reads storage
-        with contextlib.suppress(OSError):
-            command = (each / "cmdline").read_bytes().split(b"\\0")
-            if command[1:2] and command[1].endswith(b"storage_reader.py") and os.fsencode(folder / "source") in command:
-                os.kill(int(each.name), signal.SIGSTOP)
+    else:
+        for each in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (each / "cmdline").read_bytes().split(b"\\0")
+                name = command[1:2] and command[1]
+                if name and name.endswith(b"storage_reader.py") and os.fsencode(folder / "source") in command:
+                    os.kill(int(each.name), signal.SIGSTOP)
     print("hangs", flush=True)
+
 options = {{"memory_gb": 0.05, "storage_timeout": {STALL_S}}}
 """
 IMAGES = """
@@ -45,7 +47,6 @@ given = data("pytorch_lightning", folder, backend=kind, threads=1, **options)
 WORKERS = """
 def picture(data: bytes):
     return torch.from_numpy(decode(data).copy()).permute(2, 0, 1).float()
-from lightning_sparse.data.decode import decode
 cache = str(folder / "cache0")
 given = ours("pytorch_lightning").CachedDataModule(str(folder / "source"), cache, picture, BATCH, workers=2, **options)
 """
@@ -57,7 +58,7 @@ prepare([text], str(tokens))
 given = ours("pytorch_lightning").TokenDataModule(str(tokens), context=4096, batch_size=256)
 """
 BUSY = IMAGES.replace("threads=1", "threads=2, image_size=900, batch_size=12")
-TRAIN = """
+FIT = """
 model = module("pytorch_lightning")
 step = type(model).training_step
 
@@ -75,19 +76,19 @@ for number, batch in enumerate(given.train_dataloader()):
     if number == 1:
         hang()
 """
-BODY = LOOP + "        time.sleep(3600)\n"
+COMPUTES = LOOP + "        time.sleep(3600)\n"
 END = """
 given.setup("fit")
 batches = iter(given.train_dataloader())
 next(batches)
 hang()
 """
-WARM = f"""
-import sys, threading, time
-from pathlib import Path
+ENDS = END.replace("hang()", "print('hangs', flush=True)")
+FILL = f"""
+import threading
 from lightning_sparse.cli import main
 from lightning_sparse.data.sources import storage
-script, asked = Path(sys.argv[2]) / "hangs.py", Path(sys.argv[2]) / "asked"
+script, asked = folder / "hangs.py", folder / "asked"
 script.write_text(f'''
 import sys, time
 sys.path.insert(0, {{str(Path(storage.__file__).parent)!r}})
@@ -107,104 +108,85 @@ def say():
         time.sleep(0.02)
     print("hangs", flush=True)
 threading.Thread(target=say, daemon=True).start()
-main(["cache", "warm", sys.argv[2] + "/source", sys.argv[2] + "/cache", "--splits", "train"])
+sys.exit(main(["cache", "warm", str(folder / "source"), str(folder / "cache"), "--splits", "train"]))
 """
-TORCH, DALI = BACKENDS
-SLOW_DALI = pytest.param("dali", marks=(*DALI.marks, pytest.mark.slow))
+slow = pytest.mark.slow
 
 
-def run(code: str, kind: str, folder: Path, *, send: int | None = None, **environment: str) -> tuple[int, str]:
-    """Run a program until it hangs, and send a signal or wait for its end. Returns its status and standard error."""
+def ended(code: str, kind: str, folder: Path, send: int | None = None, **environment: str) -> Ended:
+    """Run a program until it hangs, and send a signal or wait for its end."""
     if not (folder / "source").exists():
         numbered_folder(folder / "source")
-    command = [sys.executable, "-W", "ignore", "-c", code, kind, str(folder)]
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    environment = {**os.environ, "PYTHONPATH": path, **environment}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as program:
-        assert program.stdout is not None
-        assert "hangs\n" in iter(program.stdout.readline, "")
+    with program(OPENED + code, kind, folder, whole=True, **environment) as running, killed_readers(folder):
+        running.wait_for("hangs")
         if send is not None:
-            time.sleep(1)  # by now it waits
-            assert program.poll() is None
-            program.send_signal(send)
-        begin = time.monotonic()
-        try:
-            _, errors = program.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            program.kill()
-            raise
-        finally:
-            kill_reader(folder)
-    print(f"ended after {time.monotonic() - begin:.1f} s")
-    return program.returncode, errors
+            running.wait_until_idle()
+            running.send(send)
+        return running.wait()
 
 
-def kill_reader(folder: Path) -> None:
-    """One that was stopped does not see that its program is gone."""
-    for each in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (each / "cmdline").read_bytes()
-            if b"storage_reader.py" in command and os.fsencode(folder / "source") in command:
-                os.kill(int(each.name), signal.SIGKILL)
+@contextlib.contextmanager
+def killed_readers(folder: Path) -> Iterator[None]:
+    """Kill readers of storage at the end. A stopped reader does not see that its program has ended."""
+    try:
+        yield
+    finally:
+        for each in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (each / "cmdline").read_bytes()
+                if b"storage_reader.py" in command and os.fsencode(folder / "source") in command:
+                    os.kill(int(each.name), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("program", "kind"),
+    ("code", "kind"),
     [
-        (IMAGES, TORCH),
-        pytest.param(IMAGES, "dali", marks=SLOW_DALI.marks),
-        pytest.param(WORKERS, "-", marks=pytest.mark.slow),
+        pytest.param(IMAGES + FIT, "torch", id="images"),
+        pytest.param(IMAGES + FIT, "dali", marks=[needs_dali, slow], id="dali"),
+        pytest.param(WORKERS + FIT, "-", marks=slow, id="workers"),
+        pytest.param(FILL, "-", marks=slow, id="fill"),
     ],
-    ids=["torch", "dali", "workers"],
 )
-def test_ctrl_c_ends_a_fit_that_waits_for_storage(tmp_path: Path, program: str, kind: str) -> None:
-    run(OPENED + program + TRAIN, kind, tmp_path, send=signal.SIGINT)
+def test_program_interrupted_while_storage_hangs_ends(tmp_path: Path, code: str, kind: str) -> None:
+    assert ended(code, kind, tmp_path, signal.SIGINT).status != 0
 
 
 @pytest.mark.sshfs
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "code"),
-    [
-        pytest.param(IMAGES, BODY, marks=pytest.mark.slow, id="images"),
-        pytest.param(WORKERS, LOOP, marks=pytest.mark.slow, id="workers, waiting"),
-        pytest.param(WORKERS, BODY, marks=pytest.mark.slow, id="workers, computing"),
-    ],
+    "code", [IMAGES + COMPUTES, WORKERS + LOOP, WORKERS + COMPUTES], ids=["images", "workers wait", "workers"]
 )
-def test_ctrl_c_ends_a_loop_on_a_mount_that_hangs(tmp_path: Path, program: str, code: str) -> None:
-    """The process that reads it hangs in the kernel, where nothing ends it."""
+def test_loop_interrupted_while_a_mount_hangs_ends(tmp_path: Path, code: str) -> None:
+    """The process that reads the mount hangs in the kernel and cannot be killed."""
     numbered_folder(tmp_path / "real")
     with sshfs_mount(tmp_path / "real", tmp_path / "source") as server:
-        _, errors = run(OPENED + program + code, "torch", tmp_path, send=signal.SIGINT, SERVER=str(server))
-    assert errors.rstrip().endswith("KeyboardInterrupt")
+        found = ended(code, "torch", tmp_path, signal.SIGINT, SERVER=str(server))
+    assert found.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
-    run(OPENED + WORKERS + LOOP, "-", tmp_path, send=signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_fill_that_waits_for_storage(tmp_path: Path) -> None:
-    run(WARM, "-", tmp_path, send=signal.SIGINT)
-
-
-@pytest.mark.parametrize("kind", [TORCH, SLOW_DALI])
-@pytest.mark.slow
-def test_a_program_may_end_while_storage_hangs(tmp_path: Path, kind: str) -> None:
-    assert run(OPENED + IMAGES + END, kind, tmp_path) == (0, "")
+def test_workers_of_a_killed_program_end(tmp_path: Path) -> None:
+    numbered_folder(tmp_path / "source")
+    with program(OPENED + WORKERS + LOOP, "-", tmp_path) as running, killed_readers(tmp_path):
+        running.wait_for("hangs")
+        assert len(running.left()) > 2
+        running.send(signal.SIGKILL)
+        running.wait()
+        running.wait_until_alone()
 
 
 @pytest.mark.parametrize(
-    ("program", "kind"),
+    ("code", "kind"),
     [
-        (BUSY, TORCH),
-        pytest.param(BUSY, "dali", marks=SLOW_DALI.marks),
-        *(pytest.param(each, "-", marks=pytest.mark.slow) for each in (WORKERS, TOKENS)),
+        pytest.param(BUSY + ENDS, "torch", id="busy"),
+        pytest.param(BUSY + ENDS, "dali", marks=[needs_dali, slow], id="busy dali"),
+        pytest.param(WORKERS + ENDS, "-", marks=slow, id="workers"),
+        pytest.param(TOKENS + ENDS, "-", marks=slow, id="tokens"),
+        pytest.param(IMAGES + END, "torch", marks=slow, id="storage hangs"),
+        pytest.param(IMAGES + END, "dali", marks=[needs_dali, slow], id="storage hangs dali"),
     ],
-    ids=["torch", "dali", "workers", "tokens"],
 )
-def test_a_program_may_end_in_the_middle_of_an_epoch(tmp_path: Path, program: str, kind: str) -> None:
-    """Python would unwind its threads on their way back from native code, and C++ abort: exit status 134."""
-    assert run(OPENED + program + END.replace("hang()", "print('hangs', flush=True)"), kind, tmp_path) == (0, "")
+def test_program_that_ends_in_an_epoch_has_status_0(tmp_path: Path, code: str, kind: str) -> None:
+    """Python would unwind its threads when they return from native code, and C++ would abort: exit status 134."""
+    found = ended(code, kind, tmp_path)
+    assert (found.status, found.stderr) == (0, "")

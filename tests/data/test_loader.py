@@ -1,4 +1,4 @@
-"""The loaders on their own, over a pipeline that makes nothing: what a loop of one's own sees."""
+"""The loaders alone, with a pipeline that makes no batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = SamplerConfig(batch_size=4)
 
 
 class Echo:
-    """Gives the size as the picture and the indices as labels; reads two requests ahead, as real ones do."""
+    """Gives the size as the picture and the indices as labels; reads two requests ahead, as real pipelines do."""
 
     prefetch_depth = 2
 
@@ -53,7 +53,7 @@ def samples(batches: Iterable[Batch]) -> list[list[int]]:
     return [labels.tolist() for _, labels in batches]
 
 
-def test_an_epoch_follows_set_epoch_and_every_iterator_is_whole() -> None:
+def test_epoch_follows_set_epoch_and_every_iterator_is_whole() -> None:
     one = loader()
     assert len(one) == 6
     zero = samples(one)
@@ -66,7 +66,7 @@ def test_an_epoch_follows_set_epoch_and_every_iterator_is_whole() -> None:
     assert not hasattr(one, "sampler"), "Lightning would warn of a sampler that it cannot replace"
 
 
-def test_sizes_and_windows_follow_the_epoch_also_where_samples_do_not() -> None:
+def test_sizes_follow_the_epoch_if_samples_do_not() -> None:
     fixed = loader(fixed=True)
     zero = samples(fixed)
     fixed.set_epoch(3)
@@ -75,7 +75,7 @@ def test_sizes_and_windows_follow_the_epoch_also_where_samples_do_not() -> None:
     assert batches[0][0].tolist() == [16, 3]
 
 
-def test_asking_for_an_iterator_costs_nothing_and_a_new_one_ends_the_old() -> None:
+def test_new_iterator_ends_the_old_iterator() -> None:
     one = loader()
     pipeline: Any = one._pipeline
     iter(one)
@@ -91,7 +91,7 @@ def test_asking_for_an_iterator_costs_nothing_and_a_new_one_ends_the_old() -> No
 
 
 @pytest.mark.parametrize("done", [0, 1, 4, 6])
-def test_a_state_counts_what_was_handed_out(done: int) -> None:
+def test_state_counts_used_batches(done: int) -> None:
     whole = loader()
     whole.set_epoch(1)
     expected = samples(whole)
@@ -113,7 +113,7 @@ def test_a_state_counts_what_was_handed_out(done: int) -> None:
         assert len(samples(resumed)) == 6, "the state was of another epoch"
 
 
-def test_a_state_of_other_batches_is_counted_anew_and_saved_again() -> None:
+def test_state_of_other_batches_is_converted_and_saved() -> None:
     stopped = loader()
     batches = iter(stopped)
     first = samples([next(batches), next(batches)])
@@ -135,7 +135,7 @@ def test_a_state_of_other_batches_is_counted_anew_and_saved_again() -> None:
     assert sorted(seen[:22]) == list(range(22))
 
 
-def test_another_data_set_begins_its_epoch_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_another_data_set_restarts_the_epoch(caplog: pytest.LogCaptureFixture) -> None:
     stopped = loader()
     next(iter(stopped))
     told: list[int] = []
@@ -161,7 +161,7 @@ def test_evaluation_is_the_same_in_every_pass() -> None:
     assert list(old) == []
 
 
-def test_dealt_loaders_share_an_epoch_in_its_order_and_begin_it_anew_when_they_resume() -> None:
+def test_loaders_of_elastic_nodes_share_an_epoch_and_restart_it() -> None:
     def every_second(place: int) -> Callable[[list[int], int], Iterator[int]]:
         return lambda order, before: (each for at, each in enumerate(order, before) if at % 2 == place)
 

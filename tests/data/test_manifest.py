@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 
 from lightning_sparse.data import folders
 from lightning_sparse.data.cache.store import owners
-from lightning_sparse.data.config import CacheConfig, DataError
+from lightning_sparse.data.config import DataError
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system, locked
 from lightning_sparse.data.sources import listing, storage
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest, Paths
 from lightning_sparse.data.sources.storage import Storage, StoredFile
-from tests.data.small import jpeg, make_folder
-from tests.data.stores import listed
+from tests.helpers.data import config_of, jpeg, listed, make_folder
 
 
 @pytest.fixture
@@ -33,31 +32,12 @@ def folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "pictures")
 
 
-def config(source: Path, cache: Path, **more: object) -> CacheConfig:
-    return CacheConfig(source=str(source), cache_dir=str(cache), **more)  # type: ignore[arg-type]
-
-
 def manifest_of(*paths: str) -> Manifest:
     zeros = np.zeros(len(paths), np.int64)
     return Manifest("train", "/somewhere", ("c",), paths, zeros, zeros, zeros)
 
 
-# ------------------------------------------------------------------------------------------------------- listing
-
-
-def test_a_folder_is_listed_as_imagefolder_lists_it(folder: Path) -> None:
-    (folder / "train" / "c1" / "notes.txt").write_text("no picture")
-    (folder / "train" / "c1" / "deeper").mkdir()
-    os.rename(folder / "train" / "c1" / "0.jpg", folder / "train" / "c1" / "deeper" / "0.JPEG")
-    manifest = listed(folder)
-    datasets = pytest.importorskip("torchvision.datasets")
-    expected = datasets.ImageFolder(folder / "train")
-    assert manifest.classes == tuple(expected.classes)
-    assert [(str(folder / p), int(label)) for p, label in zip(manifest.paths, manifest.labels, strict=True)] == sorted(
-        expected.samples
-    )
-    first = os.stat(folder / manifest.paths[0])
-    assert (manifest.sizes[0], manifest.mtimes_ns[0]) == (first.st_size, first.st_mtime_ns)
+# -- listing -----------------------------------------------------------------------------------------------------------
 
 
 def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: Path) -> None:
@@ -74,14 +54,14 @@ def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: 
     ]
     assert sorted(zip(manifest.paths, manifest.labels.tolist(), strict=True)) == sorted(expected)
     assert len(manifest) == 12 + 1 + 3 + 4 + 3
-    reader = Storage(config(folder, folder.parent / "cache"))
+    reader = Storage(config_of(folder))
     for path, answer in zip(manifest.paths, reader.read(list(manifest.paths)), strict=True):
         assert isinstance(answer, StoredFile)
         assert answer.data == (folder / path).read_bytes()
     reader.close()
 
 
-def test_a_loop_of_links_is_left_out(folder: Path) -> None:
+def test_loop_of_links_is_left_out(folder: Path) -> None:
     before = list(listed(folder).paths)
     (folder / "train" / "c1" / "up").symlink_to(folder / "train")
     (folder / "train" / "c1" / "self").symlink_to(folder / "train" / "c1")
@@ -110,10 +90,10 @@ def deep(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_source_is_noticed(
+def test_change_of_the_source_is_noticed(
     folder: Path, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = config(deep(folder), tmp_path / "cache")
+    cache = config_of(deep(folder))
     first = load_or_list(cache, "train")
     assert classes_of(cache, "train")[0] == first.classes
     time.sleep(0.02)  # the resolution of times on this file system
@@ -125,10 +105,10 @@ def test_a_change_of_the_source_is_noticed(
     assert ["listing train/ again" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_source_that_did_not_change_is_not_listed_again(
+def test_source_that_did_not_change_is_not_listed_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = config(deep(folder), tmp_path / "cache")
+    cache = config_of(deep(folder))
     first = load_or_list(cache, "train")
     monkeypatch.setattr(listing, "list_source", None)
     again = load_or_list(cache, "train")
@@ -140,11 +120,11 @@ def test_a_source_that_did_not_change_is_not_listed_again(
 
 
 @pytest.mark.parametrize("away", ["gone", "not mounted", "silent"])
-def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
+def test_source_that_cannot_be_asked_is_taken_as_it_was(
     folder: Path, tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run whose files are all on local disk does not need storage."""
-    cache = config(folder, tmp_path / "cache")
+    cache = config_of(folder)
     first = load_or_list(cache, "train")
     if away == "silent":
         (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
@@ -160,8 +140,8 @@ def test_a_source_that_cannot_be_asked_is_taken_as_it_was(
     assert "using the list of train/ in the cache, because storage did not answer" in caplog.text
 
 
-def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
-    cache = config(folder, tmp_path / "cache")
+def test_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
+    cache = config_of(folder)
     first = load_or_list(cache, "train")
     kept = cache_folder(cache) / "train.manifest"
     whole = kept.read_bytes()
@@ -173,14 +153,14 @@ def test_a_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../x.jpg", "/etc/passwd", "a/../../x.jpg", "a\0b"])
-def test_a_manifest_cannot_lead_outside_the_source(path: str) -> None:
+def test_manifest_cannot_lead_outside_the_source(path: str) -> None:
     with pytest.raises(DataError, match="outside the source"):
         manifest_of("train/c/0.jpg", path)
     with pytest.raises(ValueError, match="split="):
         listed("/somewhere", "../train")
 
 
-def test_a_manifest_survives_its_travels() -> None:
+def test_manifest_survives_its_travels() -> None:
     manifest = manifest_of("train/c/ä.jpg", "train/c/\udcff.jpg", "")
     manifest = replace(manifest, folders=Paths.of(["train/c"]), folder_stamps=np.array([7]))
     for copy in (Manifest.load(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
@@ -211,7 +191,7 @@ def test_network_file_systems_are_recognised(tmp_path: Path, device: str, kind: 
     assert file_system(Path("/var"), mounts) == "ext4"
 
 
-# ----------------------------------------------------------------------------------------------------- ownership
+# -- ownership ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 5), max_size=200), st.integers(1, 7), st.integers(0, 2**63))
@@ -231,37 +211,6 @@ def test_ownership_follows_the_seed_and_mixes_classes() -> None:
     assert 0.3 < (first[:-1] == first[1:]).mean() < 0.7  # no run of neighbours, as a contiguous cut would give
 
 
-# ------------------------------------------------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("source", "", "give the folder"),
-        ("memory_gb", -1.0, "at least 0"),
-        ("disk_gb", float("nan"), "at least 0"),
-        ("format", "png", "must be one of 'auto', 'jpeg', 'decoded'"),
-        ("shuffle", "some", "'local', 'global'"),
-        ("on_corrupt", "ignore", "'raise', 'skip'"),
-        ("short_side", 0, "pixels"),
-        ("storage_timeout", 0, "seconds"),
-        ("storage_readers", 0, "at a time"),
-        ("peer_address", "0.0.0.0", "every network"),
-        ("peer_address", "::", "every network"),
-    ],
-)
-def test_options_are_checked(option: str, value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        CacheConfig(**{"source": "/a", "cache_dir": "/b", option: value})
-
-
-def test_a_cache_in_its_source_is_refused(tmp_path: Path) -> None:
-    for inside in (tmp_path, tmp_path / "train" / "cache"):
-        with pytest.raises(ValueError, match="would be taken for data: give a folder on a local disk"):
-            config(tmp_path, inside)
-    config(tmp_path, tmp_path / "cache")
-
-
 def test_waiting_for_a_lock_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,9 +227,3 @@ def test_waiting_for_a_lock_is_logged(
     with locked(tmp_path / "free"):
         pass
     assert len(caplog.records) == 1
-
-
-def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_sparse.data.config.is_installed", lambda name: name not in ("lmdb", "xxhash"))
-    with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install lmdb .*\[data\]"):
-        CacheConfig(source="/there", cache_dir="/here")

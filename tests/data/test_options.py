@@ -1,15 +1,20 @@
-"""Options of the image DataModule: read by a parser as LightningCLI does it, and refused early."""
+"""Options: parsed as LightningCLI parses them, and refused early with their name and value."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_sparse.data.config import CacheConfig, ImageOptions
 from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
-from tests.data.fits import FLAVOURS
+from lightning_sparse.data.pipeline.sampler import SamplerConfig
+from lightning_sparse.data.tokens import TokenDataModuleMixin
+from tests.data.fits import FLAVOURS, ours
+from tests.helpers.data import counted
 from tests.helpers.distributed import run_ranks
 
 GIVEN = {"image_size": "{0: 128, 6: 224}", "crop_scale": "[0.25, 1]", "shuffle": "local", "val_fraction": "0.1"}
@@ -19,7 +24,7 @@ PARSED |= {"memory_gb": 4.0, "peer_ports": (29600, 29699), "lists": {"train": "a
 
 
 def parse(module: str, name: str) -> dict[str, Any]:
-    """What LightningCLI would make of `GIVEN`."""
+    """Parse `GIVEN` as LightningCLI does."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
@@ -29,37 +34,102 @@ def parse(module: str, name: str) -> dict[str, Any]:
     return {name: parsed[name] for name in GIVEN}
 
 
-def test_the_options_have_types_that_can_be_parsed() -> None:
+def test_options_of_the_image_module_have_types_that_can_be_parsed() -> None:
     pytest.importorskip("jsonargparse")
     mixin = "lightning_sparse.data.datamodule", "CachedImageDataModuleMixin"
     assert run_ranks(parse, *mixin, nodes=1, devices=1, init=False) == [PARSED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_lightning_cli_accepts_the_options(flavour: str) -> None:
-    """In an interpreter that has one flavour only."""
+def test_lightning_cli_accepts_the_options() -> None:
+    """In an interpreter with one package of Lightning."""
     pytest.importorskip("jsonargparse")
-    cls = f"lightning_sparse.flavours.{flavour}", "CachedImageDataModule"
+    cls = "lightning_sparse.flavours.lightning", "CachedImageDataModule"
     assert run_ranks(parse, *cls, nodes=1, devices=1, init=False, start_method="spawn") == [PARSED]
 
 
+def cache(folder: Path, **options: Any) -> None:
+    CacheConfig(**{"source": "/a", "cache_dir": str(folder / "cache"), **options})
+
+
+def image_options(_: Path, **options: Any) -> None:
+    ImageOptions(**options)
+
+
+def images(folder: Path, **options: Any) -> None:
+    CachedImageDataModuleMixin(str(folder), **{"cache_dir": str(folder / "cache"), **options})
+
+
+def samples(folder: Path, **options: Any) -> None:
+    ours(FLAVOURS[0]).CachedDataModule(
+        str(folder), str(folder.parent / "cache"), **{"decode": bytes, "batch_size": 3, **options}
+    )
+
+
+def sampler(_: Path, **options: Any) -> None:
+    SamplerConfig(**options)
+
+
+def tokens(folder: Path, **options: Any) -> None:
+    TokenDataModuleMixin(counted(folder / "0.bin", 41), **{"context": 4, **options})
+
+
+BAD: dict[Callable[..., None], list[tuple[str, Any]]] = {
+    cache: [
+        ("source", ""), ("memory_gb", -1.0), ("disk_gb", float("nan")), ("format", "png"),
+        ("shuffle", "some"), ("on_corrupt", "ignore"), ("short_side", 0), ("storage_timeout", 0),
+        ("storage_readers", 0), ("peer_address", "0.0.0.0"), ("peer_address", "::"), ("lists", {"val": "val.csv"}),
+        ("storage_options", {"key": "a"}),
+    ],
+    image_options: [
+        ("crop_scale", (0.0, 1.0)), ("crop_scale", (0.5, 0.2)), ("flip", 1.001), ("eval_resize", 200),
+        ("eval_resize", 256.5), ("image_size", "224"), ("image_size", {3: 128}), ("backend", "pil"), ("threads", 0),
+        ("std", (0.0, 1.0, 1.0)),
+    ],
+    images: [
+        ("cache_dir", None), ("batch_size", 0), ("shuffle", "all"), ("backend", "pil"), ("val_fraction", 1.0),
+        ("flip", 2.0), ("short_side", 200), ("limit", -1),
+    ],
+    samples: [
+        ("decode", None), ("transform", 3), ("workers", -1), ("batch_size", 0), ("lists", {"val": "val.csv"}),
+    ],
+    sampler: [("batch_size", 0)],
+    tokens: [
+        ("context", 0), ("batch_size", 0), ("val_fraction", 1.001), ("documents", "whole"),
+        *(("limit", each) for each in (0, -1, 1.5, 1.0, True, float("nan"))),
+    ],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("config", "option", "value"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
-        ({"image_size": {3: 128}}, "starting with epoch 0"),
-        ({"image_size": "224"}, "image_size='224' must be a size in pixels"),
-        ({"cache_dir": None}, "cache_dir='None': give the folder"),
-        ({"image_size": 224, "short_side": 200}, "short_side=200 is less than the largest image_size, 224"),
-        ({"shuffle": "all"}, "shuffle='all'"),
-        ({"backend": "pil"}, "backend='pil' must be one of 'auto', 'dali', 'torch'"),
-        ({"val_fraction": 1.0}, "val_fraction=1.0 must be"),
-        ({"threads": 0}, "threads=0 must be"),
-        ({"flip": 2.0}, "flip=2.0 must be"),
-        ({"std": (0.0, 1.0, 1.0)}, "each std above 0"),
+        pytest.param(config, *each, id=f"{config.__name__} {each[0]} {number}")
+        for config, pairs in BAD.items()
+        for number, each in enumerate(pairs)
     ],
 )
-def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        CachedImageDataModuleMixin(str(tmp_path), **{"cache_dir": str(tmp_path / "cache"), **options})
+def test_option_with_a_bad_value_is_refused_by_name(
+    tmp_path: Path, config: Callable[..., None], option: str, value: Any
+) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        config(tmp_path, **{option: value})
+    assert option in str(caught.value)
+    assert str(value) in str(caught.value) or isinstance(value, (dict, tuple)), str(caught.value)
+
+
+def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="val_fraction.*exclude each other"):
+        tokens(tmp_path, val_fraction=0.5, val="x.bin")
+    with pytest.raises(ValueError, match="short_side=200 is less than the largest image_size, 224"):
+        images(tmp_path, image_size=224, short_side=200)
+    for inside in (tmp_path, tmp_path / "train" / "cache"):
+        with pytest.raises(ValueError, match="would be taken for data: give a folder on a local disk"):
+            CacheConfig(source=str(tmp_path), cache_dir=str(inside))
+    CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+
+
+def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_sparse.data.config.is_installed", lambda name: name not in ("lmdb", "xxhash"))
+    with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install lmdb .*\[data\]"):
+        CacheConfig(source="/there", cache_dir="/here")

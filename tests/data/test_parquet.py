@@ -15,6 +15,7 @@ from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, o
 from lightning_sparse.data.config import CacheConfig, CorruptSampleError
 from lightning_sparse.data.sources import layout
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
+from tests.helpers.data import bytes_of, read
 
 pyarrow = pytest.importorskip("pyarrow", reason="it reads Parquet files")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -46,15 +47,13 @@ def data_set(root: Path, make: Any = payload, split: str = "train") -> Path:
     return root
 
 
-def config_of(folder: Path | str, cache: Path, **more: Any) -> CacheConfig:
-    return CacheConfig(
-        source=str(folder), cache_dir=str(cache), **{"format": "bytes", "memory_gb": 0.01, "shuffle": "global", **more}
-    )
+def config_of(folder: Path | str, cache: Path | None = None, **more: Any) -> CacheConfig:
+    return bytes_of(folder, cache, **{"shuffle": "global", **more})
 
 
-def test_some_rows_are_those_of_the_whole_list(tmp_path: Path) -> None:
+def test_selected_rows_equal_the_rows_of_the_file(tmp_path: Path) -> None:
     """As a limit leaves them: a row group is read for rows that are not neighbours."""
-    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    config = config_of(data_set(tmp_path / "source"))
     some = np.array([1, 2, 5, 9, 17, 23])
     store = SampleStore(config, load_or_list(config, "train").select(some))
     found = store.get(range(len(some)))
@@ -64,7 +63,7 @@ def test_some_rows_are_those_of_the_whole_list(tmp_path: Path) -> None:
 
 
 def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
-    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    config = config_of(data_set(tmp_path / "source"))
     assert classes_of(config, "train")[0] == ("cat", "dog")
     assert has_split(config, "train")
     manifest = load_or_list(config, "train")
@@ -79,14 +78,13 @@ def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
     assert counts.storage_bytes == sum(len(payload(number)) for number in range(24))
     assert counts.changed == 0
     store.close()
-    again = SampleStore(config, load_or_list(config, "train"))
-    assert [each.data.tobytes() for each in again.get(range(24))] == [payload(number) for number in range(24)]
-    assert again.counters().storage_samples == 0
-    again.close()
+    _, again, counts = read(config)
+    assert again == [payload(number) for number in range(24)]
+    assert counts.storage_samples == 0
 
 
-def test_the_ranks_of_a_node_read_each_row_group_once(tmp_path: Path) -> None:
-    config, run = config_of(data_set(tmp_path / "source"), tmp_path / "cache"), new_run()
+def test_ranks_of_a_node_read_each_row_group_once(tmp_path: Path) -> None:
+    config, run = config_of(data_set(tmp_path / "source")), new_run()
     manifest = load_or_list(config, "train")
     stores = [SampleStore(config, manifest, Placement(0, 1, rank), run) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
@@ -97,8 +95,8 @@ def test_the_ranks_of_a_node_read_each_row_group_once(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_row_group_has_one_owner(tmp_path: Path) -> None:
-    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+def test_row_group_has_one_owner(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"))
     manifest = load_or_list(config, "train")
     for nodes in (2, 3):
         owners = owners_of(manifest, nodes, 0)
@@ -107,21 +105,18 @@ def test_a_row_group_has_one_owner(tmp_path: Path) -> None:
     assert set(owners_of(manifest, 12, 0)) == set(range(12)), "fewer groups than nodes: by samples"
 
 
-def test_the_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:
-    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+def test_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"))
     report = warm(config, "train", placement=Placement(0, 2, 0))
     assert 6 <= report.fetched == report.files < 24
     report = warm(config, "train")
     assert (report.present + report.fetched, report.present > 0, report.corrupt) == (24, True, [])
-    store = SampleStore(config, load_or_list(config, "train"))
-    store.get(range(24))
-    assert store.counters().storage_samples == 0
-    store.close()
+    assert read(config)[2].storage_samples == 0
 
 
-def test_a_row_without_bytes_is_named(tmp_path: Path) -> None:
+def test_row_without_bytes_is_named(tmp_path: Path) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"image": image_column([b"a", None, b"c"])})
-    config = config_of(tmp_path / "source", tmp_path / "cache")
+    config = config_of(tmp_path / "source")
     manifest = load_or_list(config, "train")
     assert manifest.labels.shape == (3, 0)
     store = SampleStore(config, manifest)
@@ -134,16 +129,14 @@ def test_a_row_without_bytes_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.binary(2)])
 def test_bytes_of_each_type_are_samples(tmp_path: Path, kind: Any) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"a": pyarrow.array([b"ab", b"cd"], kind), "label": [1, 0]})
-    config = config_of(tmp_path / "source", tmp_path / "cache")
-    store = SampleStore(config, load_or_list(config, "train"))
-    assert [each.data.tobytes() for each in store.get([0, 1])] == [b"ab", b"cd"]
-    store.close()
+    config = config_of(tmp_path / "source")
+    assert read(config)[1] == [b"ab", b"cd"]
 
 
-def test_a_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
+def test_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
     file = tmp_path / "source" / "train" / "0.parquet"
     write(file, {"a": [b"a" * 1000, b"b" * 1000]})
-    config = config_of(tmp_path / "source", tmp_path / "cache", storage_timeout=600)
+    config = config_of(tmp_path / "source", storage_timeout=600)
     store = SampleStore(config, load_or_list(config, "train"))
     data = file.read_bytes()
     file.write_bytes(data[:4] + b"\xff" * 30 + data[34:])  # the header of the first page
@@ -161,7 +154,7 @@ def test_a_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
         (None, None, "it is not a Parquet file"),
     ],
 )
-def test_what_cannot_be_used_is_said(
+def test_parquet_file_that_cannot_be_used_is_refused(
     tmp_path: Path, columns: dict[str, Any] | None, member: str | None, says: str
 ) -> None:
     file = tmp_path / "source" / "train" / "0.parquet"
@@ -169,31 +162,29 @@ def test_what_cannot_be_used_is_said(
     if columns is None:
         file.write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=says):
-        load_or_list(config_of(tmp_path / "source", tmp_path / "cache", member=member), "train")
+        load_or_list(config_of(tmp_path / "source", member=member), "train")
 
 
 @pytest.mark.parametrize("about", [b"{", b"[" * 100_000])
-def test_metadata_that_are_damaged_are_no_fault_of_the_network(tmp_path: Path, about: bytes) -> None:
+def test_damaged_metadata_are_named(tmp_path: Path, about: bytes) -> None:
     file = tmp_path / "source" / "train" / "0.parquet"
     write(file, {"a": [b"a"]})
     parquet.write_table(parquet.read_table(file).replace_schema_metadata({b"huggingface": about}), file)
     with pytest.raises(ValueError, match=r"0\.parquet cannot be used: (JSONDecodeError|RecursionError)"):
-        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train")
+        load_or_list(config_of(tmp_path / "source"), "train")
 
 
-def test_the_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> None:
+def test_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> None:
     columns = {"left": [b"a", b"b"], "right": [b"c", b"d"], "label": ["oak", "beech"], "size": [1, 2]}
     write(tmp_path / "source" / "train" / "0.parquet", columns)
-    config = config_of(tmp_path / "source", tmp_path / "cache", member="right")
+    config = config_of(tmp_path / "source", member="right")
     manifest = load_or_list(config, "train")
     assert (manifest.classes, manifest.labels.tolist()) == (("beech", "oak"), [[1], [0]])
-    store = SampleStore(config, manifest)
-    assert [each.data.tobytes() for each in store.get([0, 1])] == [b"c", b"d"]
-    store.close()
+    assert read(config)[1] == [b"c", b"d"]
 
 
 def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    config = config_of(data_set(tmp_path / "source"))
     monkeypatch.setattr(layout, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
         load_or_list(config, "train")
@@ -206,7 +197,7 @@ def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytes
 )
 def test_lists_of_labels_are_rows_of_a_batch(tmp_path: Path, labels: list[list[Any]], count: int) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"x": [b"a", b"b"], "labels": labels})
-    config = config_of(tmp_path / "source", tmp_path / "cache")
+    config = config_of(tmp_path / "source")
     manifest = load_or_list(config, "train")
     assert manifest.labels.tolist() == labels
     assert manifest.num_classes == count
@@ -219,19 +210,13 @@ def test_lists_of_labels_are_rows_of_a_batch(tmp_path: Path, labels: list[list[A
         ([[1], [1, 2]], r"sample 2: the label is a list of 2 value\(s\), but the list of the first row has 1"),
         ([[1], [None]], r"sample 2: the label is \[None\]: write lists of numbers"),
         ([1, None], "sample 2: the label has no value"),
-        ([1.0, float("nan")], "sample 2: the label is nan"),
-        (
-            pyarrow.array([2**64 - 1, 1], pyarrow.uint64()),
-            "sample 1: the label is 18446744073709551615, which does not fit into 64 bits",
-        ),
-        (["1", "10"], "sample 1: the label is the text '1'"),
         (["a", " b"], "sample 2: the label is ' b': remove the spaces"),
     ],
 )
-def test_invalid_label_is_refused_with_its_row(tmp_path: Path, labels: Any, message: str) -> None:
+def test_label_that_cannot_be_used_is_refused_with_its_row(tmp_path: Path, labels: Any, message: str) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"x": [b"a", b"b"], "label": labels})
     with pytest.raises(ValueError, match=message):
-        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train")
+        load_or_list(config_of(tmp_path / "source"), "train")
 
 
 def test_columns_that_may_be_the_label_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -239,14 +224,14 @@ def test_columns_that_may_be_the_label_are_named(tmp_path: Path, caplog: pytest.
     write(tmp_path / "source" / "train" / "0.parquet", {"img": [b"a"], "fine_label": [1], "coarse_label": [0]})
     named = r"train/0\.parquet has no column label or labels, and fine_label, coarse_label are whole numbers"
     with pytest.raises(ValueError, match=named):
-        load_or_list(config_of(tmp_path / "source", tmp_path / "cache", format="jpeg"), "train")
-    manifest = load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), "train")
+        load_or_list(config_of(tmp_path / "source", format="jpeg"), "train")
+    manifest = load_or_list(config_of(tmp_path / "source"), "train")
     assert manifest.labels.shape == (1, 0)
     assert "fine_label, coarse_label are whole numbers" in caplog.text
 
 
 def test_cache_warm_verify_reads_row_groups_again(tmp_path: Path) -> None:
-    config = config_of(data_set(tmp_path / "source"), tmp_path / "cache")
+    config = config_of(data_set(tmp_path / "source"))
     warm(config, "train")
     assert warm(config, "train", verify=True).differing == []
     store = SampleStore(config, load_or_list(config, "train"))

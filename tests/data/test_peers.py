@@ -1,4 +1,4 @@
-"""Samples from the memory of another node, and who does not get them. Servers are real processes on loopback."""
+"""Samples from the memory of another node, and refused clients. Servers are real processes on loopback."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pickle
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +21,12 @@ import zmq
 from lightning_sparse.data import peers as interface
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.child import Child
-from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
+from lightning_sparse.data.config import CorruptSampleError, DataError
 from lightning_sparse.data.decode import Format
 from lightning_sparse.data.peers import RESERVE, Keys, allow_connections, client, server
 from lightning_sparse.data.sources.listing import load_or_list
-from tests.data.small import make_folder
+from tests.data.programs import program
+from tests.helpers.data import config_of, make_folder
 
 Nodes = tuple[list[SampleStore], dict[int, str]]
 
@@ -36,14 +35,8 @@ def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decod
     run = new_run()
     stores = []
     for node in range(2):
-        config = CacheConfig(
-            source=str(folder),
-            cache_dir=str(folder.parent / f"node{node}"),
-            memory_gb=0.01,
-            format=formats[node],
-            shuffle="global",
-            peer_address="127.0.0.1",
-        )
+        options = {"format": formats[node], "shuffle": "global", "peer_address": "127.0.0.1"}
+        config = config_of(folder, folder.parent / f"node{node}", **options)
         stores.append(SampleStore(config, load_or_list(config, "train"), Placement(node, 2), run))
     return stores
 
@@ -59,7 +52,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         store.close()
 
 
-def test_a_foreign_sample_comes_from_its_owner(nodes: Nodes) -> None:
+def test_sample_of_another_node_comes_from_its_memory(nodes: Nodes) -> None:
     """Also in the first epoch, so that each file is read from storage by one node only."""
     stores, _ = nodes
     first, second = stores
@@ -73,17 +66,14 @@ def test_a_foreign_sample_comes_from_its_owner(nodes: Nodes) -> None:
     assert (first.counters().peer_samples, first.counters().memory_samples) == (12, 6)
     counts = second.node_counters()
     assert (counts.storage_samples, counts.served_samples) == (12, 6)
-    assert counts.memory_samples == 6  # its own: what it served is not among its hits
-
-
-def test_a_spawned_worker_knows_the_peers(nodes: Nodes) -> None:
-    copy = pickle.loads(pickle.dumps(nodes[0][0]))
+    assert counts.memory_samples == 6, "only its own samples"
+    copy = pickle.loads(pickle.dumps(first))  # in a spawned worker
     copy.get(range(12))
     assert copy.counters().peer_samples == 6
     copy.close()
 
 
-def test_a_peer_with_another_format_is_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_peer_with_another_format_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = make_nodes(make_folder(tmp_path / "pictures"), formats=("jpeg", "decoded"))
     first.connect({1: second.serve()})
     assert [sample.data.ndim for sample in first.get(range(12))] == [1] * 12
@@ -93,7 +83,7 @@ def test_a_peer_with_another_format_is_of_no_use(tmp_path: Path, caplog: pytest.
     second.close()
 
 
-def test_a_damaged_file_is_named_by_who_asked(nodes: Nodes) -> None:
+def test_damaged_file_is_named_by_the_client(nodes: Nodes) -> None:
     first, _ = nodes[0]
     index = int(np.flatnonzero(first.owners == 1)[2])
     (Path(first.config.source) / first.manifest.paths[index]).write_bytes(b"no picture")
@@ -103,7 +93,7 @@ def test_a_damaged_file_is_named_by_who_asked(nodes: Nodes) -> None:
     assert [sample.index for sample in first.get(good)] == good
 
 
-def test_a_killed_peer_is_replaced_by_disk_and_storage(
+def test_killed_peer_is_replaced_by_disk_and_storage(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(client, "DEAD_S", 0.5)
@@ -123,45 +113,40 @@ def test_a_killed_peer_is_replaced_by_disk_and_storage(
 
 
 @pytest.mark.slow
-def test_a_busy_peer_is_not_taken_for_dead(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_peer_stays_in_use(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers pings while all of its readers wait: here for a lock that another process holds."""
     monkeypatch.setattr(client, "DEAD_S", 1.0)
     monkeypatch.setattr(client, "PING_S", 0.1)
     first, second = nodes[0]
     hold = "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX);"
     hold += "print('held', flush=True); time.sleep(2.5)"
-    path = f"/proc/{os.getpid()}/fd/{second._tiers().memory._segment.file}"
-    with subprocess.Popen([sys.executable, "-c", hold, path], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    with program(hold, f"/proc/{os.getpid()}/fd/{second._tiers().memory._segment.file}") as holder:
+        holder.wait_for("held")
         foreign = np.flatnonzero(first.owners == 1).tolist()
         first.get(foreign)
     assert first.counters().peer_samples == len(foreign)
 
 
-@pytest.mark.slow
-def test_the_server_ends_with_who_started_it(tmp_path: Path) -> None:
-    make_folder(tmp_path / "pictures")
-    code = f"""
-import os, sys
+OWNER = """
+import sys
 from pathlib import Path
 from tests.data.test_peers import make_nodes
-stores = make_nodes(Path({str(tmp_path / "pictures")!r}))
+stores = make_nodes(Path(sys.argv[1]))
 print(stores[1].serve(), stores[1]._tiers().server._child.process.pid, flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        endpoint, pid = owner.stdout.readline().split()
+
+
+@pytest.mark.slow
+def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    make_folder(tmp_path / "pictures")
+    with program(OWNER, tmp_path / "pictures") as owner:
+        endpoint, pid = owner.line().split()
         assert endpoint.startswith("tcp://127.0.0.1:")
-        owner.kill()
+        owner.send(signal.SIGKILL)
         owner.wait()
-        deadline = time.monotonic() + 20
-        while os.path.exists(f"/proc/{pid}/exe") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not os.path.exists(f"/proc/{pid}/exe")
+        while os.path.exists(f"/proc/{pid}/exe"):
+            time.sleep(0.02)
 
 
 def test_threads_share_one_connection(nodes: Nodes) -> None:
@@ -177,7 +162,7 @@ def test_threads_share_one_connection(nodes: Nodes) -> None:
     assert first.counters().peer_samples == 161 * len(foreign)
 
 
-def test_too_many_open_files_end_no_run(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_open_files_do_not_end_a_run(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     first = nodes[0][0]
     foreign = np.flatnonzero(first.owners == 1).tolist()
     first.get(range(12))
@@ -195,7 +180,7 @@ def test_too_many_open_files_end_no_run(nodes: Nodes, caplog: pytest.LogCaptureF
     assert "cannot be reached (Too many open files)" in caplog.text
 
 
-def test_a_limit_that_is_too_low_is_raised_or_refused() -> None:
+def test_limit_that_is_too_low_is_raised_or_refused() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -218,7 +203,7 @@ def cpu_in_a_second(pid: int) -> float:
     return cpu_seconds(pid) - before
 
 
-def test_a_server_at_its_limit_neither_spins_nor_forgets_its_clients(nodes: Nodes) -> None:
+def test_server_at_its_limit_rests_and_serves_its_clients(nodes: Nodes) -> None:
     (first, second), endpoints = nodes
     foreign = np.flatnonzero(first.owners == 1).tolist()
     first.get(foreign)
@@ -244,11 +229,11 @@ def test_a_server_at_its_limit_neither_spins_nor_forgets_its_clients(nodes: Node
     assert answer[0] == b"have"
 
 
-# ----------------------------------------------------------------------------------------------------- strangers
+# -- strangers ---------------------------------------------------------------------------------------------------------
 
 
 def ask(endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> list[bytes]:
-    """What a client with these keys (server's public, own public, own secret) is answered within a second."""
+    """The answer within a second to a client with these keys (server's public, own public, own secret)."""
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as client:
@@ -262,7 +247,7 @@ def ask(endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> list[bytes]:
         context.destroy(linger=0)
 
 
-def test_a_stranger_gets_nothing(nodes: Nodes) -> None:
+def test_stranger_gets_nothing(nodes: Nodes) -> None:
     stores, endpoints = nodes
     keys = Keys.of(stores[0]._run)
     own = zmq.curve_keypair()
@@ -286,13 +271,8 @@ def test_a_stranger_gets_nothing(nodes: Nodes) -> None:
             received = b""
         assert len(received) < 128  # a greeting, no sample
     assert stores[0].get([int(np.flatnonzero(stores[0].owners == 1)[0])])  # it still serves
-
-
-def test_only_the_given_interface_is_bound(nodes: Nodes) -> None:
-    _, endpoints = nodes
-    port = int(endpoints[1].rpartition(":")[2])
     with socket.socket() as probe:  # the same port is free on another address of this machine
-        probe.bind(("127.0.0.2", port))
+        probe.bind(("127.0.0.2", int(port)))
 
 
 def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
@@ -301,9 +281,8 @@ def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         folder = make_folder(tmp_path / "pictures", per_class=1)
-        options = {"source": str(folder), "cache_dir": str(tmp_path / "cache"), "memory_gb": 0.01}
         for ports in ((port, min(port + 20, 65535)), (port, port)):
-            config = CacheConfig(**options, peer_address="127.0.0.1", peer_ports=ports)  # type: ignore[arg-type]
+            config = config_of(folder, peer_address="127.0.0.1", peer_ports=ports)
             store = SampleStore(config, load_or_list(config, "train"), Placement(0, 2))
             if ports[0] < ports[1]:
                 assert ports[0] < int(store.serve().rpartition(":")[2]) <= ports[1]
@@ -313,7 +292,7 @@ def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
             store.close()
 
 
-def test_a_master_that_resolves_to_loopback_takes_the_interface_towards_the_others() -> None:
+def test_master_that_resolves_to_loopback_takes_the_interface_towards_the_others() -> None:
     """Debian's hosts file gives a machine's own name the address 127.0.1.1."""
     assert interface.reachable("127.0.1.1", ["127.0.1.1", "127.0.1.1"]) == "127.0.1.1"  # all nodes on one machine
     assert interface.reachable("10.0.0.1", ["127.0.1.1"]) == "10.0.0.1"
@@ -323,7 +302,7 @@ def test_a_master_that_resolves_to_loopback_takes_the_interface_towards_the_othe
     assert interface.reachable("127.0.1.1", ["127.0.1.1", "198.51.100.7"]) == own
 
 
-def test_an_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     assert interface.node_address(loopback) == "127.0.0.1"
     assert interface.node_address("::1") == "::1"
@@ -338,7 +317,7 @@ def test_an_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_server_that_hangs_while_it_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never reads what the parent sends, which is more than the socket holds."""
+    """It never reads, and the parent sends more than the socket holds."""
     (tmp_path / "hang.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.setattr(server, "START_S", 1.0)
     monkeypatch.setattr(server, "Child", lambda _: Child(tmp_path / "hang.py"))

@@ -1,7 +1,8 @@
-"""DALI and torch: the same samples, labels and crops; nothing frozen, nothing left behind."""
+"""DALI and torch give equal samples, labels and crops, and leave no threads."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import shutil
@@ -15,19 +16,16 @@ import pytest
 import torch
 
 from lightning_sparse.data.config import ImageOptions
-from lightning_sparse.data.pipeline.images import prepare, random_crops
+from lightning_sparse.data.pipeline.images import TorchPipeline, prepare, random_crops
 from lightning_sparse.data.pipeline.loader import BatchRequest
-from tests.data.fake_store import FolderStore
-from tests.data.pictures import make_folder
+from tests.data.fake_store import FolderStore, make_folder
 
 FORMATS = ["decoded", "jpeg"]
-BACKENDS = [
-    "torch",
-    pytest.param(
-        "dali", marks=pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="DALI is not installed")
-    ),
-]
+needs_dali = pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="DALI is not installed")
+BACKENDS = ["torch", pytest.param("dali", marks=needs_dali)]
 OPTIONS = ImageOptions(seed=3)
+GRAY_LEVELS = ImageOptions(seed=3, mean=(0, 0, 0), std=(1 / 255,) * 3)
+Made = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +46,16 @@ def _no_threads_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before, "threads were left behind"
 
 
-def pipeline(backend: str, store: FolderStore, options: ImageOptions = OPTIONS) -> Any:
+@contextlib.contextmanager
+def pipeline(backend: str, store: FolderStore, options: ImageOptions = OPTIONS) -> Iterator[Any]:
     if backend == "torch":
-        from lightning_sparse.data.pipeline.images import TorchPipeline
+        pipe: Any = TorchPipeline(store, options, threads=2)
+    else:
+        from lightning_sparse.data.pipeline.dali import DaliPipeline
 
-        return TorchPipeline(store, options, threads=2)
-    from lightning_sparse.data.pipeline.dali import DaliPipeline
-
-    return DaliPipeline(store, options, batch_size=4, threads=1)
+        pipe = DaliPipeline(store, options, batch_size=4, threads=1)
+    with contextlib.closing(pipe):
+        yield pipe
 
 
 def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, steps: int = 3) -> list[BatchRequest]:
@@ -63,18 +63,20 @@ def requests(count: int, *, epoch: int = 0, size: int = 32, train: bool = True, 
     return [BatchRequest(each % count, epoch, size, train) for each in indices]
 
 
-def made(
-    backend: str, store: FolderStore, wanted: list[BatchRequest], options: ImageOptions = OPTIONS
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pipe = pipeline(backend, store, options)
-    try:
+def made(backend: str, store: FolderStore, wanted: list[BatchRequest], options: ImageOptions = OPTIONS) -> Made:
+    with pipeline(backend, store, options) as pipe:
         return [(images.clone(), labels.clone()) for images, labels in pipe.run(wanted)]
-    finally:
-        pipe.close()
+
+
+def pairs_of(one: Made, other: Made) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The images of both, whose labels are equal."""
+    for (images, labels), (other_images, other_labels) in zip(one, other, strict=True):
+        assert torch.equal(labels, other_labels)
+        yield images, other_images
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_batches_have_the_asked_samples_in_order(backend: str, store: FolderStore) -> None:
+def test_batches_have_the_requested_samples_in_order(backend: str, store: FolderStore) -> None:
     wanted = [*requests(len(store)), BatchRequest(np.array([5, 1]), 0, 40, True)]
     batches = made(backend, store, wanted)
     assert [tuple(images.shape) for images, _ in batches] == [(4, 3, 32, 32)] * 3 + [(2, 3, 40, 40)]
@@ -83,15 +85,18 @@ def test_batches_have_the_asked_samples_in_order(backend: str, store: FolderStor
     assert sorted(store.asked) == sorted(each.indices.tolist() for each in wanted)
 
 
+@needs_dali
 @pytest.mark.parametrize("store_format", FORMATS)
-def test_without_resizing_both_backends_give_the_same_pixels(folder: Path, store_format: Any) -> None:
-    """Validation of a square cut of 56 out of a short side of 64: the window is as large as what is wanted."""
-    root = folder if store_format == "decoded" else _square(folder)
+def test_pixels_without_resizing_are_equal_in_both_backends(folder: Path, store_format: Any) -> None:
+    """Validation of a square crop of 56 from a short side of 64: the crop is as large as the result."""
+    root = folder
+    if store_format == "jpeg":  # files whose short side is 64
+        sizes = [(64, 80), (90, 64)]
+        root = make_folder(folder.parent.parent / "squares", {"a": 9}, sizes, splits=["train"]) / "train"
     store = FolderStore(root, store_format, 64)
     wanted, options = requests(len(store), size=56, train=False), ImageOptions(image_size=56, eval_resize=64)
-    ours, theirs = made("torch", store, wanted, options), made(_dali(), store, wanted, options)
-    for (one, labels), (other, other_labels), request in zip(ours, theirs, wanted, strict=True):
-        assert torch.equal(labels, other_labels)
+    ours, theirs = made("torch", store, wanted, options), made("dali", store, wanted, options)
+    for (one, other), request in zip(pairs_of(ours, theirs), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
         expected = prepare(store, request, OPTIONS).images[0]
         if store_format == "decoded":
@@ -101,54 +106,38 @@ def test_without_resizing_both_backends_give_the_same_pixels(folder: Path, store
             torch.testing.assert_close(one[0], (pixels - mean) / std, rtol=0, atol=1e-5)
 
 
-def test_small_pictures_are_validated_whole(tmp_path: Path) -> None:
+def test_small_images_are_validated_whole(tmp_path: Path) -> None:
     """Those of CIFAR have 32 pixels, of which a crop of 7/8 would leave 28, enlarged again."""
     store = FolderStore(make_folder(tmp_path, sizes=((32, 32),)) / "train", short_side=37)
     wanted = requests(len(store), size=32, train=False)
-    plain = ImageOptions(mean=(0, 0, 0), std=(1 / 255,) * 3)
-    for request, (images, _) in zip(wanted, made("torch", store, wanted, plain), strict=True):
+    for request, (images, _) in zip(wanted, made("torch", store, wanted, GRAY_LEVELS), strict=True):
         for sample, image in zip(store.get(request.indices.tolist()), images, strict=True):
             torch.testing.assert_close(image.permute(1, 2, 0), torch.from_numpy(sample.data.copy()).float())
 
 
-def _dali() -> str:
-    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-    return "dali"
-
-
-def _square(folder: Path) -> Path:
-    """JPEG files whose short side is 64."""
-    return make_folder(folder.parent.parent / "squares", {"a": 9}, [(64, 80), (90, 64)], splits=["train"]) / "train"
-
-
-def test_with_resizing_both_backends_show_the_same_window(store: FolderStore) -> None:
+@needs_dali
+def test_crops_with_resizing_are_alike_in_both_backends(store: FolderStore) -> None:
     wanted = requests(len(store), epoch=2)
-    plain = ImageOptions(seed=3, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
-    for (one, _), (other, _) in zip(
-        made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
-    ):
-        difference = (one - other).abs()
-        assert difference.mean() < 2.5, "another region or a flip would differ by tens"
+    ours, theirs = made("torch", store, wanted, GRAY_LEVELS), made("dali", store, wanted, GRAY_LEVELS)
+    for one, other in pairs_of(ours, theirs):
+        assert (one - other).abs().mean() < 2.5, "another region or a flip would differ by tens"
         assert (one - other.flip(-1)).abs().mean() > 5, "the check would not see a flip"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("train", [True, False])
 def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bool) -> None:
-    """Of photographs larger than the short side: which format is in memory may depend on how much of it is free."""
-    plain = ImageOptions(seed=3, mean=(0, 0, 0), std=(1 / 255,) * 3)  # levels of gray
+    """Photographs are larger than the short side: which format is in memory may depend on how much of it is free."""
     files, pixels = FolderStore(folder, "jpeg"), FolderStore(folder, "decoded")
-    pixels.paths = files.paths  # the folder has other files, too
+    pixels.paths, pixels.labels = files.paths, files.labels  # the folder has other files, too
     wanted = requests(len(files), epoch=2, train=train)
-    for (one, _), (other, _) in zip(
-        made(backend, files, wanted, plain), made(backend, pixels, wanted, plain), strict=True
-    ):
+    for one, other in pairs_of(made(backend, files, wanted, GRAY_LEVELS), made(backend, pixels, wanted, GRAY_LEVELS)):
         assert (one - other).abs().mean() < (1e-6 if backend == "torch" else 0.5), "JPEG at quality 90 loses about 2"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
-    """Not at its edges either, which a resize of a region of the whole picture would blend with what is beside it."""
+def test_pixels_around_the_crop_are_not_used(backend: str, folder: Path) -> None:
+    """A resize of a region of the whole image would blend the edges with pixels around them."""
 
     class Blackened(FolderStore):
         def get(self, indices: Any) -> Any:
@@ -166,30 +155,23 @@ def test_nothing_around_the_window_is_seen(backend: str, folder: Path) -> None:
 
     store = FolderStore(folder)
     wanted = requests(len(store), epoch=2)
-    whole, blackened = made(backend, store, wanted), made(backend, Blackened(folder), wanted)
-    for (one, _), (other, _) in zip(whole, blackened, strict=True):
+    for one, other in pairs_of(made(backend, store, wanted), made(backend, Blackened(folder), wanted)):
         assert torch.equal(one, other)
 
 
-def test_pixels_that_are_normalised_on_a_device_give_the_same_batches(store: FolderStore) -> None:
+def test_pixels_normalized_on_a_device_give_the_same_batches(store: FolderStore) -> None:
     """The CPU stands for the GPU, as the device that bytes are uploaded to."""
-    from lightning_sparse.data.pipeline.images import TorchPipeline
-
     wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
-    pipe = TorchPipeline(store, OPTIONS, threads=2, device=torch.device("cpu"))
-    try:
+    with contextlib.closing(TorchPipeline(store, OPTIONS, threads=2, device=torch.device("cpu"))) as pipe:
         batches = list(pipe.run(wanted))
-    finally:
-        pipe.close()
-    for (one, labels), (other, other_labels) in zip(batches, made("torch", store, wanted), strict=True):
+    for one, other in pairs_of(batches, made("torch", store, wanted)):
         assert one.is_contiguous()
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-        assert torch.equal(labels, other_labels)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_are_made_outside_the_training_thread(backend: str, folder: Path) -> None:
-    """A request is the sampler's work on a step, which grows with the number of ranks."""
+    """The sampler makes a request for each step. This work grows with the number of ranks."""
     store, made_in = FolderStore(folder), set()
 
     def asked() -> Iterator[BatchRequest]:
@@ -197,31 +179,27 @@ def test_requests_are_made_outside_the_training_thread(backend: str, folder: Pat
             made_in.add(threading.current_thread())
             yield request
 
-    pipe = pipeline(backend, store)
-    assert len(list(pipe.run(asked()))) == 5
-    pipe.close()
+    with pipeline(backend, store) as pipe:
+        assert len(list(pipe.run(asked()))) == 5
     assert made_in
     assert threading.current_thread() not in made_in
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_batches_outlive_the_ones_that_follow(backend: str, folder: Path) -> None:
+def test_batch_outlives_the_next_batches(backend: str, folder: Path) -> None:
     """Memory is handed over without a copy, and used again: not while a batch is in use."""
     store = FolderStore(folder)
-    pipe = pipeline(backend, store)
     wanted = requests(len(store), steps=20)
-    try:
+    with pipeline(backend, store) as pipe:
         kept = [images for images, _ in pipe.run(wanted)]
         sums = [float(images.sum()) for images in kept]
         assert sums == [float(images.sum()) for images, _ in pipe.run(wanted)]
         assert len(set(sums)) > 10
-    finally:
-        pipe.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_picture_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> None:
-    """EXIF: the window is one of the upright picture, in both backends and formats."""
+def test_image_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> None:
+    """EXIF: the crop is a crop of the upright image, in both backends and formats."""
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "a").mkdir()
     upright = np.zeros((64, 96, 3), np.uint8)
@@ -230,11 +208,9 @@ def test_a_picture_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -
     exif[0x0112] = 6  # show it turned by 90 degrees clockwise
     turned = image.fromarray(np.ascontiguousarray(np.rot90(upright)))
     turned.save(tmp_path / "a" / "0.jpg", quality=95, exif=exif)
-    plain = ImageOptions(mean=(0, 0, 0), std=(1 / 255,) * 3)
-    for store_format in ("decoded", "jpeg"):
-        ((images, _),) = made(
-            backend, FolderStore(tmp_path, store_format), [BatchRequest(np.array([0]), 0, 56, False)], plain
-        )
+    wanted = [BatchRequest(np.array([0]), 0, 56, False)]
+    for store_format in FORMATS:
+        ((images, _),) = made(backend, FolderStore(tmp_path, store_format), wanted, GRAY_LEVELS)
         pixels = images[0].permute(1, 2, 0)
         corners = [pixels[5, 5], pixels[5, -5], pixels[-5, 5], pixels[-5, -5]]
         expected = [(200, 100, 200), (200, 200, 200), (0, 100, 0), (0, 0, 0)]
@@ -242,7 +218,8 @@ def test_a_picture_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -
             assert (corner - torch.tensor(colour)).abs().max() < 12, (store_format, corners)
 
 
-def test_files_that_are_no_plain_jpeg_look_alike_in_both_backends(tmp_path: Path) -> None:
+@needs_dali
+def test_files_that_are_not_plain_jpeg_look_alike_in_both_backends(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "a").mkdir()
     picture = image.open(next((make_folder(tmp_path / "made") / "train" / "apple").glob("*.jpg"))).convert("RGB")
@@ -255,29 +232,27 @@ def test_files_that_are_no_plain_jpeg_look_alike_in_both_backends(tmp_path: Path
     shutil.rmtree(tmp_path / "made")
     store = FolderStore(tmp_path, "jpeg")
     wanted = [BatchRequest(np.array([index]), 0, 84, False) for index in range(len(store))]
-    plain = ImageOptions(mean=(0, 0, 0), std=(1 / 255,) * 3)
-    for path, (one, _), (other, _) in zip(
-        store.paths, made("torch", store, wanted, plain), made(_dali(), store, wanted, plain), strict=True
-    ):
+    ours, theirs = made("torch", store, wanted, GRAY_LEVELS), made("dali", store, wanted, GRAY_LEVELS)
+    for path, (one, other) in zip(store.paths, pairs_of(ours, theirs), strict=True):
         assert (one - other).abs().mean() < 2, path.name
 
 
-def test_what_dali_cannot_read_is_named(folder: Path) -> None:
+@needs_dali
+def test_file_that_dali_cannot_read_is_named(folder: Path) -> None:
     class Broken(FolderStore):
         def get(self, indices: Any) -> Any:
             return [each._replace(data=each.data[: len(each.data) // 2]) for each in super().get(indices)]
 
     store = Broken(folder, "jpeg")
     with pytest.raises(RuntimeError, match=r"one of the samples \[0, 3, 6, 9\].*backend='torch'"):
-        made(_dali(), store, [BatchRequest(np.array([0, 3, 6, 9]), 0, 500, True)])
+        made("dali", store, [BatchRequest(np.array([0, 3, 6, 9]), 0, 500, True)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_starts_before_it_is_asked_for_and_each_iterator_is_fresh(backend: str, folder: Path) -> None:
+def test_nothing_starts_before_its_iterator_is_used(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
-    pipe = pipeline(backend, store)
     wanted = requests(len(store), steps=9)
-    try:
+    with pipeline(backend, store) as pipe:
         pipe.run(wanted)
         assert store.asked == []
         half = pipe.run(wanted)
@@ -290,20 +265,15 @@ def test_nothing_starts_before_it_is_asked_for_and_each_iterator_is_fresh(backen
             assert len(whole) == 9
             assert torch.equal(whole[0], first[0])
             assert torch.equal(whole[1], first[1])
-    finally:
-        pipe.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) -> None:
+def test_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
-    pipe = pipeline(backend, store)
     wanted = [*requests(len(store), steps=2), BatchRequest(np.array([10**6]), 0, 32, True)]
-    try:
+    with pipeline(backend, store) as pipe:
         batches = pipe.run(wanted)
         next(batches)
         next(batches)
         with pytest.raises(IndexError):
             next(batches)
-    finally:
-        pipe.close()

@@ -1,4 +1,4 @@
-"""Results made ahead of time in threads: in order, no more than asked for, and nobody waits for what takes long."""
+"""Results made ahead of time in threads: in order, and no more than requested."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_threads_that_make_results_keep_their_order_and_their_errors() -> None:
         next(made)
 
 
-def test_closing_does_not_wait_for_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_slow_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as storage that hangs; the thread ends when it is back."""
     monkeypatch.setattr(prefetch_module, "CLOSE_S", 0.05)
     hangs, thread = threading.Event(), set(threading.enumerate())
@@ -62,7 +62,7 @@ def test_closing_does_not_wait_for_what_takes_long(monkeypatch: pytest.MonkeyPat
     assert not left.is_alive()
 
 
-def test_closing_ahead_closes_what_it_reads() -> None:
+def test_closing_closes_the_inner_iterator() -> None:
     closed: list[str] = []
 
     def items() -> Iterator[int]:

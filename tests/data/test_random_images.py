@@ -1,4 +1,4 @@
-"""Random, odd and damaged images: the decoder refuses what Pillow refuses, and returns the pixels that Pillow reads.
+"""Random, odd and damaged images: the decoder and Pillow read equal pixels and refuse the same files.
 
 ``IMAGES_INPUTS`` sets the number of inputs of each test, ``IMAGES_SEED`` the first seed.
 """

@@ -1,10 +1,12 @@
-"""Random folders, archives and tables give the samples and labels of torchvision, tarfile, pyarrow and pandas.
+"""Random folders, archives and tables give the samples and labels of torchvision, tarfile, pyarrow and pandas,
+on a local disk, through fsspec, on sshfs and on S3.
 
 ``SOURCES_INPUTS`` sets the number of inputs of each kind, ``SOURCES_SEED`` the first seed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -26,6 +28,7 @@ from lightning_sparse.data.sources.layout import Split
 from lightning_sparse.data.sources.listing import find_layout
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile
+from tests.helpers.data import needs_s3, s3_server, sshfs_mount, tar_of, upload, write
 
 T = TypeVar("T")
 INPUTS = int(os.environ.get("SOURCES_INPUTS", "25"))
@@ -65,11 +68,11 @@ def contents(storage: Storage, manifest: Manifest) -> dict[str, bytes]:
     return found
 
 
-def config_of(source: Path | str, format: Any = "bytes") -> CacheConfig:
-    return CacheConfig(source=str(source), cache_dir="none", format=format)
+def config_of(source: Path | str, **more: Any) -> CacheConfig:
+    return CacheConfig(source=str(source), cache_dir="none", **{"format": "bytes", **more})
 
 
-# ------------------------------------------------------------------------------------------------------------ folders
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 
 def grow(draw: random.Random, folder: Path, depth: int, links: bool) -> None:
@@ -96,7 +99,7 @@ def grow(draw: random.Random, folder: Path, depth: int, links: bool) -> None:
 
 def link(path: Path, target: Path) -> None:
     if not path.exists():
-        path.symlink_to(target)
+        path.symlink_to(os.path.relpath(target, path.parent))  # sshfs refuses links that leave the mount
 
 
 def image_folder(split: Path) -> dict[str, str]:
@@ -112,36 +115,57 @@ def image_folder(split: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("scheme", ["", "simplecache::file://"])
-def test_folders_give_the_samples_and_labels_of_torchvision(tmp_path: Path, scheme: str) -> None:
+@pytest.fixture(
+    params=["local", "file", pytest.param("sshfs", marks=pytest.mark.sshfs), pytest.param("s3", marks=needs_s3)]
+)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str, dict[str, Any], Any]]:
+    """A folder, its source, storage_options, and the file system of S3, to which each split is copied."""
+    kind, here = request.param, tmp_path / "here"
+    write(here / "not empty")
+    with contextlib.ExitStack() as stack:
+        if kind == "s3":
+            options, files = stack.enter_context(s3_server())
+            files.mkdir("folders")
+            yield here, "s3://folders", options, files
+        elif kind == "sshfs":
+            stack.enter_context(sshfs_mount(here, tmp_path / "there"))
+            yield here, str(tmp_path / "there"), {}, None
+        else:
+            yield here, f"{'simplecache::file://' if kind == 'file' else ''}{here}", {}, None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_folders_give_the_samples_and_labels_of_torchvision(place: tuple[Path, str, dict[str, Any], Any]) -> None:
     pytest.importorskip("torchvision", reason="it is the reference")
-    source = f"{scheme}{tmp_path}"
+    here, source, options, files = place
     refused = 0
-    with Storage(config_of(source), timeout=60.0) as storage:
+    with Storage(config_of(source, storage_options=options or None), timeout=60.0) as storage:
         for number, draw in enumerate(inputs("folders")):
-            split = tmp_path / f"split{number}"
+            split = here / f"split{number}"
             classes = draw.sample(NAMES, draw.randint(1, 4))
             for name in classes:
-                grow(draw, split / name, 2, links=not scheme)  # fsspec leaves out links to folders
+                grow(draw, split / name, 2, links=source == str(here))  # fsspec leaves out links to folders
             for name in draw.sample([*OTHERS, "a.jpg"], draw.randrange(2)):
                 (split / f"next{name}").write_bytes(b"no sample")
+            if files is not None:
+                upload(files, split, f"folders/{split.name}")
             expected = image_folder(split)
-            visible = sorted(classes)
             if {*expected.values()} != {*classes} or too_deep(split, expected):
                 refused += 1
                 with pytest.raises(ValueError, match="contains no images|would be the only class"):
-                    list_images(storage, source, split)
+                    list_images(storage, source, options, split)
                 continue
-            manifest = list_images(storage, source, split)
+            manifest = list_images(storage, source, options, split)
             labels = [manifest.classes[label] for label in manifest.labels.tolist()]
-            assert manifest.classes == tuple(visible), split
+            assert manifest.classes == tuple(sorted(classes)), split
             assert dict(zip(manifest.paths, labels, strict=True)) == expected, split
-            assert contents(storage, manifest) == {path: (tmp_path / path).read_bytes() for path in expected}
+            assert contents(storage, manifest) == {path: (here / path).read_bytes() for path in expected}
     assert refused < 0.9 * INPUTS
 
 
-def list_images(storage: Storage, source: str, split: Path) -> Manifest:
-    asked = Split(config_of(source, "jpeg"), split.name, 60.0, quiet=True)
+def list_images(storage: Storage, source: str, options: dict[str, Any], split: Path) -> Manifest:
+    config = config_of(source, format="jpeg", storage_options=options or None)
+    asked = Split(config, split.name, 60.0, quiet=True)
     asked.storage = storage
     asked.probed = lambda files: np.zeros((0, 3), np.int64)  # type: ignore[method-assign]  # the files are not real images
     return find_layout(asked).manifest()
@@ -154,7 +178,7 @@ def too_deep(split: Path, expected: dict[str, str]) -> bool:
     return len(only) == 1 and len(folders) > 1 and f"{split.name}/{min(only)}" not in folders
 
 
-# ----------------------------------------------------------------------------------------------------------- archives
+# -- archives ----------------------------------------------------------------------------------------------------------
 
 
 def make_tar(draw: random.Random, file: Path) -> None:
@@ -247,9 +271,8 @@ def damage(draw: random.Random, file: Path) -> None:
 def test_archives_read_by_many_threads_give_the_right_bytes(tmp_path: Path, kind: str) -> None:
     for number, draw in enumerate([*inputs(f"archives {kind}")][: max(2, INPUTS // 20)]):
         file, prefix = tmp_path / f"{number}.{kind}", draw.choice(["", "./"]) if kind != "zip" else ""
-        files = {
-            f"train/{draw.choice('ab')}/{each}.bin": draw.randbytes(draw.randrange(1, 4000)) for each in range(120)
-        }
+        names = [f"train/{draw.choice('ab')}/{each}.bin" for each in range(120)]
+        files = {name: draw.randbytes(draw.randrange(1, 4000)) for name in names}
         archive(file, kind, {f"{prefix}{name}": data for name, data in files.items()})
         config = config_of(f"{kind.partition('.')[0]}://::file://{file}")
         with Storage(config, timeout=60.0, readers=8) as storage:
@@ -257,19 +280,15 @@ def test_archives_read_by_many_threads_give_the_right_bytes(tmp_path: Path, kind
 
 
 def archive(file: Path, kind: str, files: dict[str, bytes]) -> None:
-    if kind == "zip":
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
-            for name, data in files.items():
-                packed.writestr(name, data)
+    if kind != "zip":
+        file.write_bytes(tar_of(files, "w:gz" if kind == "tar.gz" else "w"))
         return
-    with tarfile.open(file, "w:gz" if kind == "tar.gz" else "w") as tar:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, data in files.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            tar.addfile(about, io.BytesIO(data))
+            packed.writestr(name, data)
 
 
-# ------------------------------------------------------------------------------------------------------------- tables
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 VALUES: list[Callable[[random.Random], str]] = [
     lambda draw: str(draw.randrange(-5, 30)),
@@ -334,9 +353,7 @@ def labels_of(data: bytes) -> tuple[Sequence[str], npt.NDArray[Any], tuple[str, 
 
 
 @pytest.mark.parametrize("reference", [of_pyarrow, of_pandas])
-def test_labels_of_random_tables_equal_the_reference_or_are_refused(
-    reference: Callable[[bytes], list[list[Any]]],
-) -> None:
+def test_labels_of_random_tables_equal_the_reference_or_are_refused(reference: Any) -> None:
     accepted = 0
     for number, draw in enumerate(inputs("tables")):
         data = random_csv(draw)
@@ -355,6 +372,28 @@ def test_labels_of_random_tables_equal_the_reference_or_are_refused(
     assert accepted > 0.15 * INPUTS
 
 
+def typed_column(draw: random.Random, rows: int, width: int) -> tuple[list[Any], Any, int]:
+    """Values, their type, and how many columns of labels they are, 0 if they are refused."""
+    import pyarrow
+
+    one, kind, expected = draw.choice(
+        [
+            (lambda: draw.randrange(9), pyarrow.int64(), 1),
+            (draw.random, pyarrow.float32(), 1),
+            (lambda: draw.choice("ab"), pyarrow.string(), 1),
+            (lambda: draw.random() < 0.5, pyarrow.bool_(), 1),
+            (lambda: [draw.randrange(2) for _ in range(width)], pyarrow.list_(pyarrow.int8()), width),
+            (lambda: [draw.random() for _ in range(width)], pyarrow.list_(pyarrow.float64()), width),
+            (lambda: [1] * draw.randint(1, 2), pyarrow.list_(pyarrow.int64()), 0),
+            (lambda: draw.choice([None, 1]), pyarrow.int64(), 0),
+            (lambda: draw.choice(["1", "10"]), pyarrow.string(), 0),
+            (lambda: draw.choice([2**63, 2**64 - 1]), pyarrow.uint64(), 0),
+            (lambda: draw.choice([float("nan"), 1.0]), pyarrow.float64(), 0),
+        ]
+    )
+    return [one() for _ in range(rows)], kind, expected
+
+
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
 def test_label_column_of_parquet_is_read_by_type(tmp_path: Path) -> None:
     import pyarrow
@@ -363,29 +402,7 @@ def test_label_column_of_parquet_is_read_by_type(tmp_path: Path) -> None:
     with Storage(config_of(tmp_path), timeout=60.0) as storage:
         for number, draw in enumerate(inputs("parquet")):
             rows, width = draw.randint(1, 6), draw.randint(1, 4)
-            values, kind, expected = draw.choice(
-                [
-                    ([draw.randrange(9) for _ in range(rows)], pyarrow.int64(), 1),
-                    ([draw.random() for _ in range(rows)], pyarrow.float32(), 1),
-                    ([draw.choice("ab") for _ in range(rows)], pyarrow.string(), 1),
-                    ([draw.random() < 0.5 for _ in range(rows)], pyarrow.bool_(), 1),
-                    (
-                        [[draw.randrange(2) for _ in range(width)] for _ in range(rows)],
-                        pyarrow.list_(pyarrow.int8()),
-                        width,
-                    ),
-                    (
-                        [[draw.random() for _ in range(width)] for _ in range(rows)],
-                        pyarrow.list_(pyarrow.float64()),
-                        width,
-                    ),
-                    ([[1] * draw.randint(1, 2) for _ in range(rows)], pyarrow.list_(pyarrow.int64()), 0),
-                    ([draw.choice([None, 1]) for _ in range(rows)], pyarrow.int64(), 0),
-                    ([draw.choice(["1", "10"]) for _ in range(rows)], pyarrow.string(), 0),
-                    ([draw.choice([2**63, 2**64 - 1]) for _ in range(rows)], pyarrow.uint64(), 0),
-                    ([draw.choice([float("nan"), 1.0]) for _ in range(rows)], pyarrow.float64(), 0),
-                ]
-            )
+            values, kind, expected = typed_column(draw, rows, width)
             (tmp_path / f"s{number}").mkdir()
             table = {"x": pyarrow.array([b"x"] * rows), "label": pyarrow.array(values, kind)}
             parquet.write_table(pyarrow.table(table), tmp_path / f"s{number}" / "0.parquet")
@@ -394,10 +411,8 @@ def test_label_column_of_parquet_is_read_by_type(tmp_path: Path) -> None:
                 assert "column label, sample" in refusal, (number, values)
                 assert not expected, (number, values, refusal)
                 continue
-            assert manifest.labels.shape == (
-                rows,
-                width if isinstance(values[0], list) and expected else manifest.label_columns,
-            )
+            is_list = isinstance(values[0], list) and expected
+            assert manifest.labels.shape == (rows, width if is_list else manifest.label_columns)
             if manifest.classes:
                 assert [manifest.classes[label] for label in manifest.labels[:, 0]] == values
             else:

@@ -12,7 +12,7 @@ from lightning_sparse.cli import main
 from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.folders import cache_folder
-from tests.data.stores import Open, config_of, contents, store_of
+from tests.helpers.data import Open, config_of, contents, store_of
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def mounted(tmp_path: Path) -> Iterator[list[Path]]:
     places: list[Path] = []
     yield places
     for place in places:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)  # what is mapped stays open
+        subprocess.run(["umount", "--lazy", str(place)], check=True)  # mapped files stay open
 
 
 def mount(place: Path, mounted: list[Path], *options: str) -> None:
@@ -37,7 +37,7 @@ def read_only(place: Path, mounted: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
-def test_a_complete_cache_can_be_read_only(
+def test_complete_cache_can_be_read_only(
     folder: Path, stores: Open, mounted: list[Path], format: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one that was filled before and is mounted into a container: storage is not read."""
@@ -57,7 +57,7 @@ def test_a_complete_cache_can_be_read_only(
     assert "train: 20 of 20 files" in capsys.readouterr().out
 
 
-def test_a_read_only_cache_that_lacks_files_reads_them_from_storage(
+def test_read_only_cache_that_lacks_files_reads_them_from_storage(
     folder: Path, stores: Open, mounted: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(folder)
@@ -72,18 +72,18 @@ def test_a_read_only_cache_that_lacks_files_reads_them_from_storage(
     assert "which cannot be written" in caplog.text  # the list is not that of storage
 
 
-def test_a_folder_that_cannot_be_used_is_named(folder: Path, stores: Open, mounted: list[Path]) -> None:
+def test_folder_that_cannot_be_used_is_named(folder: Path, stores: Open, mounted: list[Path]) -> None:
     empty, tiny = folder.parent / "empty", folder.parent / "tiny"
     empty.mkdir()
     read_only(empty, mounted)
     with pytest.raises(DataError, match=rf"cache_dir={empty}.* cannot be used \(Read-only file system\)"):
-        store_of(folder, stores, cache_dir=str(empty))
+        store_of(folder, stores, cache=empty)
     mount(tiny, mounted, "-t", "tmpfs", "-o", "size=8k", "tiny")
     with pytest.raises(DataError, match=rf"{tiny}.*No space left"):
-        store_of(folder, stores, cache_dir=str(tiny))
+        store_of(folder, stores, cache=tiny)
 
 
-def test_an_empty_description_stops_nobody(folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_description_stops_nobody(folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]) -> None:
     """As a full disk leaves it."""
     store_of(folder, stores).close()
     own = cache_folder(config_of(folder))

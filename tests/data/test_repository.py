@@ -1,4 +1,4 @@
-"""Data set repositories of Hugging Face as they are: labels as in `datasets`, and what is not clear is said."""
+"""Data set repositories of Hugging Face as they are: labels as in `datasets`, and errors for unclear repositories."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.cache.commands import warm_splits
-from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from tests.data.fits import ours
-from tests.data.small import jpeg
 from tests.data.test_parquet import config_of, image_column, payload, write
-from tests.data.test_shards import needs_s3, s3_server
+from tests.helpers.data import jpeg, needs_s3, read, s3_server, upload
+from tests.helpers.data import write as write_file
 
 pytest.importorskip("pyarrow", reason="it reads Parquet files")
 NAMES = ("zebra", "ant", "dog")  # in the order of their numbers, which is not alphabetical
@@ -37,7 +36,7 @@ def fill(root: Path, files: list[str], make: Any = payload, labels: Any = lambda
 
 
 def repository(root: Path, make: Any = payload) -> Path:
-    """Cloned: files of three splits, of which those to test on have no labels, and what else a repository has."""
+    """A clone: three splits, of which test has no labels, and other files of a repository."""
     fill(root, files_of("train", 3), make)
     fill(root, files_of("validation", 1), make, lambda number: 2 - number % 3)
     fill(root, ["data/test-00000-of-00001-a09b74b3ef9c3b56.parquet"], make, lambda number: -1)
@@ -47,52 +46,42 @@ def repository(root: Path, make: Any = payload) -> Path:
     return root
 
 
-def contents(config: CacheConfig, split: str) -> tuple[list[bytes], list[Any]]:
-    manifest = load_or_list(config, split)
-    store = SampleStore(config, manifest)
-    try:
-        samples = store.get(range(len(manifest)))
-        return [each.data.tobytes() for each in samples], [each.label for each in samples]
-    finally:
-        store.close()
-
-
 def check(config: CacheConfig) -> None:
-    """All splits are what load_dataset() of this repository gives, row by row."""
+    """Compare all splits with load_dataset(), row by row."""
     assert classes_of(config, "train")[0] == NAMES
     assert [has_split(config, split) for split in ("train", "val", "test")] == [True] * 3
-    rows = range(3 * ROWS)
-    assert contents(config, "train") == ([payload(each) for each in rows], [[each % 3] for each in rows])
-    rows = range(ROWS)
-    assert contents(config, "val") == ([payload(each) for each in rows], [[2 - each % 3] for each in rows])
-    assert contents(config, "test") == ([payload(each) for each in rows], [[-1]] * ROWS)
+    labels = {"train": lambda i: i % 3, "val": lambda i: 2 - i % 3, "test": lambda i: -1}
+    for split, label in labels.items():
+        count = 3 * ROWS if split == "train" else ROWS
+        manifest, data, _ = read(config, split)
+        assert data == [payload(each) for each in range(count)]
+        assert manifest.labels.tolist() == [[label(each)] for each in range(count)]
 
 
-def test_a_cloned_repository_is_read_as_it_is(tmp_path: Path) -> None:
-    check(config_of(repository(tmp_path / "source"), tmp_path / "cache"))
+def test_cloned_repository_is_read_as_it_is(tmp_path: Path) -> None:
+    check(config_of(repository(tmp_path / "source")))
 
 
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.slow
-def test_a_repository_in_s3(tmp_path: Path) -> None:
+def test_repository_in_s3(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     with s3_server() as (options, files):
         files.mkdir("repositories")
-        for path in folder.rglob("*.*"):
-            if path.is_file():
-                files.pipe_file(f"repositories/cats/{path.relative_to(folder)}", path.read_bytes())
+        upload(files, folder, "repositories/cats")
         check(config_of("s3://repositories/cats", tmp_path / "cache", storage_options=options))
 
 
-def test_a_configuration_is_a_source_and_val_a_name_of_validation(tmp_path: Path) -> None:
+def test_configuration_is_a_source_and_val_a_name_of_validation(tmp_path: Path) -> None:
     source = tmp_path / "source" / "plain"
     for name in (*files_of("train", 1, "plain"), "plain/val.parquet"):
         fill(source.parent, [name])
     config = config_of(source, tmp_path / "cache")
-    rows = range(ROWS)
-    expected = ([payload(each) for each in rows], [[each % 3] for each in rows])
-    assert [contents(config, split) for split in ("train", "val")] == [expected] * 2
+    for split in ("train", "val"):
+        manifest, data, _ = read(config, split)
+        assert data == [payload(each) for each in range(ROWS)]
+        assert manifest.labels.tolist() == [[each % 3] for each in range(ROWS)]
     assert not has_split(config, "test")
 
 
@@ -114,7 +103,7 @@ def test_images_of_a_repository_train(tmp_path: Path) -> None:
 
 def test_warming_finds_the_splits_and_a_new_file_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = repository(tmp_path / "source")
-    config = config_of(folder, tmp_path / "cache")
+    config = config_of(folder)
     reports = warm_splits(config)
     assert [(each.split, each.fetched) for each in reports] == [("train", 12), ("val", 4), ("test", 4)]
     caplog.set_level(logging.INFO)
@@ -143,24 +132,22 @@ def test_warming_finds_the_splits_and_a_new_file_is_noticed(tmp_path: Path, capl
         (["other/0.txt"], "train", "has no folder train/ to read"),
     ],
 )
-def test_what_is_not_clear_is_said(tmp_path: Path, files: list[str], split: str, says: str) -> None:
+def test_unclear_repository_is_refused(tmp_path: Path, files: list[str], split: str, says: str) -> None:
     for name in files:
-        path = tmp_path / "source" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
+        write_file(tmp_path / "source" / name)
     with pytest.raises((ValueError, DataError), match=says):
-        load_or_list(config_of(tmp_path / "source", tmp_path / "cache"), split)
+        load_or_list(config_of(tmp_path / "source"), split)
 
 
-def test_a_repository_without_its_large_files_says_what_to_run(tmp_path: Path) -> None:
+def test_repository_without_its_large_files_says_what_to_run(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     (folder / files_of("train", 3)[1]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(ValueError, match=r"train-00001-of-00003.parquet cannot be used: .*run `git lfs pull`"):
-        load_or_list(config_of(folder, tmp_path / "cache"), "train")
+        load_or_list(config_of(folder), "train")
 
 
 def test_files_with_other_names_of_classes_are_refused(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     write(folder / files_of("train", 3)[2], {"image": image_column([b"x"]), "label": [0]}, names=("ant", "dog"))
     with pytest.raises(ValueError, match="has other names of classes than data/train-00000-of-00003.parquet"):
-        load_or_list(config_of(folder, tmp_path / "cache"), "train")
+        load_or_list(config_of(folder), "train")

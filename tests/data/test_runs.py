@@ -1,5 +1,4 @@
-"""Several runs on a node share one copy of the samples in memory, and nothing else: counts and log lines are each run's
-own, and what happens to one of them does not happen to the others."""
+"""Several runs on a node share one copy of the samples in memory, but neither counts, nor log lines, nor faults."""
 
 from __future__ import annotations
 
@@ -8,40 +7,38 @@ import fcntl
 import logging
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_sparse.data.cache import memory
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.cache.memory import content_name
-from lightning_sparse.data.cache.store import Placement, SampleStore
+from lightning_sparse.data.cache.store import Placement
 from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.folders import locked
 from lightning_sparse.data.session import common_format
 from lightning_sparse.data.sources.listing import load_or_list
-from tests.data.stores import Open, config_of, contents, store_of, warnings_of
-from tests.data.test_memory import NAME, joined, put, slab
+from tests.data.programs import program
+from tests.helpers.data import Open, config_of, contents, flip_in_memory, store_of, warnings_of
 
 SAMPLES = 20  # of `folder`
 
 
-def inode(store: SampleStore) -> int:
-    """Which segment it is."""
-    return os.fstat(store._tiers().memory._segment.file).st_ino
+def num_segments() -> int:
+    """The number of segments that this process has open."""
+    files = [each for each in Path("/proc/self/fd").iterdir() if "memfd:lightning_sparse-" in str(each.resolve())]
+    return len({each.stat().st_ino for each in files})
 
 
-# ------------------------------------------------------------------------------------------------- one copy
+# -- one copy ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
-def test_a_second_run_reads_what_the_first_one_has_read(
+def test_second_run_reads_the_samples_of_the_first_run_from_memory(
     folder: Path, stores: Open, format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lightning_sparse")
@@ -51,7 +48,7 @@ def test_a_second_run_reads_what_the_first_one_has_read(
     second = store_of(folder, stores, format=format)
     assert "memory tier of train: 20 samples are there, of another run on this node" in caplog.text
     assert contents(second) == expected
-    assert inode(second) == inode(first)
+    assert num_segments() == 1 + 2, "the samples, and the counts of each run"
     counts = second.counters()
     assert (counts.memory_samples, counts.disk_samples, counts.storage_samples) == (SAMPLES, 0, 0)
     for store, read in ((first, (0, SAMPLES)), (second, (SAMPLES, 0))):
@@ -60,10 +57,10 @@ def test_a_second_run_reads_what_the_first_one_has_read(
     assert first.sizes()[:2] == second.sizes()[:2]
 
 
-def test_the_format_is_that_of_the_copy_that_is_there(
+def test_format_of_a_second_run_is_the_format_in_memory(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By free memory alone, the first run would take half of it for pixels, and the second one find too little."""
+    """The free memory alone would be too little for the second run."""
     first = store_of(folder, stores, format="decoded", memory_gb=None)
     config = config_of(folder, memory_gb=None)
     monkeypatch.setattr(segments, "available_memory", lambda: 10_000)
@@ -74,19 +71,21 @@ def test_the_format_is_that_of_the_copy_that_is_there(
     assert common_format(config, first.manifest, Placement()) == "jpeg"
 
 
-def test_pixels_that_do_not_fit_are_not_taken_for_the_best_format(folder: Path, stores: Open) -> None:
-    """The run that keeps them was told to, or goes on with the format of a larger node."""
+def test_format_of_pixels_that_do_not_fit_is_not_copied(folder: Path, stores: Open) -> None:
+    """The first run sets the format, or continues a run of a larger node."""
     limit = {"memory_gb": 0.00005}
     first = store_of(folder, stores, format="decoded", **limit)
     contents(first)
-    assert 0 < first._tiers().memory.cached < SAMPLES
+    assert 0 < first.sizes()[0] < SAMPLES
     assert common_format(config_of(folder, **limit), first.manifest, Placement()) == "jpeg"
 
 
 OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short_side": 20}, {"memory_gb": 0.02}]
 
 
-def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_name_of_a_segment_depends_on_all_that_changes_its_samples(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     config = config_of(folder, format="decoded")
     manifest = load_or_list(config, "train")
     everything = np.ones(SAMPLES, np.bool_)
@@ -111,12 +110,10 @@ def test_a_name_says_all_that_decides_what_is_kept(folder: Path, tmp_path: Path,
     assert {name(dataclasses.replace(config, **each)) for each in same} == {name()}
 
 
-# -------------------------------------------------------------------------------------- what stays each run's own
+# -- the state of each run ---------------------------------------------------------------------------------------------
 
 
-def test_each_run_says_for_itself_that_memory_is_full(
-    folder: Path, stores: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_run_warns_once_that_memory_is_full(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(2):
         store = store_of(folder, stores, format="jpeg", memory_gb=0.00001)
         for _ in range(2):
@@ -125,10 +122,10 @@ def test_each_run_says_for_itself_that_memory_is_full(
         assert len(said) == number + 1
 
 
-def test_a_run_that_joins_a_small_copy_says_so(
+def test_run_that_joins_a_small_segment_warns(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was made when there was little memory."""
+    """The first run made it when there was little memory."""
     with monkeypatch.context() as patch:
         patch.setattr(segments, "available_memory", lambda: 160_000)
         store_of(folder, stores, format="decoded", memory_gb=None)
@@ -140,7 +137,7 @@ def test_a_run_that_joins_a_small_copy_says_so(
         assert "but the copy of another run on this node allows 0.00 GB. About 55 % of them stay in memory" in said
 
 
-def test_memory_that_was_short_for_one_run_may_be_there_for_the_next(
+def test_next_run_keeps_samples_when_memory_is_free_again(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = store_of(folder, stores, format="decoded")
@@ -153,21 +150,21 @@ def test_memory_that_was_short_for_one_run_may_be_there_for_the_next(
     assert first.sizes()[0] == second.sizes()[0] == SAMPLES
 
 
-def test_a_sample_that_was_damaged_is_repaired_for_all(folder: Path, stores: Open) -> None:
+def test_sample_with_a_flipped_bit_is_repaired_for_all_runs(folder: Path, stores: Open) -> None:
     first, second = store_of(folder, stores), store_of(folder, stores)
     expected = contents(first)
     first.disk.flush()
-    first._tiers().memory._payloads[100] ^= 1
+    flip_in_memory(expected[7])
     assert contents(second) == expected
     assert (second.counters().checksum_errors_memory, second.counters().disk_samples) == (1, 1)
     assert contents(first) == expected
     assert first.counters().checksum_errors_memory == 0
 
 
-# ------------------------------------------------------------------------------------------ what a run leaves behind
+# -- locks -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_process_does_not_keep_the_lock_of_a_folder(tmp_path: Path) -> None:
+def test_forked_process_does_not_keep_the_lock_of_a_folder(tmp_path: Path) -> None:
     lock = tmp_path / ".lock"
     ends, end = os.pipe()
     with locked(lock):
@@ -184,14 +181,13 @@ def test_a_forked_process_does_not_keep_the_lock_of_a_folder(tmp_path: Path) -> 
         os.close(ends)
 
 
-# ---------------------------------------------------------------------------------------- real runs, and their ends
+# -- runs of several processes -----------------------------------------------------------------------------------------
 
 RUN = """
 import sys
 from pathlib import Path
-from tests.data.stores import *
-stores = []
-store = store_of(Path(sys.argv[1]), stores, format="decoded")
+from tests.helpers.data import contents, store_of
+store = store_of(Path(sys.argv[1]), [], format="decoded")
 first = contents(store)
 counts = store.node_counters()
 print(counts.memory_samples, counts.disk_samples, counts.storage_samples, hash(b"".join(first)), flush=True)
@@ -200,79 +196,31 @@ print(contents(store) == first, flush=True)
 """
 
 
-@pytest.fixture
-def runs(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for run in started:
-        run.kill()
-        run.communicate()
-
-
-def start(folder: Path, runs: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    runs.append(subprocess.Popen([sys.executable, "-c", RUN, str(folder)], text=True, env=environment, **pipes))  # type: ignore[call-overload]
-    return runs[-1]
-
-
-def line_of(run: subprocess.Popen[str]) -> str:
-    assert run.stdout is not None
-    return run.stdout.readline().strip()
-
-
 @pytest.mark.slow
-def test_a_killed_run_takes_nothing_from_the_others(folder: Path, runs: list[subprocess.Popen[str]]) -> None:
-    """Three runs; the one that made the segment is killed, then one ends; at last the next run starts anew."""
+def test_killed_run_takes_nothing_from_other_runs(folder: Path) -> None:
+    """Three runs: the run that made the segment is killed, and the others end. The next run makes a new segment."""
     warm(config_of(folder), "train")
-    lines = [line_of(start(folder, runs)).rsplit(" ", 1) for _ in range(3)]
-    assert [counts for counts, _ in lines] == ["0 20 0", "20 0 0", "20 0 0"]
-    assert len({pixels for _, pixels in lines}) == 1
-    runs[0].kill()
-    runs[0].wait()
-    for run in runs[1:]:
-        assert run.communicate("\n", timeout=60)[0] == "True\n"
-        assert run.returncode == 0
-    assert line_of(start(folder, runs)).startswith("0 20 0 ")
+    with ExitStack() as stack:
+        runs = [stack.enter_context(program(RUN, folder)) for _ in range(1)]
+        lines = [runs[0].line()]
+        runs += [stack.enter_context(program(RUN, folder)) for _ in range(2)]
+        lines += [run.line() for run in runs[1:]]
+        assert [line.rpartition(" ")[0] for line in lines] == ["0 20 0", "20 0 0", "20 0 0"]
+        assert len({line.rpartition(" ")[2] for line in lines}) == 1, "the pixels"
+        runs[0].send(signal.SIGKILL)
+        runs[0].wait()
+        for run in runs[1:]:
+            run.stdin.write("\n")
+            assert run.wait() == (0, "True\n", "")
+        assert stack.enter_context(program(RUN, folder)).line().startswith("0 20 0 ")
 
 
-@pytest.mark.slow
-def test_runs_that_start_at_once_make_one_segment(
-    folder: Path, runs: list[subprocess.Popen[str]], stores: Open
-) -> None:
+def test_runs_that_start_at_once_make_one_segment(folder: Path, stores: Open) -> None:
     warm(config_of(folder), "train")
-    for _ in range(4):
-        start(folder, runs)
-    counts = [[int(number) for number in line_of(run).split()[:3]] for run in runs]
-    assert all(sum(each) == SAMPLES and each[2] == 0 for each in counts)
-    store = store_of(folder, stores, format="decoded")
-    assert len(contents(store)) == SAMPLES
-    assert store.counters().memory_samples == SAMPLES
-
-
-def test_a_run_that_is_suspended_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SLURM suspends jobs (SIGSTOP): it may hold the lock of the segment, for hours."""
-    monkeypatch.setattr(memory, "LOCK_S", 0.3)
-    tier = slab()
-    code = f"""
-import os, signal
-from tests.data.test_memory import *
-tier = joined({NAME!r})
-with tier._segment.locked():
-    print("held", flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-put(tier, 5)
-print("done", flush=True)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        for number in range(4):
-            assert put(tier, number)  # not kept, and not said to be full
-            assert tier._patience_s == 0  # it waits once, not for each sample
-        assert tier.cached == 0
-        other.send_signal(signal.SIGCONT)
-        assert other.stdout.readline() == b"done\n"
-    assert all(put(tier, number) for number in range(4))
-    assert joined().cached == 5
-    tier.close()
+    with ExitStack() as stack:
+        runs = [stack.enter_context(program(RUN, folder)) for _ in range(4)]
+        counts = [[int(number) for number in run.line().split()[:3]] for run in runs]
+        assert all(sum(each) == SAMPLES and each[2] == 0 for each in counts)
+        store = store_of(folder, stores, format="decoded")
+        assert len(contents(store)) == SAMPLES
+        assert store.counters().memory_samples == SAMPLES

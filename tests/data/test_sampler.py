@@ -1,4 +1,4 @@
-"""The order of samples: nothing lost, nothing doubled but what is stated; every step from (seed, epoch, step) alone."""
+"""The order of samples: none is lost, repeated samples are counted, and (seed, epoch, step) determine each step."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
 # -- random bits -------------------------------------------------------------------------------------------------------
 
 
-def test_bits_are_what_they_were() -> None:
-    """Of any machine, any numpy: a checkpoint relies on them."""
+def test_bits_do_not_change() -> None:
+    """Checkpoints rely on them on all machines and with all versions of numpy."""
     assert bits(0).tolist() == [0xE220A8397B1DCDAF]  # the first number of SplitMix64 seeded with 0
     assert bits(7, 1, [2, 3]).tolist() == [12751620290806497687, 1903218893931705413]
     assert shuffled(np.arange(10), 0, 0).tolist() == [6, 8, 3, 7, 5, 0, 2, 1, 4, 9]
 
 
-def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+def test_uniform_numbers_are_uniform_and_independent() -> None:
     drawn = uniform(3, np.arange(200)[:, None], np.arange(200))
     assert np.histogram(drawn, 10, (0, 1))[0].min() > 3700  # of 4000 expected
     assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < 0.02
@@ -68,7 +68,7 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
 
 
 @given(st.sets(st.integers(0, 10**6), max_size=60), st.integers(0, 2**63), st.integers(0, 99))
-def test_shuffling_keeps_what_there_is_and_knows_no_former_order(values: set[int], seed: int, epoch: int) -> None:
+def test_shuffling_keeps_all_values_and_ignores_their_order(values: set[int], seed: int, epoch: int) -> None:
     one = shuffled(np.array(sorted(values), np.int64), seed, epoch)
     other = shuffled(np.array(sorted(values, reverse=True), np.int64), seed, epoch)
     assert sorted(one.tolist()) == sorted(values)
@@ -79,25 +79,17 @@ def test_shuffling_keeps_what_there_is_and_knows_no_former_order(values: set[int
 
 
 @given(counts, configs, st.integers(0, 5))
-def test_an_epoch_sees_everything_once_and_repeats_what_it_states(
-    count: int, config: SamplerConfig, epoch: int
-) -> None:
-    plan = sampler_of(count, config).epoch(epoch)
+def test_epoch_sees_each_sample_and_counts_repeated_samples(count: int, config: SamplerConfig, epoch: int) -> None:
+    sampler = sampler_of(count, config)
+    plan = sampler.epoch(epoch)
     steps = seen(plan)
-    assert {len(rank) for ranks in steps for rank in ranks} == {config.batch_size}, (
-        "all batches are full, on every rank"
-    )
+    assert len(steps) == sampler.steps == sampler.epoch(epoch + 1).steps, "all epochs are equally long"
+    assert {len(rank) for ranks in steps for rank in ranks} == {config.batch_size}, "all batches are full"
     times = Counter(flat(steps))
     assert set(times) == set(range(count)), "nothing is lost"
     assert sum(times.values()) - count == plan.num_repeated
     if config.shuffle == "global":
         assert plan.num_repeated < config.global_batch
-
-
-@given(counts, configs)
-def test_no_epoch_is_longer_than_another(count: int, config: SamplerConfig) -> None:
-    sampler = sampler_of(count, config)
-    assert {sampler.epoch(epoch).steps for epoch in range(4)} == {sampler.steps}
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -110,19 +102,14 @@ def test_epochs_differ_and_repeat_with_the_seed(shuffle: str) -> None:
     assert first != seen(sampler_of(96, other).epoch(0))
 
 
-def node_sets(config: SamplerConfig, epoch: int, count: int = 240) -> list[set[int]]:
-    plan = sampler_of(count, config).epoch(epoch)
-    return [
-        {sample for step in range(plan.steps) for rank in global_batch(plan, step)[node] for sample in rank.tolist()}
-        for node in range(config.num_nodes)
-    ]
-
-
-def test_local_stays_at_home() -> None:
+def test_local_shuffle_uses_samples_of_the_node() -> None:
     config = SamplerConfig(batch_size=4, devices=(1, 1, 1), shuffle="local")
     home = owners(np.arange(240) % 5, 3, seed=7)
     for epoch in range(2):
-        assert [set(np.flatnonzero(home == node)) for node in range(3)] == node_sets(config, epoch)
+        plan = sampler_of(240, config).epoch(epoch)
+        for node in range(3):
+            used = np.concatenate([plan.batch(step, node, 0) for step in range(plan.steps)])
+            assert set(np.flatnonzero(home == node)) == set(used)
 
 
 def test_global_asks_peers_for_the_overflow_only() -> None:
@@ -131,17 +118,17 @@ def test_global_asks_peers_for_the_overflow_only() -> None:
     home = owners(np.arange(25_600) % 5, 2, seed=7)
     plan = sampler.epoch(0)
     abroad = sum(
-        int((home[plan.batch(step, node, device)] != node).sum())
+        int((home[each] != node).sum())
         for step in range(plan.steps)
-        for node in range(2)
-        for device in range(2)
+        for node, batches in enumerate(global_batch(plan, step))
+        for each in batches
     )
     # a node's part of 256 draws deviates from 128 by 8 * sqrt(2 / pi) = 6.4 on average; half the deviation of each node
     assert 0.015 < abroad / 25_600 < 0.035
 
 
 def test_devices_of_a_node_read_as_many_samples_from_other_nodes() -> None:
-    """One device that reads all of them would be waited for by all others."""
+    """All devices would wait for a device that reads all of them."""
     config = SamplerConfig(batch_size=64, devices=(8,) * 4, shuffle="global")
     home = owners(np.arange(25_600) % 5, 4, seed=7)
     plan = sampler_of(25_600, config).epoch(0)
@@ -164,11 +151,11 @@ def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> N
 @pytest.mark.parametrize(
     ("devices", "digest"), [((3, 1, 2), "ae91995c103224c9"), ((2,) * 300, "146c94e91866413b")], ids=["3", "300"]
 )
-def test_what_is_dealt_is_what_it_was(devices: tuple[int, ...], digest: str) -> None:
+def test_batches_do_not_change(devices: tuple[int, ...], digest: str) -> None:
     """A checkpoint relies on it. Owners of 3 nodes are numbers of 8 bits, of 300 of 16."""
     plan = sampler_of(100_000, SamplerConfig(batch_size=70, devices=devices)).epoch(1)
-    dealt = np.concatenate([plan.batch(plan.steps - 2, node, 0) for node in (0, 1, len(devices) - 1)])
-    assert hashlib.sha256(dealt.astype("<i8").tobytes()).hexdigest().startswith(digest)
+    batches = np.concatenate([plan.batch(plan.steps - 2, node, 0) for node in (0, 1, len(devices) - 1)])
+    assert hashlib.sha256(batches.astype("<i8").tobytes()).hexdigest().startswith(digest)
 
 
 @pytest.mark.parametrize("skew", [0, 1], ids=["random", "a node is full early"])
@@ -199,7 +186,7 @@ def test_global_batches_do_not_depend_on_the_number_of_nodes() -> None:
 
 
 @given(counts, configs, st.integers(0, 5), st.data())
-def test_a_resumed_epoch_goes_on_exactly(count: int, config: SamplerConfig, epoch: int, data: st.DataObject) -> None:
+def test_resumed_epoch_gives_the_rest(count: int, config: SamplerConfig, epoch: int, data: st.DataObject) -> None:
     sampler = sampler_of(count, config)
     whole = sampler.epoch(epoch)
     done = data.draw(st.integers(0, whole.steps))
@@ -209,7 +196,7 @@ def test_a_resumed_epoch_goes_on_exactly(count: int, config: SamplerConfig, epoc
 
 
 @given(counts, st.lists(configs, min_size=2, max_size=3), st.data())
-def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[SamplerConfig], data: st.DataObject) -> None:
+def test_epoch_on_other_nodes_sees_the_rest(count: int, chain: list[SamplerConfig], data: st.DataObject) -> None:
     """However often the run moves within one epoch."""
     segments: list[EpochSegment] = []
     times: Counter[int] = Counter()
@@ -225,7 +212,7 @@ def test_on_other_nodes_what_is_left_is_seen_once(count: int, chain: list[Sample
     assert sum(times.values()) <= count + num_repeated
 
 
-def test_a_segment_survives_a_checkpoint() -> None:
+def test_segment_survives_a_checkpoint() -> None:
     segment = EpochSegment(SamplerConfig(batch_size=3, devices=(2, 1), shuffle="local", seed=5), 9)
     state = segment.state_dict()
     assert EpochSegment.from_state(state) == segment
@@ -264,12 +251,7 @@ def test_evaluation_rank_without_a_sample_for_the_last_batch_moves_one() -> None
     assert sizes == [[31, 1], [31, 1], [32, 1], [32, 1]]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size=0 must be"):
-        SamplerConfig(batch_size=0)
+# -- errors ---------------------------------------------------------------------------------------------------
 
 
 def test_too_few_samples_are_refused() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_sparse.data.config import CorruptSampleError, DataError
 from tests.data.fits import FLAVOURS, left_behind, lightning_of, ours, saver, trainer
+from tests.helpers.data import write
 from tests.helpers.distributed import run_ranks
 
 BATCH, TRAIN = 3, 24
@@ -47,9 +48,8 @@ def numbered(root: Path) -> Path:
     """Files that contain their place in the listing."""
     for split, count in (("train", TRAIN), ("val", 6), ("test", 4)):
         for number in range(count):
-            path = root / "source" / split / ("odd" if number * 2 >= count else "even") / f"{number:02}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(str(number))
+            name = "odd" if number * 2 >= count else "even"
+            write(root / "source" / split / name / f"{number:02}.txt", str(number))
     return root
 
 
@@ -119,7 +119,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_sample_depends_on_seed_epoch_and_index_only(results: list[dict[str, Any]], folder: Path) -> None:
+def test_sample_depends_on_seed_epoch_and_index_only(results: list[dict[str, Any]], folder: Path) -> None:
     """Not on workers, and not on the ranks: one process without workers makes the same."""
     with_workers, without = (merged([each[workers][0] for each in results]) for workers in ("2", "0"))
     assert with_workers.keys() == {(epoch, index) for epoch in range(2) for index in range(TRAIN)}
@@ -151,7 +151,7 @@ def alone(folder: Path) -> Seen:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_makes_the_same_samples(results: list[dict[str, Any]]) -> None:
+def test_resumed_run_makes_the_same_samples(results: list[dict[str, Any]]) -> None:
     for each in results:
         whole = each["2"][0]
         left = list(whole)[6 * BATCH :]
@@ -161,7 +161,7 @@ def test_a_resumed_run_makes_the_same_samples(results: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.slow
-def test_a_test_uses_its_own_split(results: list[dict[str, Any]]) -> None:
+def test_test_uses_its_own_split(results: list[dict[str, Any]]) -> None:
     assert merged([each["tested"] for each in results]).keys() == {(0, index) for index in range(4)}
 
 
@@ -202,7 +202,7 @@ def test_files_without_classes_and_other_batches(folder: Path) -> None:
     assert sorted(each for batch in epoch_of(raw) for each in batch) == sorted(str(n).encode() for n in range(TRAIN))
 
 
-def test_a_file_that_cannot_be_decoded_is_named_or_replaced(folder: Path) -> None:
+def test_file_that_cannot_be_decoded_is_named_or_replaced(folder: Path) -> None:
     (folder / "source" / "train" / "even" / "05.txt").write_text("five")
     (folder / "source" / "train" / "odd" / "20.txt").write_text("")
     with pytest.raises(
@@ -237,21 +237,6 @@ def test_corrupt_samples_are_counted_once_and_replaced_by_different_samples(fold
     assert counts.replaced == len(corrupt)
     most = Counter(numbers).most_common(1)[0][1]
     assert most <= len(corrupt) // 2, "several samples replace the corrupt ones"
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"decode": None}, "decode=None must be a function"),
-        ({"transform": 3}, "transform=3 must be a function, or None"),
-        ({"workers": -1}, "workers=-1 must be"),
-        ({"batch_size": 0}, "batch_size=0 must be"),
-        ({"lists": {"val": "val.csv"}}, "must give a file for train"),
-    ],
-)
-def test_bad_options_are_refused_early(folder: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        data_of(folder, **options)
 
 
 def test_splits_with_other_labels_are_refused_and_a_test_needs_none(folder: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import os
 import subprocess
 import tarfile
@@ -15,27 +13,16 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from lightning_sparse.data.config import CorruptSampleError
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, Unreadable
 from tests.data.fits import FLAVOURS, ours
-from tests.data.small import jpeg
-
-needs_s3 = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("s3fs", "moto", "flask")),
-    reason="s3fs or moto is not installed",
-)
-CONFIGS: dict[str, Any] = {"format": "bytes", "memory_gb": 0.01}
+from tests.helpers.data import bytes_of, jpeg, needs_s3, read, s3_server, tar_of, upload, write
 
 
-def shard(path: Path, members: dict[str, bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            tar.addfile(about, io.BytesIO(data))
+def shard(path: Path, members: dict[str, bytes], **links: tuple[bytes, str]) -> None:
+    write(path, tar_of(members, **links))
 
 
 def payload(number: int) -> bytes:
@@ -54,22 +41,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def config_of(folder: Path | str, cache: Path, **more: Any) -> CacheConfig:
-    return CacheConfig(source=str(folder), cache_dir=str(cache), **{**CONFIGS, **more})
-
-
-def contents(config: CacheConfig) -> tuple[Manifest, list[bytes], Any]:
-    manifest = load_or_list(config, "train")
-    store = SampleStore(config, manifest)
-    try:
-        return manifest, [each.data.tobytes() for each in store.get(range(len(manifest)))], store.counters()
-    finally:
-        store.close()
-
-
 def test_samples_of_shards_are_read_by_their_place(folder: Path, tmp_path: Path) -> None:
-    config = config_of(folder, tmp_path / "cache")
-    manifest, data, counts = contents(config)
+    config = bytes_of(folder)
+    manifest, data, counts = read(config)
     assert data == [payload(number) for number in range(8)]
     assert manifest.labels.tolist() == [[number % 3] for number in range(8)]
     assert list(manifest.paths)[0] == "train/000#0.tar/000000.npy"
@@ -77,7 +51,7 @@ def test_samples_of_shards_are_read_by_their_place(folder: Path, tmp_path: Path)
     assert counts.storage_bytes == sum(map(len, data)), "only the samples, not the shards, cross the link"
     assert counts.changed == 0
     assert Manifest.load(manifest.to_bytes()).location(7) == manifest.location(7)
-    _, again, counts = contents(config)
+    _, again, counts = read(config)
     assert again == data
     assert (counts.storage_samples, counts.disk_samples) == (0, 8)
 
@@ -111,56 +85,33 @@ def test_shards_of_images_serve_the_image_module(tmp_path: Path) -> None:
         ({}, "contain no samples"),
     ],
 )
-def test_shards_that_cannot_be_used_say_why(tmp_path: Path, members: dict[str, bytes], says: str) -> None:
+def test_shard_without_samples_is_refused_with_the_reason(tmp_path: Path, members: dict[str, bytes], says: str) -> None:
     shard(tmp_path / "source" / "train" / "0.tar", members)
     with pytest.raises(ValueError, match=says):
-        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+        read(bytes_of(tmp_path / "source"))
 
 
-def test_the_member_that_is_the_sample_can_be_chosen(tmp_path: Path) -> None:
-    shard(tmp_path / "source" / "train" / "0.tar", {"a.seg.npy": b"s", "a.txt": b"t"})
-    manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache", member="seg.npy"))
-    assert data == [b"s"]
-    assert manifest.labels.shape == (1, 0)
-
-
-def test_suffixes_of_members_may_be_in_upper_case(tmp_path: Path) -> None:
-    shard(tmp_path / "source" / "train" / "0.TAR", {"a.NPY": b"s", "a.CLS": b"3", "a.txt": b"t"})
-    manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache", member="npy"))
-    assert (data, manifest.labels.tolist()) == ([b"s"], [[3]])
-
-
-def test_a_compressed_shard_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "source" / "train").mkdir(parents=True)
-    with tarfile.open(tmp_path / "source" / "train" / "0.tar", "w:gz") as tar:
-        tar.add(__file__)
-    with pytest.raises(ValueError, match=r"train/0\.tar cannot be used: it is not an uncompressed tar file"):
-        contents(config_of(tmp_path / "source", tmp_path / "cache"))
-
-
-@contextlib.contextmanager
-def s3_server() -> Iterator[tuple[dict[str, Any], Any]]:
-    """A fake server. Yields storage_options, and its file system."""
-    import s3fs
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
-    try:
-        yield options, s3fs.S3FileSystem(**options, skip_instance_cache=True)
-    finally:
-        server.stop()
+@pytest.mark.parametrize(
+    ("members", "member", "labels"),
+    [
+        ({"a.seg.npy": b"s", "a.txt": b"t"}, "seg.npy", [[]]),
+        ({"a.NPY": b"s", "a.CLS": b"3", "a.txt": b"t"}, "npy", [[3]]),
+    ],
+)
+def test_member_that_is_the_sample_can_be_chosen(
+    tmp_path: Path, members: dict[str, bytes], member: str, labels: list[list[int]]
+) -> None:
+    shard(tmp_path / "source" / "train" / "0.TAR", members)
+    manifest, data, _ = read(bytes_of(tmp_path / "source", member=member))
+    assert (data, manifest.labels.tolist()) == ([b"s"], labels)
 
 
 @pytest.fixture
 def s3(folder: Path) -> Iterator[dict[str, Any]]:
-    """The shards, and folders of images, in a bucket. Yields storage_options."""
+    """A bucket with the shards and with folders of images. Yields storage_options."""
     with s3_server() as (options, files):
         files.mkdir("shards")
-        for path in folder.rglob("*.tar"):
-            files.pipe_file(f"shards/{path.relative_to(folder)}", path.read_bytes())
+        upload(files, folder, "shards")
         for number in range(6):
             files.pipe_file(f"shards/pictures/train/c{number % 2}/{number}.jpg", jpeg(number))
         yield options
@@ -169,18 +120,18 @@ def s3(folder: Path) -> Iterator[dict[str, Any]]:
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_shards_and_images_of_s3(folder: Path, tmp_path: Path, s3: dict[str, Any]) -> None:
-    manifest, data, counts = contents(config_of("s3://shards", tmp_path / "cache", storage_options=s3))
-    local, expected, _ = contents(config_of(folder, tmp_path / "other"))
+    manifest, data, counts = read(bytes_of("s3://shards", tmp_path / "cache", storage_options=s3))
+    local, expected, _ = read(bytes_of(folder, tmp_path / "other"))
     assert data == expected
     assert counts.storage_bytes == sum(map(len, data))
     assert manifest.offsets.tolist() == local.offsets.tolist()
-    images = config_of("s3://shards/pictures", tmp_path / "cache", storage_options=s3, format="jpeg")
-    manifest, data, _ = contents(images)
+    images = bytes_of("s3://shards/pictures", tmp_path / "cache", storage_options=s3, format="jpeg")
+    manifest, data, _ = read(images)
     assert manifest.classes == ("c0", "c1")
     assert data == [jpeg(number) for number in (0, 2, 4, 1, 3, 5)]
 
 
-def test_s3_without_s3fs_names_the_package_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_without_s3fs_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
     def missing(protocol: str) -> None:
@@ -189,13 +140,8 @@ def test_s3_without_s3fs_names_the_package_at_once(tmp_path: Path, monkeypatch: 
     if importlib.util.find_spec("s3fs"):
         monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(ValueError, match="needs a package that is not installed: Install s3fs to access S3"):
-        config_of("s3://bucket/folder", tmp_path / "cache")
+        bytes_of("s3://bucket/folder", tmp_path / "cache")
     assert not os.path.exists(tmp_path / "cache")
-
-
-def beside(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / "train" / name).write_bytes(b"{}")
 
 
 @pytest.mark.parametrize("format", ["bytes", "jpeg"])
@@ -206,8 +152,9 @@ def test_files_next_to_shards_are_ignored_and_named(
     for number in range(2):
         shard(tmp_path / "source" / "train" / f"{number}.tar", {f"{each}.jpg": jpeg(each) for each in range(3)})
     os.rename(tmp_path / "source" / "train" / "1.tar", tmp_path / "source" / "train" / "1.TAR")
-    beside(tmp_path / "source", "0_stats.json", "0.parquet", "README", "x.idx", ".hidden.npy")
-    manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache", format=format))
+    for name in ("0_stats.json", "0.parquet", "README", "x.idx", ".hidden.npy"):
+        write(tmp_path / "source" / "train" / name, b"{}")
+    manifest, data, _ = read(bytes_of(tmp_path / "source", format=format))
     assert data == [jpeg(each) for each in range(3)] * 2
     assert manifest.paths[3] == "train/1.TAR/0.jpg"
     lines = [each.getMessage() for each in caplog.records if "ignored" in each.getMessage()]
@@ -221,38 +168,24 @@ def test_files_next_to_shards_are_ignored_and_named(
         ("5.npy", r"has shards \(train/0\.tar\) and other files \(train/5\.npy\)"),
         ("other.parquet", r"has shards \(train/0\.tar\) and other files \(train/other\.parquet\)"),
         ("1.tar.gz", r"the shard train/1\.tar\.gz is compressed"),
-        ("1.TGZ", r"the shard train/1\.TGZ is compressed"),
+        ("1.tar", r"train/1\.tar cannot be used: it is not an uncompressed tar file"),
+        ("logs/x.txt", r"has shards \(0\.tar\) and folders \(logs\)"),
     ],
 )
 def test_possible_samples_next_to_shards_are_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
     shard(tmp_path / "source" / "train" / "0.tar", {"0.npy": b"a"})
-    beside(tmp_path / "source", name)
+    write(tmp_path / "source" / "train" / name, tar_of({"1.npy": b"a"}, "w:gz"))
     with pytest.raises(ValueError, match=message):
-        contents(config_of(tmp_path / "source", tmp_path / "cache"))
-
-
-def test_folder_next_to_shards_is_refused_by_name(tmp_path: Path) -> None:
-    shard(tmp_path / "source" / "train" / "0.tar", {"0.npy": b"a"})
-    (tmp_path / "source" / "train" / "logs").mkdir()
-    beside(tmp_path / "source", "logs/x.txt")
-    with pytest.raises(ValueError, match=r"has shards \(0\.tar\) and folders \(logs\)"):
-        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+        read(bytes_of(tmp_path / "source"))
 
 
 def test_hidden_members_are_ignored_and_links_are_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """tar of macOS writes hidden members, and GNU tar writes links for a folder with hard links."""
     file = tmp_path / "source" / "train" / "0.tar"
-    shard(file, {"./._0.npy": b"macOS", "./0.npy": b"zero", "./.git/1.npy": b"hidden", "k/1.npy": b"one"})
-    with tarfile.open(file, "a") as tar:
-        for name, kind, target in (
-            ("2.npy", tarfile.LNKTYPE, "./0.npy"),
-            ("k/3.npy", tarfile.SYMTYPE, "../2.npy"),
-            ("pipe", tarfile.FIFOTYPE, ""),
-        ):
-            about = tarfile.TarInfo(name)
-            about.type, about.linkname = kind, target
-            tar.addfile(about)
-    manifest, data, _ = contents(config_of(tmp_path / "source", tmp_path / "cache"))
+    members = {"./._0.npy": b"macOS", "./0.npy": b"zero", "./.git/1.npy": b"hidden", "k/1.npy": b"one"}
+    links = {"2.npy": (tarfile.LNKTYPE, "./0.npy"), "k/3.npy": (tarfile.SYMTYPE, "../2.npy")}
+    shard(file, members, **links, pipe=(tarfile.FIFOTYPE, ""))
+    manifest, data, _ = read(bytes_of(tmp_path / "source"))
     assert list(manifest.paths) == [f"train/0.tar/{each}" for each in ("0.npy", "k/1.npy", "2.npy", "k/3.npy")]
     assert data == [b"zero", b"one", b"zero", b"zero"]
     assert "ignored 3 file(s) that are not visible files in a shard: train/0.tar/._0.npy" in caplog.text
@@ -260,19 +193,12 @@ def test_hidden_members_are_ignored_and_links_are_followed(tmp_path: Path, caplo
 
 def test_link_in_a_shard_that_leads_nowhere_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "source" / "train" / "0.tar"
-    shard(file, {"0.npy": b"zero"})
-    with tarfile.open(file, "a") as tar:
-        about = tarfile.TarInfo("1.npy")
-        about.type, about.linkname = tarfile.SYMTYPE, "/somewhere/1.npy"
-        tar.addfile(about)
-    with pytest.raises(
-        ValueError, match=r"its member 1\.npy is a link to /somewhere/1\.npy, which is not a file in it"
-    ):
-        contents(config_of(tmp_path / "source", tmp_path / "cache"))
+    shard(file, {"0.npy": b"zero"}, **{"1.npy": (tarfile.SYMTYPE, "/somewhere/1.npy")})
+    with pytest.raises(ValueError, match=r"member 1\.npy is a link to /somewhere/1\.npy, which is not a file in it"):
+        read(bytes_of(tmp_path / "source"))
 
 
-@pytest.mark.parametrize("format", ["gnu", "posix", "oldgnu"])
-@pytest.mark.parametrize("scheme", ["", "simplecache::file://"])
+@pytest.mark.parametrize(("format", "scheme"), [("gnu", ""), ("posix", "simplecache::file://"), ("oldgnu", "")])
 def test_sparse_members_of_a_shard_are_read(tmp_path: Path, format: str, scheme: str) -> None:
     files = tmp_path / "files"
     expected = {
@@ -294,7 +220,7 @@ def test_sparse_members_of_a_shard_are_read(tmp_path: Path, format: str, scheme:
     with tarfile.open(target) as tar:
         if not any(each.issparse() for each in tar):
             pytest.skip("the file system of the test, or this tar, keeps no holes")
-    manifest, data, _ = contents(config_of(f"{scheme}{tmp_path / 'source'}", tmp_path / "cache"))
+    manifest, data, _ = read(bytes_of(f"{scheme}{tmp_path / 'source'}", tmp_path / "cache"))
     assert dict(zip(manifest.paths, data, strict=True)) == {
         f"train/0.tar/{name}": (files / name).read_bytes() for name in expected
     }
@@ -302,7 +228,7 @@ def test_sparse_members_of_a_shard_are_read(tmp_path: Path, format: str, scheme:
 
 def test_sparse_member_that_is_gone_is_unreadable(tmp_path: Path) -> None:
     shard(tmp_path / "0.tar", {"0.bin": b"x" * 999})
-    with Storage(config_of(tmp_path, tmp_path / "cache")) as storage:
+    with Storage(bytes_of(tmp_path)) as storage:
         (found,) = storage.read([("0.tar", -1 - 512, 0)])
     assert isinstance(found, Unreadable)
     assert "there is no member at byte 512" in found.reason
@@ -323,12 +249,12 @@ def test_shard_that_is_not_whole_is_refused(folder: Path, tmp_path: Path, damage
         data += bytes(data)
     file.write_bytes(data)
     with pytest.raises(ValueError, match=r"000#0\.tar cannot be used: it (has data after its end|is not an)"):
-        contents(config_of(folder, tmp_path / "cache"))
+        read(bytes_of(folder))
 
 
 def test_shard_that_becomes_shorter_raises_for_its_samples(folder: Path, tmp_path: Path) -> None:
     """The length of each read is checked."""
-    config = config_of(folder, tmp_path / "cache")
+    config = bytes_of(folder)
     manifest = load_or_list(config, "train")
     file = folder / "train" / "000#0.tar"
     os.truncate(file, int(manifest.offsets[3]) + 7)

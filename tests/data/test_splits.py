@@ -1,4 +1,4 @@
-"""What validation has in common with training: the numbers of the classes."""
+"""Training and validation have equal numbers of the classes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch.distributed as dist
 from lightning_sparse.data.config import CacheConfig, ImageOptions
 from lightning_sparse.data.session import DataOptions, Session, open_session
 from lightning_sparse.data.sources.listing import load_or_list
-from tests.data.small import jpeg, make_folder
-from tests.data.stores import config_of
+from tests.helpers.data import config_of, jpeg, make_folder, write
 from tests.helpers.distributed import run_ranks
 
 
@@ -67,15 +66,15 @@ def test_validation_has_the_labels_of_train(folder: Path, sessions: list[Session
     assert session.val.store.manifest.classes == ("c0", "c1", "c2")
 
 
-def test_a_class_that_train_does_not_have_is_refused_by_name(folder: Path, sessions: list[Session]) -> None:
+def test_class_that_train_does_not_have_is_refused_by_name(folder: Path, sessions: list[Session]) -> None:
     make_folder(folder / "other", per_class=1, classes=1, split="val")
     (folder / "other" / "val" / "c0").rename(folder / "val" / "zebra")
     with pytest.raises(ValueError, match=r"val/ has 1 folder\(s\) that train/ does not have: zebra\. .*val_fraction"):
         opened(folder, sessions)
 
 
-def test_a_limit_leaves_an_equal_part_of_each_class(tmp_path: Path, sessions: list[Session]) -> None:
-    """What it leaves out is promised no memory; a lower limit leaves a part of what a higher one does."""
+def test_limit_leaves_an_equal_part_of_each_class(tmp_path: Path, sessions: list[Session]) -> None:
+    """Other samples take no memory. A lower limit keeps a part of the samples of a higher limit."""
     folder = make_folder(tmp_path / "pictures", per_class=10, classes=3)
     kept: list[set[str]] = []
     for limit in (6, 0.5):
@@ -97,7 +96,7 @@ def test_a_limit_leaves_an_equal_part_of_each_class(tmp_path: Path, sessions: li
 
 
 @pytest.mark.parametrize(("place", "said"), [("images", "does not have: images"), (".", "contains no class folders")])
-def test_a_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[Session], place: str, said: str) -> None:
+def test_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[Session], place: str, said: str) -> None:
     """As Tiny-ImageNet has it: all images of val/ in one folder, and their labels in a text file."""
     shutil.rmtree(folder / "val")
     (folder / "val" / place).mkdir(parents=True)
@@ -107,7 +106,7 @@ def test_a_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[S
         opened(folder, sessions)
 
 
-def test_a_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session]) -> None:
+def test_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session]) -> None:
     shutil.rmtree(folder / "train")
     assert labels(opened(folder, sessions, stage="test")) == [0, 0, 1, 1]
 
@@ -152,30 +151,25 @@ def test_all_nodes_have_as_many_classes(folder: Path) -> None:
     assert run_ranks(num_classes, str(folder.parent), nodes=2, devices=1) == ["4 classes"] * 2
 
 
+def with_lists(folder: Path, **rows: str) -> DataOptions:
+    """Options with a list for each split, whose rows end with the same text."""
+    for split, end in rows.items():
+        files = sorted((folder / ("train" if split == "train" else "val")).rglob("*.jpg"))
+        lines = ["path,label" if end else "path", *(f"{file.relative_to(folder)}{end}" for file in files)]
+        write(folder / f"{split}.csv", "\n".join(lines) + "\n")
+    cache = replace(config_of(folder), lists={split: str(folder / f"{split}.csv") for split in rows})
+    return DataOptions(cache=cache, samples=ImageOptions(image_size=16, backend="torch"), batch_size=3)
+
+
 @pytest.mark.parametrize("stage", ["fit", "test"])
 def test_labels_have_one_type_in_all_splits(folder: Path, sessions: list[Session], stage: str) -> None:
-    """Also where the numbers of one split happen to be whole, and in a run that only tests."""
-
-    def lists(**values: str) -> Any:
-        for split, value in values.items():
-            files = sorted((folder / ("train" if split == "train" else "val")).rglob("*.jpg"))
-            rows = [f"{file.relative_to(folder)},{value}" for file in files]
-            (folder / f"{split}.csv").write_text("\n".join(["path,label", *rows]) + "\n")
-        cache = replace(config_of(folder), lists={split: str(folder / f"{split}.csv") for split in values})
-        return DataOptions(cache=cache, samples=ImageOptions(image_size=16, backend="torch"), batch_size=3)
-
-    sessions.append(open_session(lists(train="0.5", val="1", test="1"), stage=stage))
+    """Also if all numbers of one split are whole, and in a run that only tests."""
+    sessions.append(open_session(with_lists(folder, train=",0.5", val=",1", test=",1"), stage=stage))
     assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.float32}
     with pytest.raises(ValueError, match=r"of (val|test) are not whole numbers, and those of train are"):
-        open_session(lists(train="1", val="0.5", test="0.5"), stage=stage)
+        open_session(with_lists(folder, train=",1", val=",0.5", test=",0.5"), stage=stage)
 
 
-def test_labels_stay_whole_where_train_has_none(folder: Path, sessions: list[Session]) -> None:
-    for split, rest in (("train", ""), ("test", ",3")):
-        files = sorted((folder / ("train" if split == "train" else "val")).rglob("*.jpg"))
-        rows = ["path" + (",label" if rest else ""), *(f"{file.relative_to(folder)}{rest}" for file in files)]
-        (folder / f"{split}.csv").write_text("\n".join(rows) + "\n")
-    cache = replace(config_of(folder), lists={split: str(folder / f"{split}.csv") for split in ("train", "test")})
-    options = DataOptions(cache=cache, samples=ImageOptions(image_size=16, backend="torch"), batch_size=3)
-    sessions.append(open_session(options, stage="test"))
+def test_labels_stay_whole_numbers_if_train_has_none(folder: Path, sessions: list[Session]) -> None:
+    sessions.append(open_session(with_lists(folder, train="", test=",3"), stage="test"))
     assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.int64}

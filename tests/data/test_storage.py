@@ -1,14 +1,10 @@
-"""Storage that pauses, dies or stays away: it is waited for, is named, and hangs nobody."""
+"""Storage that pauses is waited for, and storage that never answers is named."""
 
 from __future__ import annotations
 
-import io
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +13,8 @@ from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sources import storage
 from lightning_sparse.data.sources.storage import StorageTimeoutError
-from lightning_sparse.lab import Cluster, LabConfig
-from tests.data.stores import Open, config_of, contents, listed, store_of, warnings_of
+from tests.data.programs import run
+from tests.helpers.data import Open, config_of, contents, listed, sshfs_mount, store_of, warnings_of
 
 
 def reader_of(store: SampleStore) -> int:
@@ -27,7 +23,7 @@ def reader_of(store: SampleStore) -> int:
     return reader._child.process.pid
 
 
-def test_a_pause_of_storage_is_waited_for(
+def test_pause_of_storage_is_waited_for(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process that reads is stopped, as a read of a dead mount stops it."""
@@ -45,9 +41,7 @@ def test_a_pause_of_storage_is_waited_for(
     assert "responds again after" in second
 
 
-def test_storage_that_stays_away_ends_the_run_with_its_name(
-    folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_never_answers_ends_the_run(folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
@@ -57,9 +51,7 @@ def test_storage_that_stays_away_ends_the_run_with_its_name(
         store.get(range(20))
 
 
-def test_a_reader_that_dies_or_never_comes_back_is_replaced(
-    folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_that_dies_or_hangs_is_replaced(folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     monkeypatch.setattr(storage, "RESTART_S", 0.5)
     store = store_of(folder, stores)
@@ -70,10 +62,10 @@ def test_a_reader_that_dies_or_never_comes_back_is_replaced(
     assert store.get([2])
 
 
-def test_a_listing_that_takes_long_is_not_begun_again(
+def test_slow_listing_is_not_restarted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A folder of a million files takes minutes; its entries arrive meanwhile."""
+    """A folder of a million files takes minutes; its entries arrive one after another."""
     slow = tmp_path / "slow.py"
     slow.write_text(f"""
 import sys, time
@@ -121,7 +113,7 @@ storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
         list(source.listing(["train"]))
 
 
-def test_who_waits_when_the_store_is_closed_is_told(
+def test_thread_that_waits_for_a_closed_store_raises(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As threads that read ahead do when a run ends: they neither hang nor start another reader."""
@@ -136,7 +128,7 @@ def test_who_waits_when_the_store_is_closed_is_told(
     assert opened._reader is None
 
 
-def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
+def test_folder_that_is_not_mounted_is_waited_for(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(storage, "WARN_S", 0.3)
@@ -156,90 +148,45 @@ def test_a_folder_that_is_not_mounted_is_not_taken_for_missing_files(
     assert "does not respond" in warnings_of(caplog)[0]
 
 
-_READ_IN_LAB = """
-import logging, sys, time
+@pytest.mark.sshfs
+def test_mount_that_stops_answering_is_waited_for(
+    folder: Path, tmp_path: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In epoch 1 the run waits and continues. In epoch 2 it reads only from memory."""
+    monkeypatch.setattr(storage, "RETRY_S", 0.1)
+    with sshfs_mount(folder, tmp_path / "mount") as server:
+        store = store_of(tmp_path / "mount", stores)
+        store.get(range(5))
+        monkeypatch.setattr(storage, "WARN_S", 0.3)
+        os.kill(server, signal.SIGSTOP)
+        continues = threading.Timer(1.0, os.kill, (server, signal.SIGCONT))
+        continues.start()
+        assert len(contents(store)) == 20
+        continues.join()
+        assert "does not respond" in warnings_of(caplog)[0]
+        assert "responds again after" in warnings_of(caplog)[1]
+        os.kill(server, signal.SIGSTOP)
+        assert len(contents(store)) == 20
+        assert store.counters().storage_samples == 20
+        os.kill(server, signal.SIGCONT)
+        stores.pop().close()
+
+
+READ = """
+import os, signal, sys
 from pathlib import Path
-from lightning_sparse.data.config import CacheConfig
-from lightning_sparse.data.sources import storage
-from lightning_sparse.data.sources.listing import load_or_list
-from lightning_sparse.data.cache.store import SampleStore
-logging.basicConfig(format="%(message)s")
-storage.WARN_S = 1.0
-pictures, work, timeout = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-def ask(name):
-    (work / name).touch()
-    while not (work / f"{name} done").exists():
-        time.sleep(0.02)
-config = CacheConfig(source=str(pictures), cache_dir=str(work / "cache"), memory_gb=0.01, storage_timeout=timeout)
-store = SampleStore(config, load_or_list(config, "train"))
+from tests.helpers.data import contents, store_of
+store = store_of(Path(sys.argv[1]), [], storage_timeout=3.0)
 store.get(range(5))
-ask("down")
-(work / "reading").touch()
-store.get(range(20))
-ask("down again")
-store.get(range(20))
-print("epoch 2:", store.counters())
-store.close()
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+contents(store)
 """
 
 
-def _in_lab(folder: Path, work: Path, timeout: float, outage: float) -> tuple[int, str, list[float]]:
-    """Run the above on a node of a lab whose storage link goes down for `outage` seconds: (exit code, output)."""
-    work.mkdir()
-    output = io.StringIO()
-    ended = threading.Event()
-    seconds = []
-    with Cluster(LabConfig(nodes=1, devices=1, storage=folder, storage_gbps=0.5)) as cluster:
-
-        def link(state: str) -> None:
-            command = ["ip", "-n", f"{cluster.name}.switch", "link", "set", "storage", state]
-            subprocess.run(command, check=True)
-
-        def wait_for(name: str) -> None:
-            while not (work / name).exists() and not ended.wait(0.02):
-                pass
-
-        def drive() -> None:
-            wait_for("down")
-            link("down")
-            (work / "down done").touch()
-            wait_for("reading")
-            if not ended.wait(outage):
-                link("up")
-                wait_for("down again")
-                link("down")
-                (work / "down again done").touch()
-            seconds.append(time.monotonic())
-
-        driver = threading.Thread(target=drive)
-        driver.start()
-        try:
-            command = [sys.executable, "-c", _READ_IN_LAB, str(folder), str(work), str(timeout)]
-            result = cluster.run(command, output=output, timeout=120)
-        finally:
-            ended.set()
-            driver.join()
-    return result.exit_code, output.getvalue(), seconds
-
-
-@pytest.mark.slow
-@pytest.mark.root
 @pytest.mark.sshfs
-def test_the_storage_link_goes_down_and_comes_back(folder: Path, tmp_path: Path) -> None:
-    """In epoch 1 the run waits and goes on; in epoch 2 it does not notice."""
-    code, output, _ = _in_lab(folder, tmp_path / "work", timeout=60, outage=2.5)
-    assert code == 0, output
-    assert "does not respond: waiting up to 60 s" in output
-    assert "responds again after" in output
-    assert "epoch 2: TierCounts(memory_samples=25," in output
-
-
-@pytest.mark.slow
-@pytest.mark.root
-@pytest.mark.sshfs
-def test_the_storage_link_goes_down_for_good(folder: Path, tmp_path: Path) -> None:
-    """The process ends, although a read of a dead mount cannot be interrupted."""
-    code, output, _ = _in_lab(folder, tmp_path / "work", timeout=3, outage=30)
-    assert code != 0
-    assert "StorageTimeoutError" in output
-    assert f"storage {folder} has not responded for 3 s" in output
+def test_mount_that_never_answers_again_ends_the_program(folder: Path, tmp_path: Path) -> None:
+    """A read of a dead mount cannot be interrupted."""
+    with sshfs_mount(folder, tmp_path / "mount") as server:
+        ended = run(READ, tmp_path / "mount", server, whole=True)
+    assert ended.status == 1
+    assert f"StorageTimeoutError: storage {tmp_path / 'mount'} has not responded for 3 s" in ended.stderr

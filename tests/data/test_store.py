@@ -1,4 +1,4 @@
-"""`SampleStore`: what a sample is, and which tier it comes from."""
+"""`SampleStore`: samples and their tiers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
-from lightning_sparse.data.config import CacheConfig
 from lightning_sparse.data.sources.listing import load_or_list
-from tests.data.small import make_folder
+from tests.helpers.data import config_of, make_folder
 
 
 @pytest.fixture
@@ -21,8 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def store_of(folder: Path, place: Placement | None = None, run: bytes | None = None, **more: object) -> SampleStore:
-    options = {"source": str(folder), "cache_dir": str(folder.parent / "cache"), "memory_gb": 0.01, **more}
-    config = CacheConfig(**options)  # type: ignore[arg-type]
+    config = config_of(folder, **more)
     return SampleStore(config, load_or_list(config, "train"), place, run)
 
 
@@ -65,8 +63,8 @@ def _get_in_child(store: SampleStore, connection) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> None:
-    """Also what it reads from storage and disk is written when it ends, without a close."""
+def test_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> None:
+    """It also writes the files that it reads when it ends, without a close."""
     store = store_of(folder)
     expected = [sample.data.tobytes() for sample in store.get(range(5))]
     context = multiprocessing.get_context(method)

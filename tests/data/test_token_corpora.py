@@ -20,9 +20,9 @@ from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig
 from lightning_sparse.data.tokens import files_of
 from lightning_sparse.data.windows import IGNORED, Documents, PackedStream, TokenStream, TokenWindows, split
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
-from tests.data.small import corpus_of
+from tests.helpers.data import corpus_of
 
-CORPORA = int(os.environ.get("TOKEN_CORPORA", "60"))
+CORPORA = int(os.environ.get("TOKEN_CORPORA", "40"))
 FIRST = int(os.environ.get("TOKEN_CORPORA_SEED", "0"))
 END, VOCAB = 0, 60_000
 MODES: tuple[Documents, ...] = ("joined", "separate", "packed")

@@ -8,10 +8,9 @@ import io
 import json
 import logging
 import os
+import re
 import resource
-import subprocess
-import sys
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,10 @@ from lightning_sparse.data import id_files as corpus_module
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.tokens import TokenStream, prepare
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
-from tests.data.small import corpus_of
+from tests.data.programs import run
 from tests.data.test_token_shards import encoded, ids, module
-from tests.data.test_tokens import counted
+from tests.helpers.data import corpus_of, counted, tar_of, write
 from tests.helpers.distributed import run_ranks
-
-GOOD = '{"text": "good"}\n'
-
-
-def jsonl(folder: Path, lines: list[bytes]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "a.jsonl").write_bytes(b"\n".join(lines))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -41,7 +32,6 @@ def jsonl(folder: Path, lines: list[bytes]) -> Path:
     [
         (b'{"text": "\\ud800"}', "UnicodeEncodeError"),
         (b'{"text": null}', "TypeError: the field text is NoneType, not a string"),
-        (b'{"text": 7}', "TypeError: the field text is int, not a string"),
         (b'{"body": "x"}', "KeyError: 'text'"),
         (b'{"text": "x"', "JSONDecodeError"),
         (b"[1]", "TypeError"),
@@ -52,8 +42,9 @@ def jsonl(folder: Path, lines: list[bytes]) -> Path:
 def test_corrupt_line_is_named_or_skipped(
     line: bytes, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = GOOD.strip().encode()
-    source, cache = jsonl(tmp_path / "source", [good, b"", line, good]), tmp_path / "cache"
+    good = b'{"text": "good"}'
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    write(source / "a.jsonl", b"\n".join([good, b"", line, good]))
     with pytest.raises(ValueError, match=rf"a\.jsonl (cannot be read as text|is not UTF-8) \({reason}.*\) in line 3: "):
         ids(source, cache, context=2)
     assert ids(source, cache, context=2, on_corrupt="skip") == [encoded("good") * 2]
@@ -63,101 +54,79 @@ def test_corrupt_line_is_named_or_skipped(
         ids(source, cache, context=2)  # although the cache has the other documents
 
 
+def words_of(folder: Path, names: str) -> str:
+    """Write a tokenizer of the package `tokenizers` that knows some words. Returns the option."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
+    ids = {name: number for number, name in enumerate(["</s>", *names.split()])}
+    found = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="</s>"))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    found.save(str(folder / "tokenizer.json"))
+    return f"tokenizers:{folder / 'tokenizer.json'}"
+
+
 def test_document_with_a_corrupt_end_is_skipped_completely(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    tokenizer = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
-    found = tokenizer.Tokenizer(tokenizer.models.WordLevel({"</s>": 0, "a": 1, "b": 2}, unk_token="a"))
-    found.pre_tokenizer = tokenizer.pre_tokenizers.WhitespaceSplit()
-    found.save(str(tmp_path / "tokenizer.json"))
-    (source / "a.txt").write_text("a b a")
-    (source / "b.txt").write_bytes(b"a " * 400_000 + b"\xff")
-    (source / "c.txt").write_text("b a b")
-    options = {"tokenizer": f"tokenizers:{tmp_path / 'tokenizer.json'}", "context": 2}
+    source, options = tmp_path / "source", {"tokenizer": words_of(tmp_path, "a b"), "context": 2}
+    for name, data in {"a.txt": b"a b a", "b.txt": b"a " * 400_000 + b"\xff", "c.txt": b"b a b"}.items():
+        write(source / name, data)
     with pytest.raises(ValueError, match=r"b\.txt is not UTF-8 \(UnicodeDecodeError.*800000"):
         ids(source, tmp_path / "cache", **options)
     assert ids(source, tmp_path / "cache", **options, on_corrupt="skip") == [[1, 2, 1, 0], [], [2, 1, 2, 0]]
 
 
-def test_corrupt_rest_of_a_shard_is_named_or_skipped(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    with tarfile.open(source / "a.tar", "w") as tar:
-        for name, data in {"1.txt": b"one", "._2.txt": b"\0", "2.JSON": b'{"text": 3}', "3.txt": b"x" * 2000}.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            tar.addfile(about, io.BytesIO(data))
-    os.truncate(source / "a.tar", 512 * 8 + 100)
-    with pytest.raises(ValueError, match=r"a\.tar cannot be read as text \(TypeError: .*\) in member 2\.JSON"):
-        ids(source, tmp_path / "cache", context=2)
-    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [encoded("one")]
-    (source / "a.tar").rename(source / "b.jsonl.gz")
-    with pytest.raises(ValueError, match=r"b\.jsonl\.gz cannot be read as text \(BadGzipFile: .*in the data after its"):
-        ids(source, tmp_path / "cache", context=2)
-
-
-def tar_of(members: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name, data in members.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(data)
-            tar.addfile(about, io.BytesIO(data))
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-@pytest.mark.parametrize("damage", ["header", "joined"])
-def test_rest_of_a_tar_file_behind_its_end_is_named_or_skipped(damage: str, suffix: str, tmp_path: Path) -> None:
-    source, data = tmp_path / "source", tar_of({"1.txt": b"one", "2.txt": b"two"})
-    source.mkdir()
-    data = data[:1024] + b"\1" * 512 + data[1536:] if damage == "header" else tar_of({"1.txt": b"one"}) + data
-    (source / f"a.tar{suffix}").write_bytes(gzip.compress(data) if suffix else data)
-    with pytest.raises(ValueError, match=r"a\.tar(\.gz)? cannot be read as text .*data after its end, at byte 1,0"):
-        ids(source, tmp_path / "cache", context=2)
-    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [encoded("one")]
-
-
-def test_hidden_members_of_a_tar_file_are_not_used(tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
-    members = {"./1.txt": b"one", "._1.txt": b"x", ".git/2.txt": b"x", "a/.b/3.txt": b"x", "a/b/4.txt": b"four"}
-    (tmp_path / "source" / "a.tar").write_bytes(tar_of(members))
-    assert ids(tmp_path / "source", tmp_path / "cache", context=2) == [encoded("one") + encoded("four")]
-
-
-def test_damaged_contents_are_no_fault_of_the_cache_folder(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "a.txt.bz2").write_bytes(b"no bzip2")
-    (source / "b.txt").write_text("good")
-    with pytest.raises(ValueError, match=r"a\.txt\.bz2 cannot be read as text \(ValueError: Invalid data stream\)"):
-        ids(source, tmp_path / "cache", context=2)
-    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [[], encoded("good")]
-
-
-def test_damaged_page_of_parquet_is_named_or_skipped(tmp_path: Path) -> None:
+def parquet_of(texts: Any) -> bytes:
     pyarrow = pytest.importorskip("pyarrow", reason="it writes the Parquet file")
     from pyarrow import parquet
 
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": texts}), file)
+    return file.getvalue()
+
+
+def damaged_page() -> bytes:
+    data = parquet_of(["a" * 1000, "b" * 1000])
+    return data[:4] + b"\xff" * 30 + data[34:]  # the header of the first page
+
+
+ONE, TWO = tar_of({"1.txt": b"one"}), tar_of({"1.txt": b"one", "2.txt": b"two"})
+CUT = tar_of({"1.txt": b"one", "._2.txt": b"\0", "2.JSON": b'{"text": 3}', "3.txt": b"x" * 2000})[: 512 * 8 + 100]
+BAD_HEADER = TWO[:1024] + b"\1" * 512 + TWO[1536:]
+AFTER_END = r" cannot be read as text .*data after its end, at byte 1,0"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says", "left"),
+    [
+        ("a.tar", CUT, r" cannot be read as text \(TypeError: .*\) in member 2\.JSON", "one"),
+        ("a.jsonl.gz", CUT, r" cannot be read as text \(BadGzipFile: .*in the data after its", ""),
+        ("a.tar", BAD_HEADER, AFTER_END, "one"),
+        ("a.tar", ONE + TWO, AFTER_END, "one"),
+        ("a.tar.gz", gzip.compress(ONE + TWO), AFTER_END, "one"),
+        ("a.txt.bz2", b"no bzip2", r" cannot be read as text \(ValueError: Invalid data stream\)", ""),
+        ("a.parquet", damaged_page, r" cannot be read as text \(.*in the data after its beginning", ""),
+    ],
+)
+def test_rest_of_a_damaged_shard_is_named_or_skipped(
+    name: str, data: bytes | Callable[[], bytes], says: str, left: str, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
-    source.mkdir()
-    parquet.write_table(pyarrow.table({"text": ["a" * 1000, "b" * 1000]}), source / "a.parquet")
-    data = (source / "a.parquet").read_bytes()
-    (source / "a.parquet").write_bytes(data[:4] + b"\xff" * 30 + data[34:])  # the header of the first page
-    (source / "b.txt").write_text("good")
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read as text \(.*in the data after its beginning"):
+    write(source / name, data() if callable(data) else data)
+    write(source / "b.txt", "good")
+    with pytest.raises(ValueError, match=re.escape(name) + says):
         ids(source, tmp_path / "cache", context=2)
-    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == [[], encoded("good")]
+    expected = [encoded(left) if left else [], encoded("good")]
+    assert ids(source, tmp_path / "cache", context=2, on_corrupt="skip") == expected
+
+
+def test_hidden_members_of_a_tar_file_are_not_used(tmp_path: Path) -> None:
+    members = {"./1.txt": b"one", "._1.txt": b"x", ".git/2.txt": b"x", "a/.b/3.txt": b"x", "a/b/4.txt": b"four"}
+    write(tmp_path / "source" / "a.tar", tar_of(members))
+    assert ids(tmp_path / "source", tmp_path / "cache", context=2) == [encoded("one") + encoded("four")]
 
 
 def test_row_of_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="it writes the Parquet file")
-    from pyarrow import parquet
-
-    (tmp_path / "source").mkdir()
     _, *buffers = pyarrow.array([b"one", b"\xff\xfe", b"two"]).buffers()
-    texts = pyarrow.StringArray.from_buffers(3, *buffers)
-    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "source" / "a.parquet")
+    write(tmp_path / "source" / "a.parquet", parquet_of(pyarrow.StringArray.from_buffers(3, *buffers)))
     with pytest.raises(ValueError, match=r"a\.parquet is not UTF-8 \(UnicodeDecodeError.*in row 2"):
         ids(tmp_path / "source", tmp_path / "cache", context=2)
 
@@ -171,8 +140,8 @@ def test_file_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_used_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text, bins = jsonl(tmp_path / "text", [GOOD.encode()]), tmp_path / "bins"
-    bins.mkdir()
+    text, bins = tmp_path / "text", tmp_path / "bins"
+    write(text / "a.jsonl", '{"text": "good"}')
     counted(bins / "a.bin", 30)
     for folder in (text, bins):
         for name in ("b.jsonl.zst", "c.json", "README.md", ".hidden.md"):
@@ -207,7 +176,7 @@ def test_npy_next_to_bin_is_read_with_a_cache_and_refused_without(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.txt", "a.jsonl.gz"])
-def test_a_file_that_is_no_bin_is_not_taken_for_one_in_place(name: str, tmp_path: Path) -> None:
+def test_file_that_is_no_bin_is_not_taken_for_one_in_place(name: str, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     (tmp_path / "a.npy").rename(tmp_path / name)
     (tmp_path / "a.json").write_text('{"dtype": "uint16", "vocab_size": 50257}')
@@ -263,7 +232,8 @@ def differing(folder: str) -> str:
 
 
 def test_nodes_with_different_ids_of_equal_length_are_refused(tmp_path: Path) -> None:
-    run_ranks(differing, str(tmp_path), nodes=2, devices=1, timeout=120)
+    said = run_ranks(differing, str(tmp_path), nodes=2, devices=1, timeout=120)
+    assert all("copy the same files to all nodes" in each for each in said)
 
 
 @pytest.mark.parametrize("kept_open", [256, 0])
@@ -349,34 +319,19 @@ from lightning_sparse.data import shards
 from lightning_sparse.data.sources.storage import Storage
 
 shards.PART = 1 << 20
-source = shards.TokenSource.of(sys.argv[1], sys.argv[2], sys.argv[3], None)
-with Storage(source.config) as storage:
-    (shard,) = source.listed()
-    source.make(shard, storage, lambda size: None)
-print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+for name in ("small", "large"):
+    source = shards.TokenSource.of(f"{sys.argv[1]}/{name}", sys.argv[1] + "/cache", sys.argv[2], None)
+    with Storage(source.config) as storage:
+        (shard,) = source.listed()
+        source.make(shard, storage, lambda size: None)
+    print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0], flush=True)
 """
-
-
-def peak(source: Path, cache: Path, tokenizer: str) -> int:
-    """Return the peak memory of a process that encodes a source."""
-    command = [sys.executable, "-c", MADE, str(source), str(cache), tokenizer]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
-    return 1024 * int(done.stdout)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tokenizers"])
 def test_memory_for_a_document_does_not_depend_on_its_size(kind: str, tmp_path: Path) -> None:
-    tokenizer = kind
-    if kind == "tokenizers":
-        found = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
-        made = found.Tokenizer(found.models.WordLevel({"</s>": 0, "word": 1}, unk_token="</s>"))
-        made.pre_tokenizer = found.pre_tokenizers.WhitespaceSplit()
-        made.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = f"tokenizers:{tmp_path / 'tokenizer.json'}"
-    peaks = []
+    tokenizer = words_of(tmp_path, "word") if kind == "tokenizers" else kind
     for name, megabytes in (("small", 8), ("large", 24)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_bytes(b"word " * (megabytes * 10**6 // 5))
-        peaks.append(peak(tmp_path / name, tmp_path / "cache", tokenizer))
-    assert peaks[1] - peaks[0] < 4 * 10**6, peaks
+        write(tmp_path / name / "a.txt", b"word " * (megabytes * 10**6 // 5))
+    small, large = map(int, run(MADE, tmp_path, tokenizer).stdout.split())
+    assert large - small < 4000, "kB"

@@ -1,12 +1,9 @@
-"""Files of token ids: written from text, mapped, cut into windows, and refused where they are not what they say."""
+"""Files of token ids: written from text, mapped, cut into windows, and refused if their description is wrong."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +11,12 @@ import pytest
 
 from lightning_sparse.cli import main
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.tokens import TokenDataModuleMixin, TokenStream, files_of, prepare
-from tests.data.small import corpus_of
+from lightning_sparse.data.tokens import TokenStream, files_of, prepare
+from tests.data.programs import run
+from tests.helpers.data import corpus_of, counted
 
 
-def counted(path: Path, count: int, first: int = 0) -> Path:
-    """A file whose ids count up from `first`."""
-    (first + np.arange(count)).astype("<u2").tofile(path)
-    path.with_suffix(".json").write_text(json.dumps({"dtype": "uint16", "vocab_size": 1000}))
-    return path
-
-
-def test_the_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
+def test_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("héllo")
     (tmp_path / "b.txt").write_text("x")
     out = prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "made" / "train")
@@ -36,14 +27,14 @@ def test_the_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["train.bin", "train.json"]
 
 
-def test_a_tokenizer_makes_the_ids_and_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+def test_tokenizer_makes_the_ids_and_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("7 70000 3")
     out = prepare([tmp_path / "a.txt"], tmp_path / "t.bin", lambda text: [int(w) for w in text.split()], 100_000)
     assert np.fromfile(out, "<u4").tolist() == [7, 70000, 3]
     assert files_of(out)[0].dtype.name == "uint32"
 
 
-def test_the_command_line_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("abc")
     assert main(["tokens", str(tmp_path / "a.bin"), str(tmp_path / "a.txt")]) == 0
     assert "3 tokens, vocabulary of 256, uint16" in capsys.readouterr().out
@@ -68,14 +59,14 @@ def test_windows_continue_over_the_ends_of_files(tmp_path: Path) -> None:
     assert TokenStream(corpus_of(tmp_path), context=2).fingerprint != stream.fingerprint
 
 
-def test_an_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path) -> None:
+def test_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path) -> None:
     stream = TokenStream(corpus_of(counted(tmp_path / "0.bin", 20, 990)), context=4)
     assert stream.windows(np.array([1]))[1].tolist() == [[995, 996, 997, 998]]
     with pytest.raises(DataError, match=r"0\.bin: id 1006 is not below vocab_size=1000"):
         stream.windows(np.array([0, 3]))
 
 
-def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
+def test_file_with_a_wrong_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a file of token ids nor a folder"):
         files_of(tmp_path)
     path = counted(tmp_path / "a.bin", 10)
@@ -122,31 +113,16 @@ def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Pa
     assert not list(tmp_path.glob("out*"))
 
 
-def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_not(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     script = (
         "import os, signal, sys; from lightning_sparse.data.tokens import prepare;"
         "prepare([sys.argv[1]], sys.argv[2], lambda text: os.kill(os.getpid(), signal.SIGKILL))"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "a.txt"), str(tmp_path / "out.bin")]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert run(script, tmp_path / "a.txt", tmp_path / "out.bin").status == -signal.SIGKILL
     (left,) = tmp_path.glob("out*")
     others = [left.with_name(f"{left.name.rsplit('.', 2)[0]}.{os.getppid()}.tmp"), left.with_name("out.bin.b.1.tmp")]
     for each in others:
         each.touch()
     prepare([tmp_path / "a.txt"], tmp_path / "out.bin")
     assert sorted(tmp_path.glob("out*")) == sorted([*others, tmp_path / "out.bin", tmp_path / "out.json"])
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"context": 0}, "context=0 must be"),
-        ({"batch_size": 0}, "batch_size=0 must be"),
-        ({"val_fraction": 1.001}, "val_fraction=1.001 must be"),
-        ({"val_fraction": 0.5, "val": "x.bin"}, "exclude each other"),
-    ],
-)
-def test_bad_options_are_refused_early(tmp_path: Path, options: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        TokenDataModuleMixin(counted(tmp_path / "0.bin", 20), **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Token streams in a real Trainer on two nodes: every window once an epoch, and exact resume in the middle of one."""
+"""Token streams in a real Trainer on two nodes: every window once per epoch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data.fits import FLAVOURS, lightning_of, ours, saver, trainer
-from tests.data.test_tokens import counted
+from tests.data.fits import FLAVOURS, lightning_of, ours, trainer
+from tests.helpers.data import counted
 from tests.helpers.distributed import run_ranks
 
 CONTEXT, BATCH, WINDOWS = 4, 3, 30
@@ -28,7 +28,6 @@ def flavour(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokens")
-    (root / "train").mkdir()
     counted(root / "train" / "0.bin", 10 * CONTEXT + 1)
     counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)  # so that a window's first id is its number
     counted(root / "val.bin", 7 * CONTEXT + 1)
@@ -65,11 +64,11 @@ def windows(inputs: torch.Tensor) -> list[int]:
     return [each // CONTEXT for each in inputs[:, 0].tolist()]
 
 
-def fit(flavour: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> Any:
+def fit(flavour: str, folder: Path, **options: Any) -> Any:
     model = model_of(flavour)
     given = {"val": folder / "val.bin", "context": CONTEXT, "batch_size": BATCH, **options.pop("data", {})}
     data = ours(flavour).TokenDataModule(folder / "train", **given)
-    trainer(flavour, **options).fit(model, data, ckpt_path=ckpt_path)
+    trainer(flavour, **options).fit(model, data)
     return model
 
 
@@ -77,11 +76,9 @@ def runs(flavour: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
     root = Path(folder)
-    callback = saver(flavour, root, "{step}", every_n_train_steps=2)
-    whole = fit(flavour, root, callbacks=[callback], enable_checkpointing=True)
-    resumed = fit(flavour, root, root / "step=8.ckpt")
+    whole = fit(flavour, root)
     split = fit(flavour, root, max_epochs=1, data={"val": None, "val_fraction": 0.2})
-    return {"whole": (whole.seen, whole.val), "resumed": resumed.seen, "split": (split.seen, split.val)}
+    return {"whole": (whole.seen, whole.val), "split": (split.seen, split.val)}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +86,7 @@ def results(flavour: str, folder: Path) -> list[dict[str, Any]]:
     return run_ranks(runs, flavour, str(folder), nodes=2, devices=1, timeout=200, init=False)
 
 
-def test_every_window_is_seen_once_an_epoch(results: list[dict[str, Any]]) -> None:
+def test_each_window_is_seen_once_per_epoch(results: list[dict[str, Any]]) -> None:
     orders = []
     for epoch in range(2):
         order = [w for each in results for at, ws in each["whole"][0] if at == epoch for w in ws]
@@ -100,12 +97,6 @@ def test_every_window_is_seen_once_an_epoch(results: list[dict[str, Any]]) -> No
     assert val == sorted([*range(7)] * 2), "each epoch validates on each window once"
 
 
-def test_a_resumed_run_sees_the_rest_of_the_epoch(results: list[dict[str, Any]]) -> None:
-    for each in results:
-        assert len(each["whole"][0]) == 2 * 5
-        assert each["resumed"] == each["whole"][0][8:]
-
-
 def test_val_fraction_holds_out_random_windows(results: list[dict[str, Any]]) -> None:
     train = {w for each in results for _, ws in each["split"][0] for w in ws}
     val = {w for each in results for w in each["split"][1]}
@@ -114,21 +105,7 @@ def test_val_fraction_holds_out_random_windows(results: list[dict[str, Any]]) ->
     assert val != set(range(24, 30))
 
 
-def differing(folder: str) -> str:
-    root = Path(folder) / os.environ["NODE_RANK"]
-    root.mkdir()
-    data = ours(FLAVOURS[0]).TokenDataModule(counted(root / "a.bin", 20 + int(os.environ["NODE_RANK"])), context=4)
-    with pytest.raises(ValueError, match="has different tokens on rank 1 and on rank 0") as caught:
-        data.setup("fit")
-    return str(caught.value)
-
-
-def test_other_files_on_another_node_are_refused(tmp_path: Path) -> None:
-    said = run_ranks(differing, str(tmp_path), nodes=2, devices=1, timeout=60)
-    assert all("copy the same files to all nodes" in each for each in said)
-
-
-def test_without_a_trainer_the_loaders_need_setup_and_val(tmp_path: Path) -> None:
+def test_loaders_without_a_trainer_need_setup_and_val(tmp_path: Path) -> None:
     data = ours(FLAVOURS[0]).TokenDataModule(counted(tmp_path / "a.bin", 41), context=4, batch_size=2)
     with pytest.raises(ValueError, match=r"no loaders before setup\(\)"):
         data.train_dataloader()

@@ -1,11 +1,8 @@
-"""A mixture of tokens whose process is killed, again and again: it goes on with the next batch."""
+"""A mixture of tokens whose process is killed, again and again: it continues with the next batch."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,14 +10,17 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.tokens import prepare
-from tests.data.test_urls import KEY, Server
+from tests.data.programs import run
+from tests.helpers.data import KEY, Server, write
 
-# Forks a process that trains, kills it after a while, and so on; the last one goes on to the end.
+# Forks a process that trains, kills it after some files or batches, and so on. The last process runs to the end.
 KILLED = """
 import json, os, random, signal, sys, time
+from pathlib import Path
 from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
 
-out, options, kills = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+out, options, kills = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+cache = Path(options["cache_dir"])
 
 def train():
     data = TokenDataModule(context=8, batch_size=4, seed=3, documents="separate", **options)
@@ -41,53 +41,54 @@ def train():
                 said = {"batch": [each.tolist() for each in batch], "state": loader.state_dict()}
                 file.write(json.dumps(said) + "\\n")
                 file.flush()
-                time.sleep(0.01)
     data.teardown("fit")
 
+def progress():
+    "The number of batches, and of files in the cache, whole or begun."
+    batches = out.read_bytes().count(b"\\n") if out.exists() else 0
+    return batches + sum(len(names) for _, _, names in os.walk(cache))
+
 random.seed(7)
-for left in range(kills, -1, -1):
+for number in range(kills + 1):
+    goal = progress() + (random.randrange(4) if number < kills // 2 else random.randrange(90))
     process = os.fork()
     if process == 0:
         train()
         os._exit(0)
-    if left:
-        time.sleep(random.uniform(0.05, 2.5))
-        os.kill(process, signal.SIGKILL)
-    status = os.waitpid(process, 0)[1]
+    ended = 0, 0
+    if number < kills:
+        while progress() < goal and not ended[0]:
+            time.sleep(0.001)
+            ended = os.waitpid(process, os.WNOHANG)
+        if not ended[0]:
+            os.kill(process, signal.SIGKILL)
+    _, status = ended if ended[0] else os.waitpid(process, 0)
 assert status == 0, status
 """
 
 
 def batches(folder: Path, name: str, options: dict[str, Any], kills: int) -> list[Any]:
-    """What the processes saw, in order."""
-    command = [sys.executable, "-c", KILLED, str(folder / name), json.dumps(options), str(kills)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run(command, env=environment, timeout=500, check=True)
+    """The batches of all processes, in order."""
+    ended = run(KILLED, folder / name, json.dumps({**options, "cache_dir": str(folder / f"cache {name}")}), kills)
+    assert ended.status == 0, ended.stderr
     return [json.loads(line)["batch"] for line in (folder / name).read_text().splitlines()]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_mixture_that_is_killed_at_twenty_places_sees_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    """While it tokenises, between two batches, at the end of an epoch."""
-    pytest.importorskip("aiohttp", reason="fsspec opens http with it")
-    (tmp_path / "source").mkdir()
+def test_mixture_killed_at_twenty_places_gives_the_batches_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """While it tokenizes, between two batches, at the end of an epoch."""
     for number in range(8):
-        lines = (json.dumps({"text": f"{number} {line} " * (1 + line % 7)}) for line in range(100))
-        (tmp_path / "source" / f"{number}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "own.txt").write_text("some more text " * 3000)
-    own = prepare([tmp_path / "own.txt"], tmp_path / "own", end=0)
-    server = Server(tmp_path / "source")
-    options = {"train": {server.url: 3, str(own): 1}, "storage_options": KEY}
-    try:
-        whole = batches(tmp_path, "whole", {**options, "cache_dir": str(tmp_path / "cache")}, 0)
+        lines = (json.dumps({"text": f"{number} {line} " * (1 + line % 7)}) for line in range(30))
+        write(tmp_path / "source" / f"{number}.jsonl", "\n".join(lines))
+    own = prepare([write(tmp_path / "own.txt", "some more text " * 900)], tmp_path / "own", end=0)
+    with Server(tmp_path / "source") as server:
+        options = {"train": {server.url: 3, str(own): 1}, "storage_options": KEY}
+        whole = batches(tmp_path, "whole", options, 0)
         before = Counter(server.requests)
-        killed = batches(tmp_path, "killed", {**options, "cache_dir": str(tmp_path / "other")}, 20)
-    finally:
-        server.close()
+        killed = batches(tmp_path, "killed", options, 20)
     assert len(whole) > 300
     assert killed == whole
     again = server.requests["GET", ".jsonl"] - before["GET", ".jsonl"]
     assert before["GET", ".jsonl"] == 8, "each file once"
-    assert again <= 8 + 20 * 2, "and again at most what two processes were reading when they were killed"
-    assert not list((tmp_path / "other").rglob("*.tmp"))
+    assert again <= 8 + 20 * 2, "and again at most the files that two processes were reading when they were killed"
+    assert not list((tmp_path / "cache killed").rglob("*.tmp"))
