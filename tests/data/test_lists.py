@@ -120,7 +120,7 @@ def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> 
     assert val.relabel(("cat", "cow", "dog")).labels.tolist() == [[2, 5], [1, 6]]
     with pytest.raises(ValueError, match=r"that train/ does not have: cow"):
         val.relabel(("cat", "dog"))
-    with pytest.raises(ValueError, match="the labels of train are names, and those of train are not"):
+    with pytest.raises(ValueError, match="the labels of train are names, but the labels of train are not"):
         val.relabel(())
 
 

@@ -149,8 +149,8 @@ def test_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
     ("columns", "member", "says"),
     [
         ({"id": [1]}, None, "of its columns id, 0 contain bytes"),
-        ({"a": [b"a"], "b": [b"b"]}, None, "of its columns a, b, 2 contain bytes. Give the name"),
-        ({"a": [b"a"]}, "c", "1 contain bytes. Give the name"),
+        ({"a": [b"a"], "b": [b"b"]}, None, "2 of its columns a, b contain bytes. Name the column"),
+        ({"a": [b"a"]}, "c", "1 of its columns a contain bytes. Name the column"),
         (None, None, "it is not a Parquet file"),
     ],
 )

@@ -245,7 +245,7 @@ def test_splits_with_other_labels_are_refused_and_a_test_needs_none(folder: Path
     for name, text in texts.items():
         (folder / f"{name}.csv").write_text(text)
     lists = {name: str(folder / f"{name}.csv") for name in texts}
-    with pytest.raises(ValueError, match=r"samples of val have 0 label\(s\), and those of train 1"):
+    with pytest.raises(ValueError, match=r"samples of val have 0 label\(s\), but samples of train have 1"):
         data_of(folder, lists=lists).setup("fit")
     data = data_of(folder, lists=lists)
     data.setup("test")

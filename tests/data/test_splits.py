@@ -166,7 +166,7 @@ def test_labels_have_one_type_in_all_splits(folder: Path, sessions: list[Session
     """Also if all numbers of one split are whole, and in a run that only tests."""
     sessions.append(open_session(with_lists(folder, train=",0.5", val=",1", test=",1"), stage=stage))
     assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.float32}
-    with pytest.raises(ValueError, match=r"of (val|test) are not whole numbers, and those of train are"):
+    with pytest.raises(ValueError, match=r"of (val|test) are not whole numbers, but the labels of train are"):
         open_session(with_lists(folder, train=",1", val=",0.5", test=",0.5"), stage=stage)
 
 

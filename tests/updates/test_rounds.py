@@ -265,7 +265,7 @@ def test_node_that_draws_more_than_it_reported_warns_once(caplog: pytest.LogCapt
     node.draw(AHEAD)
     assert not caplog.messages
     node.draw(2)
-    assert [each.partition(":")[0] for each in caplog.messages] == [
+    assert [each.partition(".")[0] for each in caplog.messages] == [
         "this node has drawn more samples since the last round than it had reported"
     ]
 
