@@ -111,9 +111,10 @@ def pairs(folder: str) -> Pairs:
     return run_ranks(whole_and_resumed, folder, ALL, nodes=2, devices=2, timeout=250)
 
 
-@pytest.fixture(scope="module")
-def elsewhere(folder: str, pairs: Pairs) -> Looks:
-    return run_ranks(resumed, folder, CASES, nodes=3, devices=1, timeout=200)
+@pytest.fixture(scope="module", params=[(3, 1), pytest.param((4, 1), marks=pytest.mark.slow)], ids=str)
+def elsewhere(request: pytest.FixtureRequest, folder: str, pairs: Pairs) -> Looks:
+    nodes, devices = request.param
+    return run_ranks(resumed, folder, CASES, nodes=nodes, devices=devices, timeout=200)
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +165,30 @@ def test_resume_on_one_node_applies_pending_updates(pairs: Pairs, alone: Looks, 
         torch.testing.assert_close(after.weights.double(), expected, rtol=1e-6, atol=1e-7)
         if CASES[number].host != "loop":
             torch.testing.assert_close(before.moments, after.moments)
+
+
+# -- a checkpoint of one node ------------------------------------------------------------------------------------------
+
+ONE_NODE = [case for case in CASES if case.host != "loop"]  # a loop saves its optimizer itself
+
+
+def trained_on_one_node(folder: str) -> list[Trained]:
+    return [
+        train(case, STEPS, save=(SAVED, path_of(folder, number)), look_at=[SAVED])
+        for number, case in enumerate(ONE_NODE)
+    ]
+
+
+def resumed_on_two_nodes(folder: str) -> list[Trained]:
+    return [train(case, STEPS, start=path_of(folder, number), look_at=[SAVED]) for number, case in enumerate(ONE_NODE)]
+
+
+@pytest.mark.slow
+def test_resume_of_one_node_on_two_nodes_starts_from_its_weights_with_nothing_pending(tmp_path: Path) -> None:
+    one = run_ranks(trained_on_one_node, str(tmp_path), nodes=1, devices=2, timeout=200)
+    two = run_ranks(resumed_on_two_nodes, str(tmp_path), nodes=2, devices=1, timeout=200)
+    for number in range(len(ONE_NODE)):
+        for after in (each[number] for each in two):
+            assert torch.equal(one[0][number].looks[SAVED].weights, after.looks[SAVED].weights)
+            assert not after.looks[SAVED].pending.any()
+            assert after.rounds > 0

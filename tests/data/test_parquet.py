@@ -148,7 +148,7 @@ def test_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "member", "says"),
     [
-        ({"id": [1]}, None, "of its columns id, 0 contain bytes"),
+        ({"id": [1]}, None, "0 of its columns id contain bytes"),
         ({"a": [b"a"], "b": [b"b"]}, None, "2 of its columns a, b contain bytes. Name the column"),
         ({"a": [b"a"]}, "c", "1 of its columns a contain bytes. Name the column"),
         (None, None, "it is not a Parquet file"),

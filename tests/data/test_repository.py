@@ -126,7 +126,11 @@ def test_warming_finds_the_splits_and_a_new_file_is_noticed(tmp_path: Path, capl
         (files_of("train", 1), "val", "has no val/, and Parquet files of train only"),
         ([*files_of("val", 1), *files_of("validation", 1)], "val", "has files of validation and of val: remove one"),
         ([*files_of("train", 1), *files_of("train", 1, ".")], "train", "has Parquet files in data/ and beside it"),
-        (files_of("train", 3)[::2], "train", "2 of 3 files train-00000-of-00003.parquet, ... are there: some are missing"),
+        (
+            files_of("train", 3)[::2],
+            "train",
+            "2 of 3 files train-00000-of-00003.parquet, ... are there: some are missing",
+        ),
         ([*files_of("train", 1), "data/train-00000-of-00001-b.parquet"], "train", "belong to another version"),
         ([*files_of("train", 1, "en"), *files_of("train", 1, "fr")], "train", r"in en/, fr/\. Give one .*source/en"),
         (["other/0.txt"], "train", "has no folder train/ to read"),
