@@ -48,8 +48,8 @@ def test_distribution_of_crops_equals_torchvision(height: int, width: int) -> No
     crop = pytest.importorskip("torchvision.transforms").RandomResizedCrop
     torch.manual_seed(0)
     picture = torch.empty(3, height, width)
-    theirs = np.array([crop.get_params(picture, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(2000)])
-    count = 2000
+    theirs = np.array([crop.get_params(picture, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
+    count = 4000
     ours = random_crops(PLAIN, 0, np.arange(count), np.full(count, height), np.full(count, width))
     for column, mine in enumerate(ours[:4]):
         for share in (0.1, 0.25, 0.5, 0.75, 0.9):

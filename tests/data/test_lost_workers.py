@@ -127,7 +127,7 @@ def test_workers_that_cannot_start_name_the_reason(tmp_path: Path, limit: str, m
 def test_workers_that_end_while_they_start_are_reported(tmp_path: Path) -> None:
     ended = started(tmp_path, EXIT)
     assert "which made batches, ended with status 3" in ended.stderr, ended.stderr
-    assert "DataError: a process that makes batches has ended" in ended.stderr
+    assert "DataError: a worker process that makes batches has ended" in ended.stderr
     assert ended.status == 1
 
 

@@ -69,9 +69,9 @@ def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
     ("options", "said"),
     [
         ({"send": "both"}, "send='both' must be 'updates' or 'gradients'"),
-        ({"send": "gradients", "delay": 0}, "delay=0 says how updates are exchanged"),
-        ({"send": "gradients", "outer_lr": 1.5}, "outer_lr=1.5 says how updates are exchanged"),
-        ({"shard_optimizer": True}, "shard_optimizer=True cannot be combined with .*FSDP2 shards the optimizer"),
+        ({"send": "gradients", "delay": 0}, "delay=0 applies to updates"),
+        ({"send": "gradients", "outer_lr": 1.5}, "outer_lr=1.5 applies to updates"),
+        ({"shard_optimizer": True}, "shard_optimizer=True cannot be combined with .*FSDP2 always shards"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:

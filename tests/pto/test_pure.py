@@ -280,7 +280,7 @@ def test_step_is_sharded_once_and_its_hook_runs_first() -> None:
     hooks = optimizer._optimizer_step_post_hooks
     assert isinstance(hooks, OrderedDict)
     assert next(iter(hooks.values())) == step._after
-    with pytest.raises(ValueError, match="is already shared"):
+    with pytest.raises(ValueError, match="is already sharded"):
         ShardedStep(optimizer, communicator)
 
 
@@ -297,4 +297,4 @@ def test_untested_optimizer_is_not_sharded_and_the_log_names_the_option() -> Non
     assert not hasattr(optimizer, "consolidate_state_dict")
     (said,) = lines.lines
     assert "PTO is off for Unknown; every rank runs the full step" in said
-    assert "name it: PTOCallback(trusted_optimizers=['Unknown'])" in said
+    assert "use PTOCallback(trusted_optimizers=['Unknown'])" in said

@@ -305,7 +305,7 @@ def test_parameters_that_are_reduced_whole_are_refused() -> None:
 def test_an_optimizer_nobody_named_is_asked_for() -> None:
     state = hierarchical_state(mlp())
     assert state.momentum is not None
-    with pytest.raises(ValueError, match=r"call state.watch\(\[optimizer\]\)"):
+    with pytest.raises(ValueError, match=r"Call state.watch\(\[optimizer\]\)"):
         state.before_backward()
 
 
@@ -355,9 +355,9 @@ def test_momentum_of_a_run_without_correction_is_not_dropped_in_silence(caplog: 
     saved, resumed = optimizer.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hierarchical_state(model).watch([resumed])
     resumed.load_state_dict(empty)
-    assert "brings momentum along" not in caplog.text
+    assert "has momentum of a run without the correction" not in caplog.text
     resumed.load_state_dict(saved)
-    assert "brings momentum along" in caplog.text
+    assert "has momentum of a run without the correction" in caplog.text
 
 
 # -- in a Trainer: DDP's result where all is sent ----------------------------------------------------------------------

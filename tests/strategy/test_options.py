@@ -192,7 +192,7 @@ def a_state() -> HierState:
 def test_the_python_reducer_is_refused() -> None:
     with (
         torch._dynamo.config.patch(optimize_ddp="python_reducer"),
-        pytest.raises(ValueError, match="python_reducer.*set it to True or False"),
+        pytest.raises(ValueError, match="python_reducer.*Set it to True or False"),
     ):
         a_state()
 

@@ -248,7 +248,7 @@ def test_a_rate_that_is_none_is_refused(gbps: object) -> None:
 
 @pytest.mark.parametrize("exchange", [each for each in get_args(Exchange) if each != "auto"])
 def test_a_rate_that_would_decide_nothing_is_refused(exchange: Any) -> None:
-    with pytest.raises(ValueError, match=f"exchange='{exchange}' Omit inter_gbps"):
+    with pytest.raises(ValueError, match=f"exchange='{exchange}'. Omit inter_gbps"):
         HierConfig(exchange=exchange, inter_gbps=1.0)
 
 
@@ -299,7 +299,7 @@ def test_other_modules_may_call_themselves_sparse() -> None:
 
 def test_sparse_embeddings_are_refused() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True)})
-    with pytest.raises(ValueError, match=r"embedding\(s\) words have sparse=True.*Use sparse=False"):
+    with pytest.raises(ValueError, match=r"embedding\(s\) words: sparse=True.*Use sparse=False"):
         HierState(model, HierConfig(), Topology(((0,),), 0))
 
 

@@ -173,7 +173,7 @@ def test_stats_callback_logs_bytes_density_and_residual(results: Results) -> Non
         assert [name for name in each["statistics"]["bar"] if name.startswith("comm/")] == ["comm/MB_into_node"]
         assert logged["comm/residual_norm"] > 0
         assert 0.1 < logged["comm/residual_to_gradient"] < 100
-        assert "use strategy='mstopk_hier'" in each["statistics"]["refused"]
+        assert "Use strategy='mstopk_hier'" in each["statistics"]["refused"]
 
 
 def test_stats_callback_logs_a_summary_on_rank_0(results: Results) -> None:

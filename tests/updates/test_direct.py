@@ -131,7 +131,7 @@ def test_wait_of_a_node_that_joins_names_its_cause_and_ends(
     wait.check(download, timeout=30)
     wait.check(None, timeout=30)
     assert caplog.messages == [
-        "joining the other nodes has taken 11 s so far: no weights from the node at http://10.0.0.9:77: "
+        "this node has waited 11 s to join the other nodes: no weights from the node at http://10.0.0.9:77: "
         "ConnectionRefusedError: no"
     ]
     after = 121.0

@@ -240,7 +240,7 @@ def test_fabric_calls_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     strategy.engines.append(object())
     with pytest.raises(ValueError, match="after another optimizer"):
         strategy.setup_optimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
-    with pytest.raises(ValueError, match="has joined others"):
+    with pytest.raises(ValueError, match="has joined other nodes"):
         strategy.load_checkpoint(tmp_path / "any.ckpt", {})
 
 

@@ -372,7 +372,7 @@ def test_elastic_frozen_parameters_may_have_any_dtype_and_stay_frozen() -> None:
     optimizer = torch.optim.SGD([*frozen.parameters(), *nn.Linear(3, 3).parameters()])
     elastic._check([optimizer], one_node)
     frozen.requires_grad_(True)
-    with pytest.raises(ValueError, match="parameters of torch.bfloat16"):
+    with pytest.raises(ValueError, match="parameters have dtype torch.bfloat16"):
         elastic._check([optimizer], one_node)
     state: Any = object()
     with pytest.raises(ValueError, match="unfrozen during the run"):

@@ -285,7 +285,7 @@ def test_epochs_of_several_sizes_are_refused() -> None:
     assigner = SampleAssigner("a")
     assigner.update(["a"], [assigner.report()])
     assert list(assigner.share(range(3), 0, device=0, devices=1)) == [0, 1, 2]
-    with pytest.raises(ValueError, match="epochs of 3 and 4 samples"):
+    with pytest.raises(ValueError, match="epochs have 3 and 4 samples"):
         next(assigner.share(range(4), 4, device=0, devices=1))
 
 
