@@ -162,7 +162,7 @@ def test_node_that_ends_with_non_finite_updates_leaves_them_out(trio: Nodes) -> 
     end(trio, "d")
     last = trio.reports("d")[-1]
     assert (last["finite"], last["left"]) == (True, 0.0)
-    tokens_of(trio, "abd")
+    tokens_of(trio, "bad")
 
 
 def test_step_ahead_is_measured_soon_after_a_node_has_joined(trio: Nodes) -> None:
