@@ -125,6 +125,7 @@ def run_ranks(
     placement: Sequence[Sequence[int]] | None = None,
     init: bool = True,
     start_method: Literal["forkserver", "spawn"] = "forkserver",
+    grace_s: float = GRACE_S,
 ) -> list[T]:
     """Call ``fn(*args)`` in every rank and return what each returned, by rank.
 
@@ -133,13 +134,14 @@ def run_ranks(
         env: more environment for all ranks; None removes a variable.
         placement: the global ranks of each node in device order, instead of `nodes` x `devices` contiguous ones.
         init: join the default Gloo group before the call. Without it the environment alone is prepared (a Trainer).
+        grace_s: after one rank has failed, seconds for the others to end by themselves.
     """
     places = _places(nodes, devices, placement)
     with _started(places, env or {}, init, timeout, start_method) as ranks:
         for each in ranks:
             each.give((fn, args))
             each.give(None)
-        return _watch(ranks, timeout, _has_left)
+        return _watch(ranks, timeout, _has_left, grace_s)
 
 
 class KeptRanks:
@@ -259,7 +261,7 @@ def _torchrun_environment(
 # ---------------------------------------------------------------------------------------------- in the parent
 
 
-def _watch(ranks: list[_Rank], timeout: float, done: Callable[[_Rank], bool]) -> list[Any]:
+def _watch(ranks: list[_Rank], timeout: float, done: Callable[[_Rank], bool], grace_s: float = GRACE_S) -> list[Any]:
     """Collect replies and exits until all ranks are done, and return what they returned, or raise RanksFailed."""
     deadline = time.monotonic() + timeout
     failed = _Outcome()
@@ -275,7 +277,7 @@ def _watch(ranks: list[_Rank], timeout: float, done: Callable[[_Rank], bool]) ->
             before = bool(failed)
             _collect(each, failed)
             if failed and not before:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
     if failed:
         raise RanksFailed(failed.raised, failed.killed, {}, [])
     return [each.reply[1] for each in ranks if each.reply]

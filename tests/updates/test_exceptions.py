@@ -20,6 +20,7 @@ from tests.updates.test_trainer import adamw_module, local
 FLAVOUR = "pytorch_lightning"
 STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 12)) // 4  # starts of the slow test; each start runs four programs
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 100, "init": False}
+GRACE_S = 30.0  # ranks wait at most 10 s for each other before they end; more for a busy machine
 
 
 SCENARIOS = Scenarios()
@@ -107,10 +108,10 @@ def one_rank_alone(folder: str) -> None:
 
 def test_exception_on_one_rank_ends_all_and_shows_the_error(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(one_rank_alone, str(tmp_path), **MANY)
+        run_ranks(one_rank_alone, str(tmp_path), grace_s=GRACE_S, **MANY)
     text = str(failed.value)
     assert "StopError: out of memory, say" in text
-    assert not failed.value.hung
+    assert not failed.value.stopped, "ranks that waited for longer than the grace period"
 
 
 SHAPES = [(11, 13), (11,), (5, 11), (5,)]
@@ -151,12 +152,12 @@ def test_exception_in_random_places_shows_the_error_and_saves_a_checkpoint_or_lo
 ) -> None:
     """Run three programs in which all ranks raise together and continue, and one with ranks in different places."""
     programs = [program_of(4 * start + number, together=number < 3) for number in range(4)]
-    hung: dict[int, str] = {}
+    stopped: list[int] = []
     try:
-        run_ranks(play_all, programs, str(tmp_path), nodes=2, devices=2, timeout=150, init=False)
+        run_ranks(play_all, programs, str(tmp_path), nodes=2, devices=2, timeout=150, init=False, grace_s=GRACE_S)
     except RanksFailed as failed:
-        hung = failed.hung
-    assert not hung, programs
+        stopped = failed.stopped
+    assert not stopped, programs
     for index, program in enumerate(programs):
         found = {rank: tmp_path / f"{index}.{rank}" for rank in range(WORLD)}
         seen = {rank: torch.load(file, weights_only=False) for rank, file in found.items() if file.exists()}
