@@ -285,7 +285,7 @@ def no_file(*_: Any) -> None:
 def test_folder_that_one_rank_does_not_see_is_an_error_on_all(results: Results, blind: int) -> None:
     said = [each["unseen"][blind] for each in results]
     assert "FileNotFoundError: a folder of another node" in said[blind]
-    assert "another rank says where" in said[1 - blind]
+    assert "another rank reports where" in said[1 - blind]
 
 
 @pytest.mark.parametrize("exchanged", [True, False])
