@@ -51,7 +51,7 @@ CLASSES = {
         "An optimizer per node, and top-k communication of updates between nodes",
         _SUFFIXES,
     ),
-    "mstopk_elastic": ("MSTopKElasticStrategy", "As mstopk_local, between nodes that come and go", _NO_SUFFIXES),
+    "mstopk_elastic": ("MSTopKElasticStrategy", "As mstopk_local, between nodes that join and leave", _NO_SUFFIXES),
     "mstopk_fsdp": ("MSTopKFSDPStrategy", "FSDP2 per node, and top-k communication of updates between", _NO_SUFFIXES),
 }
 STRATEGIES = {

@@ -3,9 +3,9 @@
 ========= ============================================== ===================== ===============================
 kind      engine                                         nodes exchange        inside a node
 ========= ============================================== ===================== ===============================
-gradients `lightning_sparse.gradients.HierState`         gradients, in a hook  DDP over all ranks updates
-`lightning_sparse.updates.LocalUpdates`        parameter updates     DDP of the node, or FSDP2 shards
-`lightning_sparse.fsdp.ShardedGradients`       gradients of shards   FSDP2
+gradients `lightning_sparse.gradients.HierState`         gradients, in a hook  DDP over all ranks
+updates   `lightning_sparse.updates.LocalUpdates`        parameter updates     DDP of the node, or FSDP2
+shards    `lightning_sparse.fsdp.ShardedGradients`       gradients of shards   FSDP2
 ========= ============================================== ===================== ===============================
 
 A method that an engine does not need does nothing. A checkpoint has the `State` of each device: flat pieces of

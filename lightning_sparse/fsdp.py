@@ -266,7 +266,7 @@ class ShardedGradients(Engine):
 
     kind = "gradients of shards"
     reshard_message = "the mean of the residuals over nodes is kept"
-    loss_message = "residuals begin at zero, and what waited is lost"
+    loss_message = "residuals start at zero, and unsent gradients are lost"
 
     def __init__(self, model: nn.Module, config: ExchangeConfig, topology: Topology) -> None:
         if config.path is None:

@@ -5,8 +5,8 @@ M nodes of L devices form a mesh of the axes *node* and *device*. Rank (m, l) be
 ====== ============================== ==================================================
 group  ranks                          use
 ====== ============================== ==================================================
-intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fast links inter  (0, l) ... (M-1, l)
-the exchange over the slow network, L of them at once
+intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fast links
+inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
 ``intra_gather`` is a second group of the ranks of ``intra``: the all-gather of one bucket overlaps with the

@@ -8,10 +8,11 @@ local disk. All rows make equal batches: 64 images, random resized crop to SIZE,
 ========================== =================================================================================
 row                        loader
 ========================== =================================================================================
-ImageFolder + DataLoader   torchvision: open, decode, transforms v2, one worker process DALI file reader           DALI:
-readers.file, decoders.image_random_crop, resize, ... LitData                    `optimize` writes chunks;
-StreamingDataset, transforms v2, one worker process pixels in one file         as in FFCV: decoded once to a short side
-of 8/7 SIZE, memory-mapped, transforms v2 CachedImageDataModule      this library, with its defaults
+ImageFolder + DataLoader   torchvision: open, decode, transforms v2, one worker process
+DALI file reader           DALI: readers.file, decoders.image_random_crop, resize, ...
+LitData                    `optimize` writes chunks; StreamingDataset, transforms v2, one worker process
+pixels in one file         as in FFCV: decoded once to a short side of 8/7 SIZE, memory-mapped, transforms v2
+CachedImageDataModule      this library, with its defaults
 ========================== =================================================================================
 
 The first epoch starts with an empty folder: it includes imports, listing, conversion and the first batches. Only

@@ -9,8 +9,9 @@ rows make equal batches: 64 images, random resized crop to 224, flip, normalized
 row                        work per image
 ========================== ============================================================================================
 storage, BACKEND           first epoch with a new cache: read, validate by decoding, write to disk and memory, batch
-disk, BACKEND              memory_gb=0: read from LMDB and decode in every epoch memory jpeg, BACKEND       files in
-memory, decoded in every epoch memory decoded, BACKEND    pixels in memory
+disk, BACKEND              memory_gb=0: read from LMDB and decode in every epoch
+memory jpeg, BACKEND       files in memory, decoded in every epoch
+memory decoded, BACKEND    pixels in memory
 ========================== ============================================================================================
 
 Each row runs in its own process, `ROUNDS` times, interleaved; the table has medians. On a GPU, the backend is DALI, and

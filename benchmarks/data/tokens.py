@@ -11,11 +11,11 @@ is a byte, so the speed of a tokenizer does not matter.
 row                         on storage                   loader
 =========================== ============================ =============================================================
 TokenDataModule             documents, ``.jsonl``        this library, which tokenizes them and keeps the ids
-TokenDataModule, ids        ids, ``.bin``                this library LitData                     chunks of ids by
-`optimize`  StreamingDataset of a plain path, TokensLoader, one worker LitData, cached             chunks of ids by
-`optimize`  StreamingDataset of a ``local:`` remote with a cache folder Mosaic                      windows of ids,
-MDSWriter    StreamingDataset with a remote and a local folder, one worker Hugging Face                documents,
-``.jsonl``        load_dataset(streaming=True), map, shuffle, one worker
+TokenDataModule, ids        ids, ``.bin``                this library
+LitData                     chunks of ids by `optimize`  StreamingDataset of a plain path, TokensLoader, one worker
+LitData, cached             chunks of ids by `optimize`  StreamingDataset of a ``local:`` remote with a cache folder
+Mosaic                      windows of ids, MDSWriter    StreamingDataset with a remote and a local folder, one worker
+Hugging Face                documents, ``.jsonl``        load_dataset(streaming=True), map, shuffle, one worker
 =========================== ============================ =============================================================
 
 All files on storage are written before the measurement. The kernel counts the bytes on the storage node's link. The

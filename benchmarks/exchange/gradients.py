@@ -10,12 +10,14 @@ equally. They share the memory of parameters, but not buckets. Synchronization t
 of the step under no_sync().
 
 ========================= ============================================================================================
-no synchronisation        backward under no_sync(), the baseline hook that does nothing    DDP's copies into and out of
-buckets DDP                       with its defaults bf16, fp16 hook, PowerSGD torch's own; PowerSGD gets one bucket,
-because on Gloo it crashes with more 2-D dense, ours           lightning_sparse with a fixed exchange and 16-bit values
-in messages flat top-k                ours with each rank as a node auto                      ours with
-``exchange="auto"`` updates                   SGD, then ``LocalUpdates``: the time includes SGD. Measured over `BESIDE`
-steps, so that an
+no synchronisation        backward under no_sync(), the baseline
+hook that does nothing    DDP's copies into and out of buckets
+DDP                       with its defaults
+bf16, fp16 hook, PowerSGD torch's own; PowerSGD gets one bucket, because on Gloo it crashes with more
+2-D dense, ours           lightning_sparse with a fixed exchange and 16-bit values in messages
+flat top-k                ours with each rank as a node
+auto                      ours with ``exchange="auto"``
+updates                   SGD, then ``LocalUpdates``: the time includes SGD. Measured over `BESIDE` steps, so that an
                           exchange can overlap with the next step
 ========================= ============================================================================================
 

@@ -1,13 +1,14 @@
 """Training methods for M workers, as code before and after the optimizer's step. Workers are rows of `Models`.
 
 ================ ======================================================================================================
-`Dense`          averaged gradients in fp32, the reference `Alone`          no communication; the mean of the M losses
-counts `PowerSGD`       gradients as products of rank r, with error feedback and warm start (Vogels et al. 2019);
-vectors dense `Updates`        this library: `UpdateState` itself, with messages passed inside the process `Outer`
-an optimizer per worker, and every H steps a step on the mean of their changes: averaged models (Stich
+`Dense`          averaged gradients in fp32, the reference
+`Alone`          no communication; the mean of the M losses counts
+`PowerSGD`       gradients as products of rank r, with error feedback and warm start (Vogels et al. 2019); vectors dense
+`Updates`        this library: `UpdateState` itself, with messages passed inside the process
+`Outer`          an optimizer per worker, and every H steps a step on the mean of their changes: averaged models (Stich
                  2019), DiLoCo (Douillard et al. 2023), in parts Streaming DiLoCo (Douillard et al. 2025)
-`SparseOuter`    `Outer` with the largest entries in two bits and error feedback: SparseLoCo (Sarfi et al. 2025) `DeMo`
-the largest coefficients of each worker's momentum in the cosine basis; the sign of their sum is the
+`SparseOuter`    `Outer` with the largest entries in two bits and error feedback: SparseLoCo (Sarfi et al. 2025)
+`DeMo`           the largest coefficients of each worker's momentum in the cosine basis; the sign of their sum is the
                  step (Peng et al. 2024)
 ================ ======================================================================================================
 

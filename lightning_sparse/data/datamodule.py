@@ -50,7 +50,7 @@ class DataModuleMixin(_Host):
         super().__init__()
         self._stage = "fit"
         self._train_loader: TrainLoader | None = None
-        self._place: dict[str, Any] | None = None  # to go on from, until there is a loader
+        self._place: dict[str, Any] | None = None  # the saved position, until there is a loader
         self._last: dict[str, Any] = {}  # state at the end of the last run
 
     def state_dict(self) -> dict[str, Any]:

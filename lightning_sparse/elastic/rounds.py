@@ -210,6 +210,7 @@ class RoundProtocol:
 
     def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
         """Set the sizes of a message, of its sample, and of the slice."""
+        # All nodes compare them as facts: a row of unexpected length would make Gloo end the receiver's process.
         self.sizes = Sizes(message_bytes, sample_bytes, numel)
 
     def try_again(self) -> None:

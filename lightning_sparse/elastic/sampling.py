@@ -1,4 +1,4 @@
-"""Which node draws which samples, while nodes come and go.
+"""Which node draws which samples, while nodes join and leave.
 
 The samples of all epochs form one line: first the samples of epoch 0, in an order that depends on seed and epoch, then
 those of epoch 1. An *assignment* gives the samples from one position on to the present nodes in turn. With each
@@ -57,7 +57,7 @@ class Assignment:
 
 
 class SampleAssigner:
-    """The assignments that a node knows. Of two that cover a position, the later counts.
+    """The assignments that a node knows. At each position, the latest assignment counts.
 
     Args:
         node: name of the node.

@@ -638,6 +638,8 @@ class ElasticUpdateState(SparseUpdateState):
 
     @property
     def pending_S(self) -> Tensor:
+        if not self._returned:
+            return super().pending_S
         local_S = self.local_S.clone()
         self._add_sent(local_S)
         self._return_unsent(self._returned, local_S)

@@ -8,12 +8,13 @@ node. Each stage has a lane:
     transfer                         0          1          2        the slow network is never idle while there is work
     apply                                       0          1          2
 
-Each lane runs its jobs in the order of DDP's buckets. This order is equal on all ranks, so collectives match.
+Each lane runs its jobs in the order of DDP's buckets. This order is equal on all ranks, so collectives match. Jobs that
+callbacks of futures start would have no such order, and Gloo would hang.
 
 No two lanes share a process group: two threads must not use one, and NCCL runs the collectives of a communicator one
 after the other on any stream. The first lane uses the groups of the world and of the node, the second the group between
 nodes, the third a second group of the node. Hence a topology has one set of lanes, and two modules in one backward pass
-share it.
+share it. Lanes on the CPU are threads, because Gloo has no streams.
 """
 
 import queue

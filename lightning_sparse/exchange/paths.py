@@ -9,10 +9,10 @@ With P = M * L ranks, w bytes per element, and K pairs of p bytes in a message, 
 =========  ============================================  ==========================  ===================================
 path       collectives between nodes                     bytes received per device   work on the device
 =========  ============================================  ==========================  ===================================
-flat       all-reduce over all P ranks                   2 (P-1)/P * N * w / L       add N dense      all-reduce of the
-shard over M nodes          2 (M-1)/M * S * w           add S; twice N inside the node dense16    all-to-all, then
-all-gather, of 16 bits       2 (M-1)/M * S * 2           cast S; twice N inside the node sparse     all-gather of one
-message per node            (M-1) * K * p               select S, scatter M K, fill S;
+flat       all-reduce over all P ranks                   2 (P-1)/P * N * w / L       add N
+dense      all-reduce of the shard over M nodes          2 (M-1)/M * S * w           add S; twice N inside the node
+dense16    all-to-all, then all-gather, of 16 bits       2 (M-1)/M * S * 2           cast S; twice N inside the node
+sparse     all-gather of one message per node            (M-1) * K * p               select S, scatter M K, fill S;
                                                                                      twice N inside the node
 regional   all-to-all, then all-gather of K / M pairs    2 (M-1)/M * K * p           select S + S/M, scatter 2 K,
                                                                                      fill S + S/M; twice N inside
@@ -301,8 +301,8 @@ class Sparse(Path):
     select   acc_S = sum_S * factor + residual_S;              0
              the K largest |acc_S| -> message;
              residual_S = acc_S - sent
-    transfer message -> M messages                             (M-1) * message apply    M messages, added in node order
-    -> sum over       0
+    transfer message -> M messages                             (M-1) * message
+    apply    M messages, added in node order -> sum over       0
              nodes [S], zero where no node sent
     ======== ================================================= ======================
 

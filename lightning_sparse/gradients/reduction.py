@@ -1,13 +1,13 @@
 """The reduction of a bucket: hierarchical top-k communication (HiTopKComm, Shi et al., MLSys 2021).
 
-M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to L *
-S, and K = ceil(density * S):
+M nodes x L devices, P = M * L ranks; this rank is device l of node m. A group of N gradient elements is padded to
+L * S elements, and K = ceil(density * S):
 
 ==================== =============== ======================================================= ======================
 step                 where           in -> out                                               received between nodes
 ==================== =============== ======================================================= ======================
-1 reduce-scatter     inside node m   grad_N -> shard_S                                       0 2 compress           the
-device      acc_S = shard_S / P + residual_S;                       0
+1 reduce-scatter     inside node m   grad_N -> shard_S                                       0
+2 compress           the device      acc_S = shard_S / P + residual_S;                       0
                                      the K largest |acc_S| -> message;
                                      residual_S = acc_S - sent
 3 exchange           devices l of    message -> M messages, added in node order -> shard_S   (M-1) * message
@@ -124,6 +124,8 @@ class Reduction:
     def _averaged(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """Return a tensor and its factor, to which the residual is added: the mean gradient, or with momentum
         correction the velocity. ``share`` of ``sum_S`` is this node's share of the mean gradient."""
+        # Residuals are in unscaled units, so a change of the loss scale does not affect them. The division here and the
+        # multiplication in `_sum` are exact, because scales are powers of two.
         factor, momentum = self._state.unscaled(share, sum_S.device), self._state.momentum
         if momentum is None:
             return sum_S, factor
@@ -136,6 +138,7 @@ class Reduction:
         comm, grad_N, sum_S = self._state.exchange.communicator, part.grad_N, transfer.sum()
         if not part.path.reduces_shards:
             return  # in place: the bucket has the sum
+        # If any rank has a non-finite gradient, this shard is NaN on every node, so all ranks see it in this round.
         shard_S = sum_S if part.path.in_place else self._state.rescale(sum_S).to(grad_N.dtype)
         grad_LS = comm.gather(shard_S, last=True, into=grad_N)
         if grad_LS is not grad_N:  # it was padded

@@ -65,8 +65,8 @@ class HierState(Engine):
     """
 
     kind = "gradients"
-    reshard_message = "the sum of residuals over nodes is kept, shared out equally"
-    loss_message = "what waited in their residuals is lost"
+    reshard_message = "the sum of residuals over nodes is kept, divided equally"
+    loss_message = "their residuals are lost"
 
     def __init__(
         self, module: nn.Module, config: HierConfig, topology: Topology, *, find_unused_parameters: bool = False
@@ -213,6 +213,8 @@ class HierState(Engine):
 
     def end(self) -> None:
         """Remove all hooks from module and optimizers, and end the runner's threads."""
+        # The last round stays open until the next one begins: only then is it known whether its gradient was stepped,
+        # and after an exception, its buckets may still be in flight.
         self._steps.unwatch()
         self.exchange.runner.end()
         if self.momentum is not None:

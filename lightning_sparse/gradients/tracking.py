@@ -6,9 +6,9 @@ steps with the gradient of the round return to their last values (see `residual`
 ======================= ===============================================================================================
 gradient dropped by     detected by
 ======================= ===============================================================================================
-no step, or ``None``    hooks of all optimizers note which parameters had a gradient in the step a loss scaler
-its optimizer does not step, or has ``found_inf`` unused on all ranks     with ``find_unused_parameters``, all ranks
-agree once per round
+no step, or ``None``    hooks of all optimizers note which parameters had a gradient in the step
+a loss scaler           its optimizer does not step, or has ``found_inf``
+unused on all ranks     with ``find_unused_parameters``, all ranks agree once per round
 ======================= ===============================================================================================
 
 A gradient that is set to zero in place and stepped counts; set it to None to drop it. If no optimizer stepped and all

@@ -121,7 +121,7 @@ def split_checkpoint(
 
     Args:
         entries: state of this rank, or its node, in addition to the engines' state.
-        alike: names of weights that are equal on all ranks. Of other weights, those of rank 0 are saved.
+        alike: names of weights that are equal on all ranks. Other weights are saved from rank 0.
     """
     place = f"rank{dist.get_rank()}"
     weights: dict[str, Tensor] = {}

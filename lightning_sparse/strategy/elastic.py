@@ -27,7 +27,7 @@ from lightning_sparse.strategy.trainer import most_accumulated
 from lightning_sparse.updates.optimizer_state import to_python
 
 ELASTIC_KEY = "lightning_sparse_elastic"
-"""In a checkpoint of nodes that come and go: the version of its weights."""
+"""Key of the version of the weights, in a checkpoint of an elastic node."""
 
 
 class ElasticAdapter(Adapter):

@@ -56,9 +56,9 @@ class LocalUpdates(Engine):
 
     kind = "updates"
     reshard_message = (
-        "the global weights and the mean of the pending updates are kept; optimizers go on with the state of node 0"
+        "the global weights and the mean of the pending updates are kept; optimizers continue with the state of node 0"
     )
-    loss_message = "training goes on from its weights, and updates that nodes had not sent are lost"
+    loss_message = "training continues from its weights, and unsent updates are lost"
     requires_all_ranks = has_local_weights = True
 
     def __init__(

@@ -87,7 +87,7 @@ def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
         if len(now) != len(saved):
             raise ValueError(
                 f"optimizer {number} was saved with {len(saved)} parameter group(s), and has {len(now)} now: give it "
-                f"the groups that it had, or go on from the weights alone."
+                f"the groups that it had, or continue from the weights alone."
             )
         for group, options in zip(now, saved, strict=True):
             lacks, foreign = optimizer.defaults.keys() - options.keys(), options.keys() - group.keys()
@@ -95,7 +95,7 @@ def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
                 raise ValueError(
                     f"optimizer {number} was saved with the option(s) {', '.join(sorted(foreign))}, and "
                     f"{type(optimizer).__name__} takes {', '.join(sorted(lacks))} instead: resume with the optimizer "
-                    f"that was saved, or go on from the weights alone."
+                    f"that was saved, or continue from the weights alone."
                 )
 
 

@@ -80,8 +80,8 @@ class Counter:
     =================== ============= ==================================================
     part of the segment size          contents
     =================== ============= ==================================================
-    header              4096          int64 each: number of processes; from 64 on, topics counters            256 x 16 x
-    8  one row per process
+    header              4096          int64 each: number of processes; from 64 on, topics
+    counters            256 x 16 x 8  one row per process
     =================== ============= ==================================================
 
     Args:

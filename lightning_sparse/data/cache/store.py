@@ -77,9 +77,9 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
     >>> owners(np.array([0, 0, 0, 1, 1, 1]), num_nodes=2, seed=1).tolist()
     [1, 0, 0, 0, 1, 1]
     """
-    dealt = np.lexsort((bits(seed, np.arange(len(labels))), labels))  # sorted by class, shuffled within each
+    order = np.lexsort((bits(seed, np.arange(len(labels))), labels))  # sorted by class, shuffled within each
     result = np.empty(len(labels), np.int64)
-    result[dealt] = np.arange(len(labels)) % num_nodes
+    result[order] = np.arange(len(labels)) % num_nodes
     return result
 
 

@@ -156,7 +156,7 @@ class TrainLoader(_Loader):
         self.prefetch_depth = pipeline.prefetch_depth
 
     def set_share(self, share: Share) -> None:
-        """Draw in each epoch what `share` yields, for ranks that come and go. Samples at the end that fill no batch are
+        """Draw in each epoch what `share` yields, for elastic nodes. Samples at the end that fill no batch are
         left out. How many batches there are is not known, so a loader that resumes begins its epoch anew."""
         self._share = share
         self._before, self._done, self._resumes, self._corrected = (), 0, False, None

@@ -6,8 +6,9 @@
 `ParquetFiles`          rows of ``<split>/*.parquet``, or of a repository of Hugging Face as it is cloned or downloaded:
                         ``data/train-00000-of-00004.parquet``, ``data/validation-00000-of-00001.parquet``. Files of a
                         configuration are in a folder of its name, which is then the source
-`TarShards`             members of ``<split>/*.tar``, shards of WebDataset `Files`                 ``<split>/*``,
-without labels `ClassFolders`          ``<split>/<class>/**/*``
+`TarShards`             members of ``<split>/*.tar``, shards of WebDataset
+`Files`                 ``<split>/*``, without labels
+`ClassFolders`          ``<split>/<class>/**/*``
 ======================= ================================================================================================
 """
 
