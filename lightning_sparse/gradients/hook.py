@@ -16,8 +16,7 @@ def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tens
 
     Raises:
         CommunicationError: if a collective failed, with the step, ranks, round and bucket. With ``overlap``, it is
-            raised
-            at the end of the backward pass.
+            raised at the end of the backward pass.
     """
     received = state.on_bucket(bucket)
     return state.exchange.runner.run(Reduction(state, received), received.flat_N)

@@ -259,8 +259,7 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
 
         Raises:
             ValueError: before the optimizer is set up, if ``state`` is not a dict, for values of unsafe types, or if
-                the
-                others share other names.
+                the others share other names.
         """
         elastic = self._require_engine()
         if not isinstance(state, MutableMapping):

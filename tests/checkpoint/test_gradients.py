@@ -305,7 +305,7 @@ def test_resume_without_momentum_and_one_file_converts_residuals(ranks: RunRanks
     ranks(save_with_momentum, path, nodes=2, devices=1)
     next((tmp_path / "saved.ckpt.residual").rglob("rank00001.pt")).unlink()
     for said in ranks(go_on_without_momentum, path, nodes=2, devices=1):
-        assert any("is kept, shared out equally" in line for line in said)
+        assert any("is kept, divided equally" in line for line in said)
         assert any("1 side file(s)" in line for line in said)
 
 

@@ -74,8 +74,7 @@ def warm(
         placement: with several nodes, copy only the files that the node owns.
         threads: number of threads that read and decode.
         prune: first remove files that are no longer listed, or that other nodes own. A run with an older list reads
-            them
-            from storage again.
+            them from storage again.
         verify: first read cached files from storage again, and replace the files that differ.
     """
     placement, report = placement or Placement(), WarmReport(split)
