@@ -90,7 +90,7 @@ def raise_on_all_ranks(path: Path, device: torch.device) -> Iterator[None]:
     if error is not None:
         raise error
     if not whole:
-        raise RuntimeError(f"another rank could not write {path}, so the existing checkpoint stays. See the error of that rank.")
+        raise RuntimeError(f"another rank could not write {path}, so the existing checkpoint stays. See its error.")
 
 
 def verify(path: Path, device: torch.device) -> None:

@@ -176,9 +176,8 @@ class Adapter:
         topology, hierarchical = self.topology, self.topology.kind == "hierarchical"
         for each in module.modules():
             if isinstance(each, nn.SyncBatchNorm) and hierarchical:
-                each.process_group = (
-                    topology.intra
-                )  # statistics of its node, so that forward does not wait for other nodes
+                # Statistics of its node, so that forward does not wait for other nodes.
+                each.process_group = topology.intra
         updates = LocalUpdates(module, optimizers, self.config, topology)
         does = self.config.describe(topology.num_nodes) if updates.active else "one node, nothing to exchange"
         volume = (
