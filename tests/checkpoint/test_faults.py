@@ -93,7 +93,7 @@ def damaged(folder: str, case: Case) -> list[str]:
     def load(copy: Path) -> Tensor:
         return flat(fit(str(copy), None, other, 3, every=0).lightning_module)
 
-    return [outcome(load, copy, expected) for copy in damaged_copies(path, Path(folder), str(case), 10)]
+    return [outcome(load, copy, expected) for copy in damaged_copies(path, Path(folder), str(case))]
 
 
 def damaged_loop(folder: str, case: Case) -> list[str]:
@@ -106,7 +106,7 @@ def damaged_loop(folder: str, case: Case) -> list[str]:
             load_loop(model, engine, str(copy))
             return flat(model)
 
-        copies = damaged_copies(Path(folder) / "saved", Path(folder), str(case), 10)
+        copies = damaged_copies(Path(folder) / "saved", Path(folder), str(case))
         return [outcome(load, copy, expected) for copy in copies]
 
 
@@ -129,7 +129,7 @@ def test_damaged_byte_is_an_error_on_all_ranks_or_harmless(tmp_path: Path) -> No
         errors = [each for found in of_ranks for each in found if each != "same"]
         if case.form == "folder":  # nearly all bytes are checked
             assert all("is damaged" in each or "CheckpointException" in each for each in errors), case
-            assert len(errors) > len(everyone), case
+            assert len(errors) > 5 * len(everyone), case
 
 
 # -- not written -------------------------------------------------------------------------------------------------------

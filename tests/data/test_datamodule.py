@@ -35,7 +35,7 @@ from tests.data.fits import (
     share_of_own,
     trainer,
 )
-from tests.data.pictures import numbered_folder
+from tests.helpers.data import numbered_folder
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios, returned

@@ -111,10 +111,10 @@ def whole_and_killed(
     yield from zip(whole, run_ranks(fit, str(folder), None, *args, **many), strict=True)
 
 
-def damaged_copies(saved: Path, folder: Path, seed: object, count: int = 20) -> Iterator[Path]:
-    """Copies of the folder `saved`, each with one bit of one file changed. A collective."""
+def damaged_copies(saved: Path, folder: Path, seed: object) -> Iterator[Path]:
+    """20 copies of the folder `saved`, each with one bit of one file changed. A collective."""
     chance = random.Random(seed)
-    for number in range(count):
+    for number in range(20):
         copy = folder / str(number)
         if dist.get_rank() == 0:
             shutil.copytree(saved, copy)
@@ -122,8 +122,7 @@ def damaged_copies(saved: Path, folder: Path, seed: object, count: int = 20) -> 
                 sorted(each for each in copy.rglob("*") if each.is_file() and each.name != ".metadata")
             )
             content = bytearray(file.read_bytes())
-            places = [place for place, byte in enumerate(content) if byte]  # zeros are mostly padding
-            content[chance.choice(places)] ^= 1 << chance.randrange(8)
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
             file.write_bytes(content)
         dist.barrier()
         yield copy
