@@ -113,9 +113,8 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, metavar="OTHER", help="an earlier one")
     parser.add_argument("--only", default="", metavar="NAME", help="cases whose names begin so")
     given = parser.parse_args()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # DDP warns of find_unused_parameters in the ranks' first step
+    # DDP warns of find_unused_parameters in the ranks' first step
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     chosen = [case for case in cases() if case.title.startswith(given.only)]
     if not chosen:
         parser.error(f"no case begins with {given.only!r}")

@@ -276,9 +276,8 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--compare", type=Path)
     options = parser.parse_args()
-    folder = (
-        Path(tempfile.gettempdir()) / f"digests_data-{os.geteuid()}"
-    )  # equal in each run, because hashes contain paths
+    # equal in each run, because hashes contain paths
+    folder = Path(tempfile.gettempdir()) / f"digests_data-{os.geteuid()}"
     root = folder / "sources"
     shutil.rmtree(folder / "cache", ignore_errors=True)
     if not root.exists():

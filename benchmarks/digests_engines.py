@@ -471,9 +471,8 @@ def fit(case: Case, topology: Any, save: Path | None) -> tuple[Any, Any]:
             self.net = Blocks()
 
         def training_step(self, _: Tensor, index: int) -> Tensor:
-            return loss_of_blocks(case, self.net)(
-                self.trainer.global_step
-            )  # not the loader's batch, which a resume changes
+            # not the loader's batch, which a resume changes
+            return loss_of_blocks(case, self.net)(self.trainer.global_step)
 
         def configure_optimizers(self) -> Optimizer:
             return OPTIMIZERS[case.optimizer](list(self.parameters()))

@@ -330,9 +330,8 @@ class Session:
                 f"fraction of train/: val_fraction=0.05 (--data.val_fraction=0.05)."
             )
         config, count = self.sampler_config, len(subset.samples)
-        pairs = isinstance(
-            self.options.samples, ImageOptions
-        )  # of equal size; other samples may not fit into one batch
+        # images have equal sizes; two other samples may not fit into one batch
+        pairs = isinstance(self.options.samples, ImageOptions)
         if not pairs and (twice := repeated(count, config)):
             self.log_once(
                 f"batch_size=1: {twice} of {count:,} samples are evaluated twice, so that all ranks have the same "

@@ -265,9 +265,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         if self._val_fraction is not None:
             halves = [split(streams[path], self._val_fraction) for path in self._weights]
             parts, held_out = zip(*halves, strict=True)
-            self._streams["val"] = mixed(
-                held_out, [len(part) for part in held_out], self._seed
-            )  # uses all held-out windows
+            # of all held-out windows
+            self._streams["val"] = mixed(held_out, [len(part) for part in held_out], self._seed)
         if self._limit is not None:
             whole = len(mixed(parts, weights, self._seed))
             fraction = limited_count(self._limit, whole) / whole

@@ -100,9 +100,8 @@ class SampleAssigner:
         self._limit, self.reached = max(each.end for each in reports), max(each.reached for each in reports)
         if last.names == tuple(names) and {each.assignment for each in reports} == {last.name}:
             return
-        before = (
-            self._assignments if newest.assignment == last.name else ()
-        )  # else assignments were made without this node
+        # if names differ, assignments were made without this node
+        before = self._assignments if newest.assignment == last.name else ()
         self._assignments = (*before, Assignment(self._limit, tuple(names), newest.number + 1))[-REMEMBERED:]
         # Nodes that were away draw from this assignment on, and could not report it.
         self._limit += len(names) * max(

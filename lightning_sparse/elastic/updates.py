@@ -158,9 +158,8 @@ class ElasticUpdates(LocalUpdates):
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
-            self.peers.facts["sizes"] = self._from_first(
-                lambda: list(self.peers.sizes)
-            )  # slices of devices differ in size
+            # slices of devices differ in size
+            self.peers.facts["sizes"] = self._from_first(lambda: list(self.peers.sizes))
             self.exchange.runner = FifoLanes()  # threads on GPUs, too, because rounds make the host wait
             if version is not None:
                 self.peers.token, self.peers.number, place, run = version

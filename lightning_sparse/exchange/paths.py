@@ -284,9 +284,8 @@ class Dense16(Path):
 
     def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
         """Return the row of the owner's region, 2 R bytes, from the rows of all nodes in node order."""
-        own_S = (
-            None if next_S is None else next_S[node * self.row_numel :][: self.row_numel]
-        )  # the last region may be shorter
+        # the last region may be shorter
+        own_S = None if next_S is None else next_S[node * self.row_numel :][: self.row_numel]
         own_S = own_S if own_S is not None and own_S.numel() else None
         return sum_rows(rows_MB.view(torch.bfloat16), own_S).view(torch.uint8)
 

@@ -117,9 +117,8 @@ class Probe:
             for each in tried:
                 now = each.piece[each.places]
                 kept.append(now)
-                moved = now - each.changed(
-                    self.sizes[each.piece.dtype]
-                )  # change by the step so far; 0 in most optimizers
+                # change by the step so far; 0 in most optimizers
+                moved = now - each.changed(self.sizes[each.piece.dtype])
                 each.piece[each.places] = each.before[each.places] + moved
         yield
         with torch.no_grad():

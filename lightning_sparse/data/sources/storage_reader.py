@@ -180,9 +180,8 @@ class FsspecStorage:
         if last == first:  # some file systems would return the whole file
             return b"", 0, 0
         part = {} if last is None else {"start": first, "end": last}
-        data = bytes(
-            self._fs.cat_file(self._at(path), **part)
-        )  # some file systems return views, which cannot be pickled
+        # some file systems return views, which cannot be pickled
+        data = bytes(self._fs.cat_file(self._at(path), **part))
         return data if last is None else _whole_part(data, first, last), len(data), 0
 
     def opened(self, path: str) -> Any:
