@@ -68,6 +68,20 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def test_wrong_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grimp = pytest.importorskip("grimp")
+    (tmp_path / "circle").mkdir()
+    (tmp_path / "circle" / "__init__.py").touch()
+    (tmp_path / "circle" / "upper.py").write_text("from circle.lower import f")
+    lower = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from circle.upper import C\n"
+    (tmp_path / "circle" / "lower.py").write_text(lower)
+    monkeypatch.syspath_prepend(tmp_path)
+    small = grimp.build_graph("circle", cache_dir=None)
+    assert upward_imports(small, [{"upper"}, {"lower"}], "circle") == {"circle.lower imports circle.upper"}
+    assert imports_in_circles(small) == {("circle.lower", "circle.upper"), ("circle.upper", "circle.lower")}
+    assert imports("def f():\n    import torch.optim\nfrom nvidia import dali") == {"torch.optim", "nvidia.dali"}
+
+
 @pytest.fixture(scope="module")
 def graph() -> Any:
     """The imports of the package."""

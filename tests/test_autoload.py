@@ -97,6 +97,7 @@ def test_strategy_is_imported_only_when_used(stand_in: Path, tmp_path: Path) -> 
         assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
         {textwrap.indent(STUB_FLAVOUR, " " * 8).strip()}
         assert StrategyRegistry.get("mstopk_hier") == dict(start_method="popen")
+        assert StrategyRegistry.get("mstopk_hier_spawn") == dict(start_method="spawn")
         assert StrategyRegistry.get("mstopk_hier_notebook") == dict(start_method="fork")
         unused = StrategyRegistry.get("mstopk_hier_find_unused_parameters_true")
         assert unused == dict(start_method="popen", find_unused_parameters=True)
@@ -184,7 +185,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", ["wheel", "editable"], indirect=True)
+@pytest.mark.parametrize("installed", ["metadata", "wheel", "editable"], indirect=True)
 def test_names_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
     code = f"""
         import multiprocessing
@@ -212,7 +213,9 @@ def test_names_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tm
     ("installed", "flavour"),
     [
         ("metadata", FLAVOURS[0]),
+        pytest.param("wheel", FLAVOURS[0], marks=pytest.mark.slow),
         pytest.param("wheel", FLAVOURS[1], marks=pytest.mark.slow),
+        pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow),
     ],
     indirect=["installed"],
 )
@@ -281,7 +284,7 @@ def run_installed(python: Path, code: str, *options: str) -> tuple[str, list[str
     return done.stdout.strip(), [line for line in done.stderr.splitlines() if "lightning-sparse" in line]
 
 
-MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("compat", "")]
+MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("compat", "", "strict")]
 
 
 @pytest.fixture(scope="module", params=MODES)

@@ -49,6 +49,21 @@ def test_an_error_is_one_message_and_exit_code_2(
     assert "Traceback" not in printed.err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["plan", "--parameters", "nan", "--nodes", "2", *CLUSTER],
+            "--parameters nan must be the number of parameters",
+        ),
+        (["lab", "--no-net", "--gbps", "1", "--", "true"], "omit --no-net or --gbps"),
+    ],
+)
+def test_error_names_the_way_out(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_cache_warm_refuses_a_node_beyond_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "source" / "train" / "cats").mkdir(parents=True)
     folders = [str(tmp_path / "source"), str(tmp_path / "cache")]

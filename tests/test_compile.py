@@ -88,6 +88,7 @@ def all_ways(strategy: str, cases: list[tuple[str, bool]]) -> dict[str, Tensor]:
         ("mstopk_hier", [CASES[0], CASES[3], CASES[4]]),
         pytest.param("mstopk_hier", [CASES[1], CASES[2], CASES[5]], marks=pytest.mark.slow),
         pytest.param("mstopk_local", [CASES[0], CASES[3], CASES[4]], marks=pytest.mark.slow),
+        pytest.param("mstopk_local", [CASES[1], CASES[2], CASES[5]], marks=pytest.mark.slow),
         pytest.param("mstopk_fsdp", CASES, marks=pytest.mark.slow),
     ],
 )

@@ -81,7 +81,7 @@ def test_lighthouse_is_shown_with_its_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     assert empty.message == f"{address}; nodes of its last quorum: none yet"
     client = coordination.LighthouseClient(f"http://{address}", timedelta(seconds=5))
     client.quorum("rack 7:abc", timeout=timedelta(seconds=5), step=1234)
-    (found,) = doctor.check_lighthouse()
+    found = result_of(run_checks(), "lighthouse")
     assert found.message == f"{address}; nodes of its last quorum: rack 7 (1,234 rounds)"
     server.shutdown()
 

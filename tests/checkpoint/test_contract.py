@@ -1,6 +1,7 @@
 """A run resumed from a checkpoint is the run: each strategy, host and form of checkpoint, on the same cluster, on
-another one and on one node."""
+another cluster, and on one node."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ MORE = [
     Case("local", "trainer", "file", {"value_dtype": "bfloat16"}, "16-mixed"),
     Case("hier", "trainer", "file", {"exclude": "vectors", "exchange": "regional"}),
     Case("fsdp-updates", "trainer", "file", {"exchange": "dense16", "sync_every": 2}, "bf16-true"),
+    Case("local", "trainer", "folder", {"exchange": "dense16"}, "bf16-mixed"),
+    Case("fsdp-updates", "trainer", "folder", {"sync_every": 4, "delay": 0}),
+    Case("local", "fabric", "file", {"sync_every": 3, "step_ahead": 1.0}, "64-true"),
 ]
 ALL = CASES + MORE
 
@@ -64,16 +68,23 @@ def resumed(folder: str, cases: list[Case]) -> list[Look]:
     ]
 
 
-def saved_in_the_background(folder: str) -> bool:
-    """Whether a loop saved while it trains on resumes bit-identically."""
-    case = Case("local", "loop", "folder")
+IN_THE_BACKGROUND = ("hier", "local", "fsdp-updates", "fsdp-gradients")
+
+
+def saved_in_the_background(folder: str) -> list[str]:
+    """The kinds of loops that do not resume bit-identically if they are saved during the training."""
+    return [kind for kind in IN_THE_BACKGROUND if not resumes(Case(kind, "loop", "folder"), f"{folder}/{kind}")]
+
+
+def resumes(case: Case, folder: str) -> bool:
     with loop_of(case) as (model, optimizer, engine):
         train_loop(model, optimizer, engine, 0, SAVED)
         future = save_loop(model, engine, folder, background=True)
         train_loop(model, optimizer, engine, SAVED, STEPS)
         future.result()
         whole = flat(model).clone()
-    with loop_of(case) as (model, optimizer, engine):
+    with loop_of(replace(case, seed=1)) as (model, optimizer, engine):
+        train_loop(model, optimizer, engine, 0, 1)
         load_loop(model, engine, folder)
         train_loop(model, optimizer, engine, SAVED, STEPS)
         return torch.equal(whole, flat(model))
@@ -88,7 +99,7 @@ def resumed_with_other_groups(folder: str) -> str:
 
 
 def test_loop_saved_in_the_background_resumes_bit_identically(ranks: RunRanks, tmp_path: Path) -> None:
-    assert all(ranks(saved_in_the_background, str(tmp_path), nodes=2, devices=1, timeout=100))
+    assert ranks(saved_in_the_background, str(tmp_path), nodes=2, devices=1, timeout=100) == [[], []]
 
 
 def test_loop_with_other_parameter_groups_is_refused(ranks: RunRanks, tmp_path: Path) -> None:
@@ -111,7 +122,7 @@ def pairs(folder: str) -> Pairs:
     return run_ranks(whole_and_resumed, folder, ALL, nodes=2, devices=2, timeout=250)
 
 
-@pytest.fixture(scope="module", params=[(3, 1), pytest.param((4, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope="module", params=[(3, 1), pytest.param((3, 2), marks=pytest.mark.slow)], ids=str)
 def elsewhere(request: pytest.FixtureRequest, folder: str, pairs: Pairs) -> Looks:
     nodes, devices = request.param
     return run_ranks(resumed, folder, CASES, nodes=nodes, devices=devices, timeout=200)
@@ -133,7 +144,7 @@ def test_resume_on_the_same_cluster_is_bit_identical(pairs: Pairs, number: int) 
         assert torch.equal(whole.weights, resumed.weights)
         assert whole.rounds == resumed.rounds == STEPS
         assert torch.equal(whole.looks[SAVED].pending, resumed.looks[SAVED].pending)
-        assert whole.looks[SAVED].pending.any() or "sync_every" in ALL[number].options
+        assert whole.looks[SAVED].pending.any()
 
 
 @every(ALL)
@@ -152,6 +163,7 @@ def test_resume_on_another_cluster_keeps_weights_pending_mean_and_optimizer(
         assert torch.equal(before.weights, after.weights)
         torch.testing.assert_close(before.pending, after.pending, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(before.moments, after.moments)
+        assert before.moments.any() or CASES[number].kind == "momentum" or CASES[number].host == "loop"
 
 
 @every(CASES)

@@ -1,5 +1,5 @@
-"""Checkpoints of 2 x 2 ranks of which a rank is killed between two files of a save, or a byte, a file or the disk is
-lost. No run goes on from wrong weights, and no rank waits for another that will not come."""
+"""Checkpoints of 2 x 2 ranks. A rank is killed between two files of a save, a byte is damaged, a file is lost, or a
+disk is full. No run continues from wrong weights, and no rank waits for another that will not come."""
 
 import resource
 import shutil
@@ -50,7 +50,10 @@ KILLED: list[tuple[Case, list[tuple[str, int]]]] = [
 @pytest.mark.parametrize(
     ("case", "points"),
     [
-        (Case("local", "trainer", "file"), [(FILES[0], 3)]),
+        (
+            Case("local", "trainer", "file", {"exchange": "regional", "sync_every": 3, "delay": 2}, "64-true"),
+            [(FILES[0], 3)],
+        ),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in KILLED),
     ],
     ids=str,
@@ -74,7 +77,14 @@ TRAINERS = [
     Case("fsdp-updates", "trainer", "file"),
     Case("fsdp-gradients", "trainer", "folder"),
 ]
-DAMAGED = [*TRAINERS, Case("fsdp-updates", "loop", "folder")]
+DAMAGED = [
+    *TRAINERS,
+    Case("hier", "trainer", "folder"),
+    Case("local", "trainer", "file"),
+    Case("fsdp-updates", "trainer", "folder"),
+    Case("local", "loop", "folder"),
+    Case("fsdp-updates", "loop", "folder"),
+]
 
 
 def all_damaged(folder: str, cases: list[Case]) -> list[list[str]]:
@@ -120,7 +130,7 @@ def outcome(load: Any, copy: Path, expected: Tensor) -> str:
 
 @pytest.mark.slow
 def test_damaged_byte_is_an_error_on_all_ranks_or_harmless(tmp_path: Path) -> None:
-    everyone = run_ranks(all_damaged, str(tmp_path), DAMAGED, init=False, **MANY)
+    everyone = run_ranks(all_damaged, str(tmp_path), DAMAGED, init=False, **{**MANY, "timeout": 280})
     for number, case in enumerate(DAMAGED):
         of_ranks = [each[number] for each in everyone]
         for found in zip(*of_ranks, strict=True):
@@ -157,9 +167,9 @@ def on_a_full_disk(folder: str, case: Case) -> tuple[str, bool]:
 
 
 def test_full_disk_of_one_rank_fails_all_and_keeps_the_last_save(tmp_path: Path) -> None:
-    for found in run_ranks(on_full_disks, str(tmp_path), TRAINERS, init=False, **MANY):
+    for rank, found in enumerate(run_ranks(on_full_disks, str(tmp_path), TRAINERS, init=False, **MANY)):
         for case, (said, kept) in zip(TRAINERS, found, strict=True):
-            assert said, case
+            assert "could not write" in said or (said and rank == 1), (case, rank, said)
             assert kept, case
 
 
@@ -212,7 +222,6 @@ def without_the_file_of_rank_3(folder: str) -> dict[str, tuple[str, list[str], i
         fit(f"{folder}/{case.kind}", None, case, 5)
     for name, (case, lose) in LOST.items():
         copy = f"{folder}/{name}"
-        t = None
         if torch.distributed.get_rank() == 0:
             shutil.copytree(f"{folder}/{case.kind}", copy)
             (side,) = Path(copy).glob("last.ckpt.residual/*/rank00003.pt")

@@ -207,6 +207,10 @@ def test_checkpoint_stays_if_a_rank_is_missing_and_rank_0_may_replace_it(rank_0:
     other = '{"path": "a.ckpt", "error": "", "replaces": false}'
     assert "the existing checkpoint stays" in saves._verdict("a.ckpt", [rank_0, other, None])
     assert saves._verdict("a.ckpt", [other, other, None]) == ""
+    failed = other.replace('""', '"OSError: no space left"')
+    assert "could not write its residuals of a.ckpt (OSError: no space left)" in saves._verdict(
+        "a.ckpt", [rank_0, failed, other]
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_sparse.checkpoint import folder as folders
-from tests.checkpoint.test_updates import module
+from tests.checkpoint.test_updates import in_another_layout, module
 from tests.fsdp.test_trainer import fitted, fsdp
 from tests.fsdp.test_trainer import module as sharded_module
 from tests.helpers.distributed import run_ranks
@@ -87,6 +87,14 @@ def test_extra_state_and_versions_of_modules_are_resumed(results: Results) -> No
         assert before["seen"].tolist() == after["seen"].tolist() == [3, 3]
         assert before["more"][1].tolist() == after["more"][1].tolist() == [1, 1, 1]
         assert not upgraded
+
+
+SCENARIOS.add(in_another_layout)
+
+
+def test_resume_in_another_memory_format_on_one_device_per_node_keeps_weights(results: Results) -> None:
+    for saved, begins_with in (each["in_another_layout"] for each in results):
+        assert torch.equal(saved, begins_with)
 
 
 @SCENARIOS.add
@@ -161,6 +169,14 @@ def read_by_others(folder: str) -> list[Any]:
     as_gradients = module()
     trainer(FLAVOUR, strategy_of("gradients"), max_steps=4, **ranks()).fit(as_gradients, ckpt_path=path)
     same = same and torch.equal(weights(as_gradients), weights(t.lightning_module))
+    gradients = trainer(FLAVOUR, strategy_of("gradients"), max_steps=4, **ranks())
+    gradients.fit(module())
+    gradients.save_checkpoint(f"{folder}/gradients.ckpt")
+    as_updates = module()
+    trainer(FLAVOUR, strategy_of("updates"), max_steps=4, **ranks()).fit(
+        as_updates, ckpt_path=f"{folder}/gradients.ckpt"
+    )
+    same = same and torch.equal(weights(as_updates), weights(gradients.lightning_module))
     of_shards = fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=4)
     of_shards.save_checkpoint(f"{folder}/shards.ckpt")
     other = trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks())

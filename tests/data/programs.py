@@ -149,7 +149,7 @@ def program(code: str, *args: object, whole: bool = False, **environment: str) -
 
     Args:
         args: its `sys.argv[1:]`.
-        whole: also run the end of its interpreter, which takes a second.
+        whole: also shut down its interpreter, which takes a second.
     """
     started = Program(code, args, whole, environment)
     try:

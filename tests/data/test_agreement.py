@@ -33,7 +33,7 @@ def config_of_node(folder: str) -> CacheConfig:
 def on_ranks(folder: str) -> tuple[Any, ...]:
     """Node 0 lists the source, and node 1 receives the list once. Then the cache of node 1 is older than the source.
 
-    Last, memory is scarce on node 1.
+    Finally, memory is scarce on node 1.
     """
     config, rank = config_of_node(folder), int(os.environ["RANK"])
     node, device = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])

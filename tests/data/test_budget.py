@@ -43,7 +43,7 @@ def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
         yield opened
 
 
-def test_budget_that_is_too_small_is_said_once(
+def test_budget_that_is_too_small_is_warned_about_once(
     open_memory: Callable[..., MemoryCache], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):

@@ -56,7 +56,7 @@ def test_file_that_changed_on_storage_is_not_answered_from_disk(tmp_path: Path) 
     cache.close()
 
 
-@pytest.mark.parametrize("place", [0, 8, 24, 32, 500, -1, None])
+@pytest.mark.parametrize("place", [0, 4, 8, 16, 24, 28, 32, 40, 500, -1, None])
 def test_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int | None) -> None:
     """In the header, in the file, or in the key."""
     counter = Counter()

@@ -22,7 +22,7 @@ from tests.helpers.data import counted, numbered_folder
 from tests.helpers.distributed import RunRanks
 
 CONTEXT = 2
-INPUTS = int(os.environ.get("EVALUATION_INPUTS", "6"))
+INPUTS = int(os.environ.get("EVALUATION_INPUTS", "8"))
 SEED = int(os.environ.get("EVALUATION_SEED", "0"))
 AT_ONCE = 20  # process groups of all Trainers live until the ranks return
 pytestmark = pytest.mark.timeout(7200 if "EVALUATION_INPUTS" in os.environ else 600)
@@ -91,7 +91,7 @@ def check(found: list[dict[str, float]], expected: list[dict[str, float]], cases
         assert one == pytest.approx({**other, "sum": times * other["sum"]}, rel=2e-6), case
 
 
-@pytest.mark.parametrize(("nodes", "devices"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 3), (2, 2)])
 def test_evaluation_random_token_sets_equal_one_device(
     ranks: RunRanks, tmp_path: Path, nodes: int, devices: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_evaluation_random_token_sets_equal_one_device(
 
 
 def test_evaluation_image_sets_that_do_not_divide_equal_one_device(ranks: RunRanks, tmp_path: Path) -> None:
-    cases = [Case(0, 17, 4, "ddp"), Case(1, 9, 4, "mstopk_local"), Case(3, 1, 3, "ddp")]
+    cases = [Case(0, 37, 4, "ddp"), Case(1, 9, 4, "mstopk_local"), Case(2, 5, 1, "ddp"), Case(3, 1, 3, "ddp")]
     for case in cases:
         numbered_folder(tmp_path / str(case.samples), train=8, val=case.samples, classes=1)
     expected = ranks(of_images, cases, str(tmp_path), nodes=1, devices=1)[0]

@@ -1,4 +1,4 @@
-"""Ctrl-C, or the end of the program, in the middle of an epoch, mostly while storage hangs: the program does not wait.
+"""Programs that are interrupted, or end, in the middle of an epoch do not wait for storage that hangs.
 
 Storage would answer after `STALL_S`, which is also its timeout.
 """

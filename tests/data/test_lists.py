@@ -153,7 +153,7 @@ def test_list_that_cannot_be_used_says_why(folder: Path, text: str, says: str) -
         listed(folder, text)
 
 
-def test_parquet_list_that_is_none_is_named(folder: Path) -> None:
+def test_file_that_is_not_parquet_is_named(folder: Path) -> None:
     pytest.importorskip("pyarrow")
     (folder / "train.parquet").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=r"train\.parquet is not a Parquet file"):

@@ -203,7 +203,7 @@ def cpu_in_a_second(pid: int) -> float:
     return cpu_seconds(pid) - before
 
 
-def test_server_at_its_limit_rests_and_serves_its_clients(nodes: Nodes) -> None:
+def test_server_at_its_limit_idles_and_still_serves_its_clients(nodes: Nodes) -> None:
     (first, second), endpoints = nodes
     foreign = np.flatnonzero(first.owners == 1).tolist()
     first.get(foreign)

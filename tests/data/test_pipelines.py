@@ -127,7 +127,7 @@ def test_crops_with_resizing_are_alike_in_both_backends(store: FolderStore) -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("train", [True, False])
 def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bool) -> None:
-    """Photographs are larger than the short side: which format is in memory may depend on how much of it is free."""
+    """Photographs are larger than the short side: which format is in memory may depend on the free memory."""
     files, pixels = FolderStore(folder, "jpeg"), FolderStore(folder, "decoded")
     pixels.paths, pixels.labels = files.paths, files.labels  # the folder has other files, too
     wanted = requests(len(files), epoch=2, train=train)

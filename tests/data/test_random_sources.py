@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import random
 import tarfile
@@ -22,12 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lightning_sparse.data.config import CacheConfig
+from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.sources.labels import columns_of_csv, numbered
 from lightning_sparse.data.sources.layout import Split
 from lightning_sparse.data.sources.listing import find_layout
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, StoredFile
+from lightning_sparse.flavours.pytorch_lightning import TokenDataModule
+from tests.data.test_token_corpora import MODES, random_files
+from tests.data.test_token_corpora import write as write_tokens
 from tests.helpers.data import needs_s3, s3_server, sshfs_mount, tar_of, upload, write
 
 T = TypeVar("T")
@@ -125,8 +129,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
     with contextlib.ExitStack() as stack:
         if kind == "s3":
             options, files = stack.enter_context(s3_server())
-            files.mkdir("folders")
-            yield here, "s3://folders", options, files
+            bucket = f"folders{len(files.ls(''))}"  # servers of one process share their buckets
+            files.mkdir(bucket)
+            yield here, f"s3://{bucket}", options, files
         elif kind == "sshfs":
             stack.enter_context(sshfs_mount(here, tmp_path / "there"))
             yield here, str(tmp_path / "there"), {}, None
@@ -144,11 +149,11 @@ def test_folders_give_the_samples_and_labels_of_torchvision(place: tuple[Path, s
             split = here / f"split{number}"
             classes = draw.sample(NAMES, draw.randint(1, 4))
             for name in classes:
-                grow(draw, split / name, 2, links=source == str(here))  # fsspec leaves out links to folders
+                grow(draw, split / name, 2, links="://" not in source)  # fsspec leaves out links to folders
             for name in draw.sample([*OTHERS, "a.jpg"], draw.randrange(2)):
                 (split / f"next{name}").write_bytes(b"no sample")
             if files is not None:
-                upload(files, split, f"folders/{split.name}")
+                upload(files, split, f"{source}/{split.name}")
             expected = image_folder(split)
             if {*expected.values()} != {*classes} or too_deep(split, expected):
                 refused += 1
@@ -222,13 +227,17 @@ def tar_contents(file: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("damaged", [False, True])
-def test_shards_give_the_members_that_tarfile_reads(tmp_path: Path, damaged: bool) -> None:
+def test_shards_give_the_members_that_tarfile_reads(
+    place: tuple[Path, str, dict[str, Any], Any], damaged: bool
+) -> None:
     """A shard that is cut, or has damaged headers, is refused unless all members are read."""
-    refused = 0
-    with Storage(config_of(tmp_path), timeout=60.0) as storage:
+    here, source, options, files = place
+    config, refused = config_of(source, storage_options=options or None), 0
+    with Storage(config, timeout=60.0) as storage:
         for number, draw in enumerate(inputs("shards")):
-            split = tmp_path / f"split{number}"
+            split = here / f"split{number}"
             split.mkdir()
             for name in draw.sample(["stats.json", "README", "0.idx", "0.parquet", ".hidden"], 2):
                 (split / name).write_bytes(b"{}")
@@ -244,7 +253,9 @@ def test_shards_give_the_members_that_tarfile_reads(tmp_path: Path, damaged: boo
             }
             if damaged:
                 damage(draw, shards[-1])
-            manifest, refusal = attempt(partial(listed, storage, config_of(tmp_path), split.name))
+            if files is not None:
+                upload(files, split, f"{source}/{split.name}")
+            manifest, refusal = attempt(partial(listed, storage, config, split.name))
             if manifest is None:
                 assert damaged or not expected, (split, refusal)
                 refused += 1
@@ -286,6 +297,47 @@ def archive(file: Path, kind: str, files: dict[str, bytes]) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, data in files.items():
             packed.writestr(name, data)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_windows_of_random_token_files_do_not_depend_on_the_place(
+    place: tuple[Path, str, dict[str, Any], Any], tmp_path: Path
+) -> None:
+    here, source, options, files = place
+    complete = 0
+    for seed in range(SEED, SEED + max(4, INPUTS // 10)):
+        rng = np.random.default_rng([seed, 11])
+        folder = write_tokens(here / f"tokens{seed}", random_files(rng), rng)
+        about = min(folder.rglob("*.json"))
+        wrong = ({"vocab_size": 3}, {"checksum": 7})[seed % 2] if seed % 4 > 1 else {}
+        about.write_text(json.dumps({**json.loads(about.read_text()), **wrong}))
+        if files is not None:
+            upload(files, folder, f"{source}/{folder.name}")
+        windows = {"context": int(rng.integers(1, 7)), "documents": MODES[seed % 3]}
+        expected = windows_of(folder, **windows)
+        cache = {"cache_dir": str(tmp_path / f"cache{seed}"), "storage_options": options or None}
+        assert "checksum" not in wrong or expected is None, folder
+        assert windows_of(f"{source}/{folder.name}", **windows, **cache) == expected, folder
+        complete += expected is not None
+    assert complete
+
+
+def windows_of(source: Path | str, **options: Any) -> Any:
+    """Return the batches of an epoch, or None if the source is refused."""
+    try:
+        data = TokenDataModule(source, batch_size=3, **options)
+        data.setup("fit")
+    except (ValueError, DataError):
+        return None
+    try:
+        return [[each.tolist() for each in batch] for batch in data.train_dataloader()]
+    except DataError:
+        return None
+    finally:
+        data.teardown("fit")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

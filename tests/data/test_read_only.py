@@ -83,7 +83,7 @@ def test_folder_that_cannot_be_used_is_named(folder: Path, stores: Open, mounted
         store_of(folder, stores, cache=tiny)
 
 
-def test_empty_description_stops_nobody(folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache_with_an_empty_description_opens(folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]) -> None:
     """As a full disk leaves it."""
     store_of(folder, stores).close()
     own = cache_folder(config_of(folder))

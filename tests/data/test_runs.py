@@ -83,7 +83,7 @@ def test_format_of_pixels_that_do_not_fit_is_not_copied(folder: Path, stores: Op
 OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short_side": 20}, {"memory_gb": 0.02}]
 
 
-def test_name_of_a_segment_depends_on_all_that_changes_its_samples(
+def test_name_of_a_segment_depends_on_everything_that_changes_its_samples(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     config = config_of(folder, format="decoded")
@@ -201,7 +201,7 @@ def test_killed_run_takes_nothing_from_other_runs(folder: Path) -> None:
     """Three runs: the run that made the segment is killed, and the others end. The next run makes a new segment."""
     warm(config_of(folder), "train")
     with ExitStack() as stack:
-        runs = [stack.enter_context(program(RUN, folder)) for _ in range(1)]
+        runs = [stack.enter_context(program(RUN, folder))]
         lines = [runs[0].line()]
         runs += [stack.enter_context(program(RUN, folder)) for _ in range(2)]
         lines += [run.line() for run in runs[1:]]

@@ -161,7 +161,7 @@ def test_resumed_run_makes_the_same_samples(results: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.slow
-def test_test_uses_its_own_split(results: list[dict[str, Any]]) -> None:
+def test_testing_uses_its_own_split(results: list[dict[str, Any]]) -> None:
     assert merged([each["tested"] for each in results]).keys() == {(0, index) for index in range(4)}
 
 

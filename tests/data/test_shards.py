@@ -168,6 +168,7 @@ def test_files_next_to_shards_are_ignored_and_named(
         ("5.npy", r"has shards \(train/0\.tar\) and other files \(train/5\.npy\)"),
         ("other.parquet", r"has shards \(train/0\.tar\) and other files \(train/other\.parquet\)"),
         ("1.tar.gz", r"the shard train/1\.tar\.gz is compressed"),
+        ("1.TGZ", r"the shard train/1\.TGZ is compressed"),
         ("1.tar", r"train/1\.tar cannot be used: it is not an uncompressed tar file"),
         ("logs/x.txt", r"has shards \(0\.tar\) and folders \(logs\)"),
     ],

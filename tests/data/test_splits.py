@@ -1,4 +1,4 @@
-"""Training and validation have equal numbers of the classes."""
+"""Validation numbers the classes as training does."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session])
 
 def test_without_val_the_way_out_is_named(folder: Path, sessions: list[Session]) -> None:
     shutil.rmtree(folder / "val")
-    with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0.05"):
+    with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0\.05 \(--data\.val_fraction=0\.05\)"):
         opened(folder, sessions).eval_loader()
     assert len(labels(opened(folder, sessions, val_fraction=0.25))) == 3
 

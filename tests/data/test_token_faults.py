@@ -176,7 +176,7 @@ def test_npy_next_to_bin_is_read_with_a_cache_and_refused_without(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.txt", "a.jsonl.gz"])
-def test_file_that_is_no_bin_is_not_taken_for_one_in_place(name: str, tmp_path: Path) -> None:
+def test_file_of_another_kind_is_not_read_in_place(name: str, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     (tmp_path / "a.npy").rename(tmp_path / name)
     (tmp_path / "a.json").write_text('{"dtype": "uint16", "vocab_size": 50257}')

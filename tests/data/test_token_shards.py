@@ -412,9 +412,31 @@ def test_mixture_resumes_exactly_also_with_other_batches(mixed: dict[str, float]
         assert rows_after(state, weights, batch_size)[0] == whole[56:]
 
 
+def mixture_on_ranks(sources: dict[str, float], cache: str, state: dict[str, Any] | None, steps: int) -> Any:
+    data = module(sources, Path(cache) / os.environ["NODE_RANK"], seed=5, batch_size=4)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    if state is not None:
+        loader.load_state_dict(state)
+    rows = [tuple(row) for _, (inputs, _) in zip(range(steps), loader, strict=False) for row in inputs.tolist()]
+    return rows, loader.state_dict()
+
+
+@pytest.mark.slow
+def test_mixture_resumes_on_other_nodes(ranks: RunRanks, mixed: dict[str, float], tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    first = ranks(mixture_on_ranks, mixed, cache, None, 4, nodes=2, devices=2, timeout=120)
+    state = first[0][1]
+    assert all(each[1] == state for each in first)
+    then = ranks(mixture_on_ranks, mixed, cache, state, 99, nodes=4, devices=1, timeout=120)
+    alone = module(mixed, tmp_path / "alone", seed=5, batch_size=16)
+    alone.setup("fit")
+    assert sorted(row for rows, _ in (*first, *then) for row in rows) == sorted(seen(alone)[0])
+
+
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), "1", 10**400])
 def test_mixture_with_a_bad_weight_is_refused(weight: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"of a\.bin must be a finite number above 0"):
+    with pytest.raises(ValueError, match=r"weight .* of a\.bin must be a finite number above 0"):
         module({"a.bin": weight}, tmp_path / "cache")
     with pytest.raises(ValueError, match="names no source"):
         module({}, tmp_path / "cache")

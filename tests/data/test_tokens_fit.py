@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data.fits import FLAVOURS, lightning_of, ours, trainer
+from tests.data.fits import FLAVOURS, lightning_of, ours, saver, trainer
 from tests.helpers.data import counted
 from tests.helpers.distributed import run_ranks
 
@@ -64,11 +64,11 @@ def windows(inputs: torch.Tensor) -> list[int]:
     return [each // CONTEXT for each in inputs[:, 0].tolist()]
 
 
-def fit(flavour: str, folder: Path, **options: Any) -> Any:
+def fit(flavour: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> Any:
     model = model_of(flavour)
     given = {"val": folder / "val.bin", "context": CONTEXT, "batch_size": BATCH, **options.pop("data", {})}
     data = ours(flavour).TokenDataModule(folder / "train", **given)
-    trainer(flavour, **options).fit(model, data)
+    trainer(flavour, **options).fit(model, data, ckpt_path=ckpt_path)
     return model
 
 
@@ -76,9 +76,11 @@ def runs(flavour: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
     root = Path(folder)
-    whole = fit(flavour, root)
+    callback = saver(flavour, root, "{step}", every_n_train_steps=2)
+    whole = fit(flavour, root, callbacks=[callback], enable_checkpointing=True)
+    resumed = fit(flavour, root, root / "step=8.ckpt")
     split = fit(flavour, root, max_epochs=1, data={"val": None, "val_fraction": 0.2})
-    return {"whole": (whole.seen, whole.val), "split": (split.seen, split.val)}
+    return {"whole": (whole.seen, whole.val), "resumed": resumed.seen, "split": (split.seen, split.val)}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,12 @@ def test_each_window_is_seen_once_per_epoch(results: list[dict[str, Any]]) -> No
     assert orders[0] != orders[1]
     val = sorted(w for each in results for w in each["whole"][1])
     assert val == sorted([*range(7)] * 2), "each epoch validates on each window once"
+
+
+def test_resumed_run_sees_the_rest_of_the_epoch(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        assert len(each["whole"][0]) == 2 * 5
+        assert each["resumed"] == each["whole"][0][8:]
 
 
 def test_val_fraction_holds_out_random_windows(results: list[dict[str, Any]]) -> None:

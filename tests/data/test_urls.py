@@ -93,7 +93,7 @@ def test_slow_import_of_a_file_system_does_not_restart_the_reader(
     monkeypatch.setattr(storage_module, "RESTART_S", 0.5)  # shorter than the import, as that of a busy machine may be
     started: list[str] = []
     monkeypatch.setattr(storage_module, "ReaderProcess", lambda *args: started.append("one") or ReaderProcess(*args))
-    with Storage(config_of(source), f"slow://{source}", timeout=2.0) as storage:
+    with Storage(config_of(source), f"slow://{source}", timeout=1.0) as storage:
         assert storage.names("").keys() == {"train"}
     assert started == ["one"]
     assert not warnings_of(caplog)

@@ -111,7 +111,7 @@ def attention_on_two_devices(_: str) -> list[tuple[Tensor, float, float]]:
 
 @SCENARIOS.slow
 def blocks_on_two_devices(_: str) -> list[tuple[Tensor, float, float]]:
-    return balances(Blocks, 15)
+    return balances(Blocks, 50)
 
 
 def check_balances(everyone: list[list[tuple[Tensor, float, float]]]) -> None:

@@ -133,7 +133,7 @@ def flat(model: nn.Module, *, buffers: bool = False) -> Tensor:
 
 @dataclass
 class Look:
-    """A state between two steps: the global weights, unsent gradients or updates, and the size of optimizer state."""
+    """A state between two steps: the global weights, unsent gradients or updates, and sums of the optimizer's state."""
 
     weights: Tensor
     pending: Tensor
@@ -146,10 +146,14 @@ def look(engine: Engine, model: nn.Module, optimizer: Optimizer) -> Look:
     with engine.global_weights():
         weights = flat(model).clone()
     pending = _pending(engine, model) if engine.active else torch.zeros(0)
-    moments = torch.zeros((), dtype=torch.float64)
-    for state in optimizer.state.values():
-        for value in (each for each in state.values() if isinstance(each, Tensor) and each.dim()):
-            moments += (value.full_tensor() if isinstance(value, DTensor) else value).double().abs().sum()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = torch.zeros(len(params), 2, 2, dtype=torch.float64)  # parameter, quantity, sums
+    for of_one, p in zip(moments, params, strict=True):
+        state = [each for _, each in sorted(optimizer.state.get(p, {}).items())]
+        tensors = [each for each in state if isinstance(each, Tensor) and each.dim()]
+        for sums, value in zip(of_one, tensors, strict=False):
+            whole = (value.full_tensor() if isinstance(value, DTensor) else value).double()
+            sums += torch.stack([whole.sum(), whole.abs().sum()])
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if not sharded and any(not one.division.steps_all for one in getattr(engine, "optimizers", ())):
         dist.all_reduce(moments, group=engine.topology.intra)
@@ -183,9 +187,6 @@ class Trained:
     weights: Tensor
     looks: dict[int, Look]
     rounds: int
-
-
-Visit = Callable[[int], None]
 
 
 def train(

@@ -77,6 +77,8 @@ def paths(*chosen: Path) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", chosen, ids=lambda path: f"{path.name}{path.threads}")
 
 
+# Two that only the tests of any input run.
+RARE = [Path("scalar", threads=2), Path("whole")]
 every_path = paths(*PATHS)
 with_threads = paths(*PATHS, Path("plain", threads=2))
 

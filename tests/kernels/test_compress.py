@@ -17,6 +17,7 @@ from tests.kernels.paths import (
     DTYPES,
     PATHS,
     PLAIN,
+    RARE,
     VALUES,
     Path,
     decoded,
@@ -29,6 +30,7 @@ from tests.kernels.paths import (
     same_bits,
     with_threads,
 )
+from tests.kernels.test_select import agree, with_oracle
 
 COMPILED = [path for path in PATHS if path.name != "plain"]
 compiled_paths = paths(*COMPILED)
@@ -241,15 +243,26 @@ def test_any_input(data: st.DataObject, values: list[float], repeat: int, value_
     grad = torch.tensor(values * repeat, dtype=torch.float32)
     k = data.draw(st.integers(1, grad.numel()))
     case = by_plain(grad, grad.flip(0), k, value_dtype)
-    for path in COMPILED:
+    for path in (*COMPILED, *RARE):
         same_as_plain(path, case)
+
+
+@every_path
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_at_odd_offsets(path: Path, dtype: torch.dtype) -> None:
+    base = torch.randn(70_100, generator=torch.Generator().manual_seed(3))
+    for offset in (1, 3):
+        grad = base.to(dtype)[offset : offset + 70_000]
+        agree(path, with_oracle(offset, grad, [701]))
+        if path.name != "plain":
+            same_as_plain(path, by_plain(grad, base[5:70_005], 701, torch.bfloat16))
 
 
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
 def test_repeated_runs_give_the_same_bits(value_dtype: torch.dtype) -> None:
     grad, residual = torch.randn(2, 140_001, generator=torch.Generator().manual_seed(7))
     first = None
-    for run in range(40):
+    for run in range(100):
         left = torch.empty(140_001)
         path = PATHS[1 + run % (len(PATHS) - 1)]
         both_bits = path.compress(grad, residual, left, 1400, value_dtype), left

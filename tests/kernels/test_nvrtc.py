@@ -20,7 +20,7 @@ import pytest
 from tests.kernels.emulation import CSRC
 
 LIBRARIES = sorted({path for each in sys.path for path in Path(each).glob("nvidia/*/lib/libnvrtc.so.*[0-9]")})
-ARCHITECTURES = ["90", pytest.param("75", marks=pytest.mark.slow)]
+ARCHITECTURES = ["90", *(pytest.param(each, marks=pytest.mark.slow) for each in ("75", "80"))]
 EACH = [f"<lightning_sparse::Dtype::{dtype}>" for dtype in ("fp32", "bf16", "fp16")]
 SINKS = [
     "MessageSink",

@@ -15,6 +15,7 @@ from lightning_sparse.kernels import mstopk, plain, reference
 from tests.kernels.paths import (
     DTYPES,
     PATHS,
+    RARE,
     Path,
     every_path,
     inputs,
@@ -87,7 +88,7 @@ elements = st.one_of(
 def test_any_input(data: st.DataObject, values: list[float], repeat: int) -> None:
     x = torch.tensor(values * repeat, dtype=torch.float32)
     k = data.draw(st.integers(1, x.numel()))
-    for path in PATHS:
+    for path in (*PATHS, *RARE):
         agree(path, with_oracle(path, x, [k]))
 
 

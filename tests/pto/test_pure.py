@@ -14,7 +14,7 @@ from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
 from lightning_sparse.optimizers import refuse, step_cost
 from lightning_sparse.pto import communicator_of
-from lightning_sparse.pto.gather import ALIGN, FlatGather
+from lightning_sparse.pto.gather import ALIGN, FlatGather, cut_state, join_states
 from lightning_sparse.pto.step import LocalShard, ShardedStep
 from lightning_sparse.sharding import (
     ALIGNMENT,
@@ -170,10 +170,25 @@ class Receiving:
         return arrive
 
 
-@pytest.mark.parametrize(
-    ("size", "piece", "large"),
-    [(1, 200, 2**20), (2, 1, 2**20), (3, 200, 1), (3, 2**20, 2**20), (20, 1, 2000), (20, 2**20, 1)],
-)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_state_is_cut_and_joined(layout: torch.memory_format) -> None:
+    parameter = torch.zeros(8, 4, 3, 3).to(memory_format=layout)
+    moment = torch.randn(8, 4, 3, 3).contiguous(memory_format=layout)
+    state = {"step": torch.tensor(3.0), "moment": moment, "name": "x", "nothing": None}
+    parts = (Part(1, 0, 128), Part(0, 128, 288))
+    cut = [cut_state(state, parameter, part) for part in parts]
+    assert [each["moment"].shape for each in cut] == [(128,), (160,)]
+    joined = join_states(cut, parameter, parts)
+    assert torch.equal(joined["moment"], moment)
+    assert joined["moment"].stride() == moment.stride()
+    assert {key: joined[key] for key in ("step", "name", "nothing")} == {
+        key: state[key] for key in state if key != "moment"
+    }
+
+
+@pytest.mark.parametrize("large", [1, 2000, 2**20])
+@pytest.mark.parametrize("piece", [1, 200, 2**20])
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
 def test_gather_brings_every_share_to_every_rank(size: int, piece: int, large: int) -> None:
     """Each of `size` simulated ranks sends in turn, then each receives."""
     ranks = [odd_tensors(seed) for seed in range(size)]
@@ -259,9 +274,9 @@ class Clipping(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("cls", "options", "says"),
     [
-        (torch.optim.LBFGS, {}, "LBFGS"),
-        (ZeroRedundancyOptimizer, {}, "ZeroRedundancyOptimizer"),
-        (Clipping, {"max_grad_norm": 1.0}, "max_grad_norm=1.0"),
+        (torch.optim.LBFGS, {}, "cannot shard the step of LBFGS: .*remove the callback"),
+        (ZeroRedundancyOptimizer, {}, "ZeroRedundancyOptimizer: it already shards the step"),
+        (Clipping, {"max_grad_norm": 1.0}, r"max_grad_norm=1.0\) clips by the norm of all .*gradient_clip_val"),
     ],
 )
 def test_optimizers_that_mix_parameters_are_refused(

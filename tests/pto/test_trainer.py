@@ -6,6 +6,7 @@ and scaler. One start of ranks runs all scenarios.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,10 @@ def plain(flavour: str) -> dict[str, str]:
 
 @SCENARIOS.slow
 def in_16_bit(flavour: str) -> dict[str, str]:
-    return {"bf16-true": equal(flavour, lambda: module_with(flavour, adamw), precision="bf16-true")}
+    return {
+        precision: equal(flavour, lambda: module_with(flavour, adamw), precision=precision)
+        for precision in ("bf16-true", "bf16-mixed")
+    }
 
 
 @SCENARIOS.slow
@@ -228,7 +232,11 @@ def several(flavour: str) -> dict[str, Any]:
 @scenario
 def hierarchical(flavour: str) -> dict[str, Any]:
     """Residuals equal the residuals of the run without the callback."""
-    return {"node": equal(flavour, lambda: module_with(flavour, adamw), strategy=lambda: sparse(flavour))}
+    makes = {"node": adamw, "world": momentum}
+    return {
+        scope: equal(flavour, partial(module_with, flavour, make), scope=scope, strategy=lambda: sparse(flavour))
+        for scope, make in makes.items()
+    }
 
 
 ALL_SLOW = ("in_16_bit", "accumulation", "half", "schedules", "several")

@@ -59,7 +59,7 @@ def killer(kill: Kill | None) -> Any:
 
 
 def patience(kill: Kill | None) -> timedelta:
-    """The timeout of process groups, short where ranks are killed."""
+    """The timeout of process groups, short if a rank is killed."""
     return timedelta(seconds=4 if kill else 100)
 
 

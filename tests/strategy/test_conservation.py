@@ -47,11 +47,12 @@ CONSERVED: list[tuple[dict[str, Any], tuple[int, int]]] = [
     ({"exchange": "sparse", "value_dtype": "2bit"}, (2, 2)),
     ({"exchange": "regional"}, (3, 1)),
     ({"exchange": "regional", "value_dtype": "2bit"}, (3, 1)),
-    ({"exchange": "regional", "value_dtype": "float32"}, (2, 2)),
+    ({"exchange": "regional", "value_dtype": "float32"}, (3, 2)),
     *(({"exchange": "dense16"}, shape) for shape in ((2, 2), (3, 1))),
 ]
 SLOW: list[tuple[dict[str, Any], tuple[int, int]]] = [
     ({"exchange": "regional", "value_dtype": "2bit"}, (5, 1)),
+    ({"exchange": "dense16"}, (5, 1)),
 ]
 
 

@@ -34,7 +34,7 @@ BIASES = {"0.bias", "2.bias", "4.bias"}
 # -- which ones --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exclude", ["vector", (), ["*.bias"], (1,)])
+@pytest.mark.parametrize("exclude", ["vector", "", (), ("",), ["*.bias"], (1,), None])
 def test_exclude_that_is_neither_a_word_nor_patterns_is_refused(exclude: Any) -> None:
     with pytest.raises(ValueError, match=r"exclude=.* must be 'none', 'vectors'"):
         HierConfig(exclude=exclude)

@@ -124,6 +124,14 @@ BYTES_ONLY = Rates.of_link(1.0, 1)
 HOST = Rates(Link(1e-4, 8e-9), Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10, cast=1e-9)
 
 
+def test_rates_too_high_to_measure_are_not_invented() -> None:
+    said = [dataclasses.replace(HOST, select=select).describe(1) for select in (1e-9, 0.0)]
+    assert [each.rpartition(", ")[2] for each in said] == [
+        "selection at 1 G elements/s",
+        "selection at no measurable cost",
+    ]
+
+
 def _choice(nodes: int, devices: int, rates: Rates, **options: Any) -> PathChoice:
     ranks = iter(range(nodes * devices))
     topology = Topology(tuple(tuple(itertools.islice(ranks, devices)) for _ in range(nodes)), 0)

@@ -85,7 +85,8 @@ class CountingCommunicator(ThreadCommunicator):
         return super().all_to_all(messages_MB)
 
 
-@pytest.mark.parametrize(("nodes", "dtype"), [(3, torch.float32), (4, torch.bfloat16), (5, torch.float16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nodes", [3, 4, 5])
 def test_regional_applies_the_largest_sums_and_keeps_the_rest(nodes: int, dtype: torch.dtype) -> None:
     """A spike that every node has in every region wins; with one pair a region nothing else is applied."""
     numel = 1000
@@ -116,7 +117,8 @@ def test_regional_received_bytes_equal_the_plan() -> None:
     assert max(volumes) < 2.1 * pairs
 
 
-@pytest.mark.parametrize(("nodes", "bad"), [(3, float("nan")), (4, float("inf")), (5, -float("inf"))])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("nodes", [3, 4, 5])
 def test_regional_non_finite_element_reaches_every_node_and_no_residual(nodes: int, bad: float) -> None:
     grads = torch.randn(nodes, 600)
     grads[1, 599] = bad

@@ -38,7 +38,9 @@ class Stream:
         self.before |= other.before
 
 
-def test_streams_select_the_next_bucket_during_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Names], Any, Any]:
+    """What preceded each piece of work; functions that work on the current stream, and that make a job."""
     current, seen = [Stream()], dict[str, Names]()
 
     @contextmanager
@@ -58,6 +60,11 @@ def test_streams_select_the_next_bucket_during_an_exchange(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    return seen, do, job
+
+
+def test_streams_select_the_next_bucket_during_an_exchange(streams: Any) -> None:
+    seen, do, job = streams
     lanes = StreamLanes(torch.device("cuda"))
     for number in range(2):
         do(f"backward {number}")
@@ -71,6 +78,21 @@ def test_streams_select_the_next_bucket_during_an_exchange(monkeypatch: pytest.M
     assert seen["backward 2"] == {"backward 0", "backward 1"}, "backward waits for no lane"
     assert seen["step"] == {*seen["apply 1"], "apply 1", "backward 2"}
     assert all(stream.priority == -1 for stream in lanes._streams)
+
+
+def test_started_jobs_use_one_stream_beside_the_caller_until_wait(streams: Any) -> None:
+    seen, do, job = streams
+    lanes = StreamLanes(torch.device("cuda"))
+    for number in range(2):
+        started = job(number)
+        lanes.start(started, torch.tensor(0.0), started.select())
+        do(f"step {number}")
+    lanes.wait()
+    do("after")
+    assert seen["apply 0"] == {"select 0", "exchange 0"}
+    assert seen["step 1"] == {"select 0", "step 0", "select 1"}, "the caller waits for no started job"
+    assert seen["exchange 1"] == {*seen["step 1"], "exchange 0", "apply 0"}
+    assert seen["after"] == {*seen["exchange 1"], "exchange 1", "apply 1", "step 1"}
 
 
 # -- tensors handed over -----------------------------------------------------------------------------------------------

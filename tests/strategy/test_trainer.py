@@ -217,6 +217,30 @@ def test_layer_replaced_between_fits_starts_a_new_state(results: Results) -> Non
     assert sum("parameters were replaced" in line for line in results[0]["replaced_head"]["lines"]) == 1
 
 
+@scenario
+def scaled(flavour: str) -> dict[str, Any]:
+    """A fit in 16-mixed. A forward pass of one rank overflows in one step."""
+    plugin = importlib.import_module(lightning_of(flavour).__name__ + ".plugins").MixedPrecision
+    precision = plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    module, strategy = plain_module(flavour, by_step=True), sparse(flavour)
+
+    def overflow(_: Any, __: Any, out: Tensor) -> Tensor:
+        return out * float("inf") if module.trainer.global_step == 5 and module.global_rank == 3 else out
+
+    module.net.register_forward_hook(overflow)
+    fitted(flavour, strategy, module, plugins=[precision])
+    norm = float(strategy.engine.residual_norm())
+    return {"weights": weights(module), "scale": precision.scaler.get_scale(), "norm": norm}
+
+
+def test_16_mixed_skips_an_overflow_on_all_ranks_and_keeps_residuals_unscaled(results: Results) -> None:
+    assert same_on_all_ranks(results, "scaled")
+    for each in (found["scaled"] for found in results):
+        assert each["weights"].isfinite().all()
+        assert each["scale"] == results[0]["scaled"]["scale"] < 2.0**16
+        assert 0 < each["norm"] < 10, "a scaled residual would be thousands of times larger"
+
+
 # -- several optimizers ------------------------------------------------------------------------------------------------
 
 

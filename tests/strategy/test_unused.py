@@ -22,9 +22,10 @@ class Experts(nn.Module):
         torch.manual_seed(0)
         self.head = nn.Linear(11, 5)
         self.experts = nn.ModuleList(nn.Linear(7, 11) for _ in range(EXPERTS))
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
-        return self.head(torch.tanh(self.experts[expert](x)))
+        return self.frozen(self.head(torch.tanh(self.experts[expert](x))))
 
 
 def used(step: int, rank: int) -> int:
@@ -64,6 +65,7 @@ def rounds(zero: bool, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor,
             for (name, p), old, new in zip(model.named_parameters(), before, after, strict=True):
                 if name.startswith(f"experts.{expert}."):
                     untouched &= torch.equal(old, new) and (p.grad is None or not p.grad.any())
+    untouched &= all(p.grad is None for p in model.frozen.parameters())
     return given, applied, sum_over_nodes(node_residual(model, state), state), untouched, applied.float()
 
 

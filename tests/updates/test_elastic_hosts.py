@@ -62,7 +62,7 @@ def test_node_that_joins_takes_progress_and_its_share_of_samples(nodes: Nodes, t
     back = nodes.wait_for("b", of(2, alone["number"]))
     assert back["step"] > alone["step"]
     assert tokens or back["lr"] == pytest.approx(0.01 * 0.99 ** back["epoch"])
-    for name in "ba":  # b is ahead by the samples that a may draw before the deal
+    for name in "ba":  # node b is ahead by the samples that node a may draw before the new assignment
         nodes.wait_for(name, lambda report: report.get("epoch", 0) > back["epoch"] + 1)
     end(nodes, "ab")
     tokens_of(nodes, "ab")
@@ -161,7 +161,7 @@ def test_node_trains_while_another_node_validates_longer_than_the_timeout(nodes:
     nodes.start("a", folder=str(tmp_path / "a"), **options)
     nodes.start("b", folder=str(tmp_path / "b"), release=str(tmp_path / "release"), **options)
     begun = nodes.wait_for("b", lambda report: report.get("validates", False))["number"]
-    trained = nodes.wait_for("a", lambda report: report["number"] > begun + 100)["number"]  # a step takes 20 ms or more
+    trained = nodes.wait_for("a", lambda report: report["number"] > begun + 150)["number"]  # a step takes 20 ms or more
     (tmp_path / "release").touch()
     assert nodes.wait_for("b", lambda report: "step" in report)["number"] >= trained
     assert "has missed rounds" not in nodes.output("b")
@@ -226,8 +226,14 @@ def test_fabric_loaders_set_up_before_a_node_joins_have_their_own_order(runs: li
 
 
 def test_fabric_calls_with_wrong_arguments_are_refused(runs: list[dict[str, Any]]) -> None:
-    named = ["shard_loader()", "batches=0", "folder=PosixPath", "['epoch']"]
-    assert [name in refused for name, refused in zip(named, runs[0]["refused"], strict=True)] == [True] * 4
+    says = [
+        "shard_loader() of a DataLoader that cannot draw assigned samples. Use torch's DataLoader with sampler=Elastic",
+        "batches=0 must be",
+        "sync_state() of folder=PosixPath",
+        "the other nodes share ['epoch'], but this node does not. Call fabric.strategy.sync_state(state)",
+    ]
+    for begin, refused in zip(says, runs[0]["refused"], strict=True):
+        assert refused.startswith(begin)
 
 
 def test_fabric_calls_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
@@ -247,7 +253,7 @@ def test_fabric_calls_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
 def test_world_of_several_nodes_is_refused() -> None:
     strategy = lightning_fabric.MSTopKElasticStrategy(lighthouse="http://127.0.0.1:1")
     fabric: Any = Fabric(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy)
-    with pytest.raises(ValueError, match="num_nodes=2"):
+    with pytest.raises(ValueError, match="num_nodes=2: each elastic node is a run of its own"):
         fabric.launch()
 
 
@@ -255,7 +261,9 @@ def test_missing_lighthouse_error_names_the_command() -> None:
     with socket.socket() as held:  # no other test's lighthouse gets the port
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"{address}.*torchft_light"):
+        with pytest.raises(
+            ValueError, match=f"no lighthouse answers at .*{address}.*Start a lighthouse.*torchft_light"
+        ):
             Lighthouse(address, "a", timeout=1)
 
 

@@ -273,7 +273,7 @@ def with_a_callback_of_rank_0(_: str) -> Tensor:
     return weights(fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=callbacks, **ranks()))
 
 
-def test_callback_of_one_rank_does_not_part_collectives(results: Results, shards: Results) -> None:
+def test_callback_of_one_rank_does_not_separate_collectives(results: Results, shards: Results) -> None:
     for of_cluster in (results, shards):
         first, *others = (each["with_a_callback_of_rank_0"] for each in of_cluster)
         assert all(torch.equal(first, other) for other in others)

@@ -87,6 +87,12 @@ def test_quorum(members: list[Member], run: str | None, token: str, known: str, 
     assert run is None or found.run == run
 
 
+def test_quorum_has_the_number_of_the_run_and_its_contributors() -> None:
+    members = [member("a", "s", 9, run="x"), member("b", "t", 5, run="y"), member("c", "t", 5, run="y")]
+    found = quorum_of(members)
+    assert (found.number, names(found.contributors)) == (5, ["b", "c"])
+
+
 def test_refusal_names_an_option_that_one_node_lacks() -> None:
     assert "differs from the training nodes: new=None, theirs missing." in _refusal(
         {"new": None, "same": 1}, {"same": 1}
@@ -183,7 +189,8 @@ class Alone(Silent):
         return [Member(self.name, "", status)]
 
 
-def test_node_that_finds_no_weights_trains_its_own_and_asks_again(rounds: RoundProtocol) -> None:
+def test_node_that_finds_no_weights_trains_its_own_and_asks_again() -> None:
+    pytest.importorskip("torchft")
     rounds = RoundProtocol(Alone(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
     rounds.fit(8, 0, 4)
     rounds.ask()
@@ -233,7 +240,7 @@ def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
-@example(868, 0.0)  # a node draws across the border of two assigner
+@example(868, 0.0)  # a node draws across the border of two assignments
 def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(seed: int, misses: float) -> None:
     """Nodes leave for good, or miss quorums."""
     generator, gone, missed = random.Random(seed), list[Node](), 0
@@ -256,6 +263,14 @@ def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(see
     assert max(counts.values(), default=1) == 1
     drawn = {place for node in (*nodes.values(), *gone) for place in node.drawn if place < first}
     assert first - len(drawn) <= (len(gone) + missed) * AHEAD * 40, "a few batches of each"
+
+
+def test_epoch_without_samples_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assigner = SampleAssigner("a")
+    assigner.start_at(7)
+    assigner.update(["a"], [assigner.report()])
+    assert [*assigner.share(range(3), 3, device=0, devices=1)] == []
+    assert "no sample of epoch 1 is left for this node" in caplog.text
 
 
 def test_node_that_draws_more_than_it_reported_warns_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -322,7 +337,8 @@ def test_devices_share_the_samples_of_their_node() -> None:
     assert [of_device(device, 12)[0] for device in range(2)] == [[0, 4, 8], [2, 6, 10]]
 
 
-@pytest.mark.parametrize(("size", "ends"), [(1, None), (1, 1), (5, 3), (7, 1), (7, 10), (33, None), (33, 10)])
+@pytest.mark.parametrize("size", [1, 5, 7, 33])
+@pytest.mark.parametrize("ends", [None, 1, 3, 10])
 def test_devices_of_a_node_draw_equally_many_samples(size: int, ends: int | None) -> None:
     zero, one = (of_device(device, size, ends) for device in range(2))
     assert [*map(len, zero)] == [*map(len, one)], "the node steps together"
