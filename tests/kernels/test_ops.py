@@ -130,7 +130,7 @@ tensors = st.sampled_from(
 integers = st.one_of(st.integers(-3, 120), st.sampled_from([-(2**63), 2**31, 2**62, 2**63 - 1]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=400)
 @given(a=tensors, b=tensors, c=tensors, s=tensors, k=integers, code=integers, none=st.integers(0, 7))
 def test_raw_operators_never_crash(a: Any, b: Any, c: Any, s: Any, k: int, code: int, none: int) -> None:
     code = code % 4 if none % 2 else code

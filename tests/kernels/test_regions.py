@@ -37,7 +37,7 @@ def test_the_bits_of_one_call_a_region(path: Path, numel: int, num_regions: int,
         assert same_bits(applied, expected), name
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(PATHS), st.integers(1, 300), st.data())
 def test_any_shape(path: Path, numel: int, data: st.DataObject) -> None:
     num_regions, k = data.draw(st.integers(1, numel)), data.draw(st.integers(1, numel))
@@ -50,7 +50,7 @@ def test_any_shape(path: Path, numel: int, data: st.DataObject) -> None:
     assert same_bits(got, want)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 8), st.sampled_from([1, 3, 17, 65_535, 65_536, 200_001]), st.data())
 def test_indices_of_regions(num_regions: int, each: int, data: st.DataObject) -> None:
     numel = num_regions * each + data.draw(st.integers(0, num_regions - 1))

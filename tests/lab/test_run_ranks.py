@@ -7,7 +7,6 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import distributed
 from tests.helpers.distributed import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,10 +44,9 @@ def test_each_rank_sees_its_place():
     assert results == [["0", "3", "0", "2", "0", "0"], ["1", "3", "0", "1", "1", "1"], ["2", "3", "1", "2", "0", "0"]]
 
 
-def test_raised_names_the_rank_and_its_traceback(monkeypatch):
-    monkeypatch.setattr(distributed, "GRACE_S", 1.0)  # rank 0 would use all of it
+def test_raised_names_the_rank_and_its_traceback():
     with pytest.raises(RanksFailed, match="no such shard") as caught:
-        run_ranks(_raise_on, 1, nodes=1, devices=2)
+        run_ranks(_raise_on, 1, nodes=1, devices=2, grace_s=1.0)
     assert list(caught.value.raised) == [1]
     assert "_raise_on" in caught.value.raised[1]
     assert "rank 1 was here" in caught.value.raised[1]

@@ -390,10 +390,9 @@ def test_trusted_optimizer_is_sharded_whole_and_steps_once(results: list[dict[st
 
 def test_rank_killed_before_the_gather_hangs_no_other_rank() -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(die_in_the_gather, nodes=1, devices=3, timeout=40)
+        run_ranks(die_in_the_gather, nodes=1, devices=3, timeout=40, grace_s=30)
     assert list(failed.value.killed) == [1]
-    assert failed.value.hung == {}
-    assert sorted([*failed.value.raised, *failed.value.stopped]) == [0, 2]
+    assert sorted(failed.value.raised) == [0, 2]
     assert "while step 2 gathered the parameters" in "".join(failed.value.raised.values())
 
 

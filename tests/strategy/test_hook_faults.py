@@ -152,10 +152,9 @@ def _out_of_memory(_: Tensor) -> None:
 
 def test_dead_rank_fails_the_others_with_the_round() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(one_dies, nodes=2, devices=2, timeout=40)
+        run_ranks(one_dies, nodes=2, devices=2, timeout=40, grace_s=30)
     assert set(failure.value.killed) == {3}
-    assert not failure.value.hung
-    assert failure.value.raised
+    assert set(failure.value.raised) == {0, 1, 2}
     for text in failure.value.raised.values():
         assert CommunicationError.__name__ in text
         assert "in round 4, bucket" in text

@@ -318,7 +318,7 @@ def test_node_that_stays_keeps_no_resources_of_nodes_that_left(nodes: Nodes) -> 
 # -- a link that is cut, in network namespaces -------------------------------------------------------------------------
 
 BRIDGE, GATEWAY = "ls-elastic", "10.77.0.1"
-CUT_SECONDS = 12.0
+CUT_SECONDS = 20.0
 
 
 def ip(words: str) -> None:

@@ -67,7 +67,7 @@ def test_nodes_join_validate_and_die_with_models_of_random_sizes() -> None:
 
     generator = random.Random(0)
     sizes: list[dict[str, int]] = []
-    for _ in range(int(os.environ.get("LS_SIZES", "1"))):
+    for _ in range(int(os.environ.get("LS_SIZES", "3"))):
         sizes.append({"width": int(2 ** generator.uniform(7.6, 14))})  # 21 * width + 4 elements: 4,000 to 344,000
     sizes += [{"numel": SHAPES[name]} for name in os.environ.get("LS_SHAPES", "").split()]
     for size in sizes:

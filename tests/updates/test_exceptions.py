@@ -18,7 +18,7 @@ from tests.updates.exception_programs import ERRORS, WORLD, Program, play_all, p
 from tests.updates.test_trainer import adamw_module, local
 
 FLAVOUR = "pytorch_lightning"
-STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 12)) // 4  # starts of the slow test; each start runs four programs
+STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 20)) // 4  # starts of the slow test; each start runs four programs
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 100, "init": False}
 GRACE_S = 30.0  # ranks wait at most 10 s for each other before they end; more for a busy machine
 

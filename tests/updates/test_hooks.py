@@ -25,7 +25,7 @@ SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
 results = results_in_one_start(SCENARIOS)
 Results = list[dict[str, Any]]
-MORE = int(os.environ.get("HOOK_PROGRAMS", 20))  # programs of the slow test
+MORE = int(os.environ.get("HOOK_PROGRAMS", 40))  # programs of the slow test
 AT_ONCE = 20  # in one start of ranks: each program makes process groups, whose threads stay
 
 
@@ -54,8 +54,8 @@ def same_as_ddp(seed: int, given: Program, found: dict[str, Any], due: dict[str,
 @pytest.mark.parametrize(
     ("nodes", "devices", "begin", "count"),
     [
-        (2, 1, 0, 8),
-        (2, 2, 100, 3),
+        (2, 1, 0, 12),
+        (2, 2, 100, 6),
         *(pytest.param(2, 1, 1000 + at, AT_ONCE, marks=pytest.mark.slow) for at in range(0, MORE, AT_ONCE)),
     ],
 )
