@@ -41,6 +41,23 @@ def test_report_takes_differences_of_equal_seeds(tmp_path: Path) -> None:
     assert (tmp_path / "results.svg").exists()
 
 
+def test_methods_worse_than_one_node_alone_are_named() -> None:
+    from benchmarks.convergence.report import against_alone, verdict
+    from benchmarks.convergence.text import BITS
+
+    alone, alone4 = {"alone": True}, {"alone": True, "nodes": 4}
+    records = [a_record("dense", seed, 2.0) for seed in (0, 1)]
+    records += [a_record("one node alone", seed, 2.5, alone) for seed in (0, 1)]
+    records += [a_record("one node alone-4x1", 0, 2.9, alone4)]
+    records += [a_record("1%", 0, 2.6, {"density": 0.01}), a_record("1%", 1, 2.8, {"density": 0.01})]
+    records += [a_record("1%-4x1", 0, 2.6, {"density": 0.01, "nodes": 4}), a_record("4%", 7, 9.0, {"density": 0.04})]
+    gains = {config: round(gain, 6) for config, (gain, _) in against_alone(records, BITS).items()}
+    assert gains == {"dense": 0.5, "1%": -0.2, "1%-4x1": 0.3}
+    assert [line for line in verdict(records, BITS) if line.startswith("- ")] == ["- 1%: by 0.200 ± 1.271"]
+    assert verdict(records[:2], BITS) == []
+    assert "Every row is better" in verdict(records[:4], BITS)[0]
+
+
 @pytest.mark.slow
 def test_finished_runs_are_kept_and_other_settings_are_refused(tmp_path: Path) -> None:
     from benchmarks.convergence.runs import execute

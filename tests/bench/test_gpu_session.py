@@ -32,6 +32,21 @@ def test_failed_part_stops_no_other_and_late_output_hides_no_result(
     assert '"cuda: compiled"' in (tmp_path / "log.txt").read_text(), "written when the second part began"
 
 
+def test_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    outcome = gpu_session.run("sync", gpu_session.PARTS["sync"], tmp_path, True, 0.5)
+    assert outcome.ended == "stopped after 0 s"
+    assert {verdict for verdict, _ in outcome.claims.values()} == {"not run"}
+
+
+def test_link_is_hidden_by_work_of_another_lane_only() -> None:
+    from benchmarks.gpu.trace import Lane, hidden
+
+    work, link = Lane("stream 1", work=[(0, 100)]), Lane("stream 2", link=[(50, 150)])
+    assert hidden([work, link]) == 0.5
+    assert hidden([work]) is None
+    assert hidden([Lane("both", work=[(0, 50)], link=[(50, 150)])]) == 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
