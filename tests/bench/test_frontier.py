@@ -1,4 +1,4 @@
-"""The simulated workers of the frontier train each method by the rules of its paper, and their results become a table."""
+"""The simulated workers of the frontier train each method by its rules, and their results become a table."""
 
 from __future__ import annotations
 
