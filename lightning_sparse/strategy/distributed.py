@@ -58,7 +58,8 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
     model was loaded.
 
     On the same cluster, the run continues bit-identically. On another cluster, unsent state is divided among the nodes,
-    and each node's optimizers continue with the state of the first node.
+    and each node's optimizers continue with the state of the first node. A single node
+    loads no optimizer state, because its engine is inactive.
 
     Args:
         key: key under which the engine was saved.
