@@ -367,13 +367,13 @@ class LocalShard:
     def __init__(self) -> None:
         self._whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its data, its gradient
 
-    def show(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
+    def show(self, parameters: Sequence[Tensor], local_parts: Sequence[Part | None]) -> None:
         """Show only the parts in `local_parts`, until put_back().
 
         Raises:
             ValueError: if the gradient of a divided parameter is sparse.
         """
-        for parameter, part in zip(parameters, mine, strict=True):
+        for parameter, part in zip(parameters, local_parts, strict=True):
             grad = parameter.grad
             if grad is None or (part is not None and part.end - part.begin == parameter.numel()):
                 continue

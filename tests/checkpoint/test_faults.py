@@ -129,8 +129,9 @@ def outcome(load: Any, copy: Path, expected: Tensor) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_damaged_byte_is_an_error_on_all_ranks_or_harmless(tmp_path: Path) -> None:
-    everyone = run_ranks(all_damaged, str(tmp_path), DAMAGED, init=False, **{**MANY, "timeout": 280})
+    everyone = run_ranks(all_damaged, str(tmp_path), DAMAGED, init=False, **{**MANY, "timeout": 560})
     for number, case in enumerate(DAMAGED):
         of_ranks = [each[number] for each in everyone]
         for found in zip(*of_ranks, strict=True):
