@@ -46,6 +46,7 @@ def on_clusters(
     gbps: Sequence[float | None] = (None,),
     storage: tuple[Path, float] | None = None,
     rtt_ms: float = 0.0,
+    cpu: bool = True,
 ) -> Rows | None:
     """Return the rows of `work` with cluster and rate, for emulated clusters of these sizes and rates, one after the
     other.
@@ -53,6 +54,7 @@ def on_clusters(
     Under torchrun or srun, return the rows of its ranks, on rank 0 only. A rate is None if it is unknown: on a cluster
     that is not emulated, and over loopback, which replaces links that cannot be shaped. `storage` is a folder that
     emulated nodes see over the network alone, and the rate of its link; `rtt_ms` is the round-trip time between nodes.
+    Ranks of emulated clusters use GPUs only with ``cpu=False``.
     """
     if is_launched():
         topology, device = join_ranks()
@@ -67,7 +69,7 @@ def on_clusters(
         for rate in gbps:
             known = None if reason else rate
             place = {"cluster": cluster, "gbps": known, **({"rtt_ms": rtt_ms} if rtt_ms and known else {})}
-            rows += [{**place, **row} for row in _emulated(work, arguments, cluster, known, storage, rtt_ms)]
+            rows += [{**place, **row} for row in _emulated(work, arguments, cluster, known, storage, rtt_ms, cpu)]
     return rows
 
 
@@ -78,6 +80,7 @@ def _emulated(
     gbps: float | None,
     storage: tuple[Path, float] | None,
     rtt_ms: float,
+    cpu: bool,
 ) -> Rows:
     """Return the result of rank 0 of a cluster; without a rate over loopback."""
     nodes, devices = map(int, cluster.split("x"))
@@ -90,7 +93,7 @@ def _emulated(
     module = main.name if work.__module__ == "__main__" and main else work.__module__
     with tempfile.TemporaryDirectory() as name, exit_on_signals(), Cluster(config) as lab, _answered(lab, Path(name)):
         Path(name, "work").write_bytes(pickle.dumps((module, work.__name__, gbps, arguments)))
-        env = {FOLDER: name, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # whose ranks could not share a GPU
+        env = {FOLDER: name, "OMP_NUM_THREADS": "1", **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})}
         ran = lab.run([sys.executable, "-m", "benchmarks.processes"], env=env, output=sys.stderr)
         if ran.exit_code != 0:
             raise SystemExit("the ranks failed; their output is above")
