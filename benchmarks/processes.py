@@ -84,7 +84,7 @@ def _emulated(
 ) -> Rows:
     """Return the result of rank 0 of a cluster; without a rate over loopback."""
     nodes, devices = map(int, cluster.split("x"))
-    config = LabConfig(nodes=nodes, devices=devices, gbps=gbps or 1.0, network=gbps is not None)
+    config = LabConfig(nodes=nodes, devices=devices, gbps=gbps or 1.0, network=gbps is not None, cpu=cpu)
     if gbps is not None:
         config = replace(config, rtt_ms=rtt_ms)
     if storage is not None:
@@ -93,7 +93,7 @@ def _emulated(
     module = main.name if work.__module__ == "__main__" and main else work.__module__
     with tempfile.TemporaryDirectory() as name, exit_on_signals(), Cluster(config) as lab, _answered(lab, Path(name)):
         Path(name, "work").write_bytes(pickle.dumps((module, work.__name__, gbps, arguments)))
-        env = {FOLDER: name, "OMP_NUM_THREADS": "1", **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})}
+        env = {FOLDER: name, "OMP_NUM_THREADS": "1"}
         ran = lab.run([sys.executable, "-m", "benchmarks.processes"], env=env, output=sys.stderr)
         if ran.exit_code != 0:
             raise SystemExit("the ranks failed; their output is above")

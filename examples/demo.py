@@ -1,9 +1,9 @@
 """Compare dense and sparse training on an emulated cluster; `make demo` runs this.
 
-The cluster has two nodes of two ranks each, on the CPU. The nodes are network namespaces, joined by links of
-0.15 Gbit/s. All runs of a task start from the same weights, and take the same number of steps. The *single-node
-baseline* trains one node on its half of the data without any communication: an exchange is useful only if it ends below
-this loss. The kernel counts the bytes on the links.
+The cluster has two nodes of two ranks each. The nodes are network namespaces, joined by links of 0.15 Gbit/s. Ranks use
+the machine's GPUs, which they share if there are fewer than four, or the CPU. All runs of a task start from the same
+weights, and take the same number of steps. The *single-node baseline* trains one node on its half of the data without
+any communication: an exchange is useful only if it ends below this loss. The kernel counts the bytes on the links.
 
 These rules set the options. docs/first-run.md has the measured table, benchmarks/README.md the learning rates:
 
@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
-from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals, unavailable_reason
+from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals, find_gpus, unavailable_reason
 
 HERE = Path(__file__).parent
 NODES, DEVICES = 2, 2
@@ -122,20 +123,20 @@ def plan_runs(out: Path) -> list[Run]:
     return [Run(*run, out / f"run{number}") for number, run in enumerate(runs)]
 
 
-def train(runs: list[Run], nodes: int, out: Path, gbps: float, network: bool) -> None:
-    """Run all trainings that need `nodes` nodes, one after another in the same processes."""
+def train(runs: list[Run], out: Path, config: LabConfig) -> None:
+    """Run all trainings that need the config's number of nodes, one after another in the same processes."""
     commands = [
         run.command(f"{number}/{len(runs)} {run.task.name}, {run.name}", out / "digits")
         for number, run in enumerate(runs, 1)
-        if run.nodes == nodes
+        if run.nodes == config.nodes
     ]
-    path = out / f"plan{nodes}.json"
+    path = out / f"plan{config.nodes}.json"
     path.write_text(json.dumps(commands))
-    with Cluster(LabConfig(nodes=nodes, devices=DEVICES, gbps=gbps, network=network)) as cluster:
-        cpu = {"CUDA_VISIBLE_DEVICES": ""}  # four ranks cannot share one GPU
-        result = cluster.run([sys.executable, str(HERE / "demo_ranks.py"), str(path)], env=cpu)
-    if result.exit_code != 0:
-        raise SystemExit(f"training on {nodes} node(s) failed with exit code {result.exit_code}; its output is above")
+    with Cluster(config) as cluster:
+        result = cluster.run([sys.executable, str(HERE / "demo_ranks.py"), str(path)])
+    code = result.exit_code
+    if code != 0:
+        raise SystemExit(f"training on {config.nodes} node(s) failed with exit code {code}; its output is above")
 
 
 def format_table(rows: list[Row]) -> str:
@@ -180,16 +181,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for results")
     parser.add_argument("--gbps", type=float, default=0.15, help="bandwidth of each node's link in Gbit/s")
     parser.add_argument("--no-net", action="store_true", help="use loopback instead of an emulated network")
+    parser.add_argument("--cpu", action="store_true", help="hide all GPUs")
     args = parser.parse_args()
     reason = "--no-net was given" if args.no_net else unavailable_reason()
     where = f"links of {args.gbps:g} Gbit/s" if reason is None else f"loopback, because {reason}"
-    print(f"{NODES} nodes x {DEVICES} ranks on this machine; {where}", flush=True)
+    gpus = 0 if args.cpu else len(find_gpus(os.environ))
+    processor = f"{gpus} GPU(s)" if gpus else "the CPU"
+    print(f"{NODES} nodes x {DEVICES} ranks on {processor} of this machine; {where}", flush=True)
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     runs = plan_runs(args.out)
+    config = LabConfig(nodes=NODES, devices=DEVICES, gbps=args.gbps, network=reason is None, cpu=args.cpu)
     with exit_on_signals():
-        for nodes in (NODES, 1):
-            train(runs, nodes, args.out, args.gbps, reason is None)
+        train(runs, args.out, config)
+        train(runs, args.out, replace(config, nodes=1))
     rows = sorted((run.read() for run in runs), key=lambda row: TASKS.index(row.run.task))
     table = format_table(rows)
     (args.out / "table.md").write_text(table + "\n")

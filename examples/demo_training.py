@@ -125,6 +125,8 @@ class Recorder(pl.Callback):
         self.started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if module.device.type == "cuda":  # wait for this step, but not for an exchange that overlaps with the next one
+            torch.cuda.current_stream().synchronize()
         self.seconds.append(time.perf_counter() - self.started)
         self.received = self._received() - self.received_before
         self.computed = compute_received_bytes(trainer, module)  # after the last step, before the final exchange

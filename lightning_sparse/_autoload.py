@@ -14,6 +14,7 @@ entry point would break ``import torch``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` di
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from functools import partial
 from importlib import import_module
@@ -71,7 +72,10 @@ def autoload() -> None:
 
 
 def _register(strategies: ModuleType | None) -> None:
-    """Add our names to the registry of one package of Lightning, except names that it already has."""
+    """Add our names to the registry of one package of Lightning, except names that it already has.
+
+    In a lab whose ranks share GPUs, also map the package's devices to them.
+    """
     # The registry does not exist yet if the module is still being imported.
     registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
     if strategies is None or registry is None:
@@ -83,6 +87,10 @@ def _register(strategies: ModuleType | None) -> None:
                 described = ", ".join(f"`{key}` {value!r}" for key, value in arguments.items())
                 description = f"{does}, with {described}" if described else does
                 registry.register(f"{base}{suffix}", factory, description=description, **arguments)
+    if "LIGHTNING_SPARSE_LAB_GPUS" in os.environ:
+        from lightning_sparse.lab.shared_gpus import patch_lightning
+
+        patch_lightning(strategies.__name__)
 
 
 def _create(module: str, cls: str, **arguments: Any) -> Any:

@@ -35,6 +35,7 @@ from lightning_sparse.exchange.paths import PATHS, Flat
 from lightning_sparse.exchange.rates import Rates
 from lightning_sparse.kernels import kernel_report
 from lightning_sparse.lab import unavailable_reason
+from lightning_sparse.lab.shared_gpus import gpu_of
 from lightning_sparse.topology import Topology, discover
 
 Status = Literal["ok", "note", "bad"]
@@ -273,7 +274,7 @@ def join_ranks() -> tuple[Topology, torch.device]:
             f"{', '.join(missing)} is not set, so the ranks cannot connect: start with torchrun, or before "
             f"srun, export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500."
         )
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = gpu_of(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda", local) if local < torch.cuda.device_count() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

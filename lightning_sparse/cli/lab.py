@@ -32,6 +32,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage-gbps", type=float, metavar="R", help="bandwidth of the storage node's link, in Gbit/s"
     )
+    parser.add_argument("--cpu", action="store_true", help="hide all GPUs")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write exit codes and link traffic as JSON")
     parser.set_defaults(run=_run)
 
@@ -50,6 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
         network=not arguments.no_net,
         storage=arguments.storage,
         storage_gbps=arguments.storage_gbps,
+        cpu=arguments.cpu,
     )
     with exit_on_signals(), Cluster(config) as cluster:
         result = cluster.run(arguments.command)

@@ -2,11 +2,12 @@
 
 On loopback, sending fewer bytes saves no time. In the lab each node has a link of known rate to a common switch, the
 kernel counts the bytes on it, and torchrun starts the training script in each node. Use it for tests with a real
-topology, for demos, and to measure network costs. Compute times differ from a cluster, because all nodes share one CPU
-and one memory. The lab imports only the standard library, so that the command starts fast.
+topology, for demos, and to measure network costs. Compute times differ from a cluster, because all nodes share one CPU,
+one memory, and the GPUs of the machine. The lab imports only the standard library, so that the command starts fast.
 """
 
 from lightning_sparse.lab.cluster import Cluster, LabConfig, RunResult
+from lightning_sparse.lab.gpus import find_gpus
 from lightning_sparse.lab.network import LabUnavailableError, NodeTraffic, unavailable_reason
 from lightning_sparse.lab.processes import exit_on_signals
 
@@ -19,6 +20,7 @@ __all__ = [
     "NodeTraffic",
     "RunResult",
     "exit_on_signals",
+    "find_gpus",
     "signals_as_exit",
     "unavailable_reason",
 ]

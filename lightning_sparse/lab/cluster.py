@@ -1,7 +1,8 @@
 """`Cluster`: create the network, run a command on every node, count bytes, clean up.
 
 Each node runs torchrun with this interpreter. torchrun starts L copies of the command with RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; the lab adds NODE_RANK and GLOO_SOCKET_IFNAME.
+LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; the lab adds NODE_RANK, GLOO_SOCKET_IFNAME and
+the variables of `GPUPlan`.
 The command may be any program (``--no-python``); a ``.py`` file runs with this interpreter.
 
 If a node fails, the others are stopped after a few seconds. The earliest failure determines the exit code.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_sparse.lab import network, processes, storage
+from lightning_sparse.lab.gpus import GPUPlan, find_gpus
 from lightning_sparse.lab.network import LabUnavailableError, Network, NodeTraffic
 from lightning_sparse.lab.output import LabelledOutput
 from lightning_sparse.lab.processes import (
@@ -43,7 +45,7 @@ LOOPBACK_PORTS = range(20000, 32000)  # below the kernel's ephemeral ports
 
 @dataclass(frozen=True, kw_only=True)
 class LabConfig:
-    """A cluster of `nodes` nodes with `devices` ranks each.
+    """A cluster of `nodes` nodes with `devices` ranks each. If there are fewer GPUs than ranks, ranks share GPUs.
 
     Args:
         gbps: rate of each node's link in Gbit/s, per direction.
@@ -51,6 +53,7 @@ class LabConfig:
         network: if False, run on loopback: no root needed, no rates limited, no bytes counted.
         storage: a folder that the nodes access only through a network file system.
         storage_gbps: rate of the storage node's link in Gbit/s. Default: `gbps`.
+        cpu: if True, hide all GPUs.
     """
 
     nodes: int = 2
@@ -60,6 +63,7 @@ class LabConfig:
     network: bool = True
     storage: Path | None = None
     storage_gbps: float | None = None
+    cpu: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MAX_NODES:
@@ -167,7 +171,8 @@ class Cluster:
         Raises:
             ValueError: if `command` is empty or not a program.
             TimeoutError: if it takes longer than `timeout` seconds; all processes are stopped.
-            RuntimeError: if the process that delays links has ended, and nothing passes any more.
+            RuntimeError: if the process that delays links has ended, and nothing passes any more, or if torch cannot
+                count the GPUs.
         """
         env = env or {}
         if not command:
@@ -177,9 +182,9 @@ class Cluster:
                 f"command={command[0]!r} is neither a program on PATH nor a .py file. Use -- python train.py; under "
                 f"sudo, which resets PATH, use -- train.py, which runs with {sys.executable}."
             )
+        commands = self._commands(list(command), env)
         before = self.traffic()
         started = time.monotonic()
-        commands = self._commands(list(command), env)
         launchers = Launchers(commands, self.config.devices, LabelledOutput(output or sys.stdout))
         try:
             launchers.wait(timeout, self._check_delay)
@@ -239,19 +244,28 @@ class Cluster:
             raise RuntimeError(f"{description} did not start: `{' '.join(command)}` ended; its error is above")
         return process
 
-    def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, extra: Mapping[str, str], more_defaults: Mapping[str, str] = {}) -> dict[str, str]:
         ranks = self.config.nodes * self.config.devices
         defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "PYTHONUNBUFFERED": "1"}
-        return {**defaults, **os.environ, **extra, processes.RUN_VARIABLE: str(self.name)}
+        return {**defaults, **more_defaults, **os.environ, **extra, processes.RUN_VARIABLE: str(self.name)}
+
+    def _plan_gpus(self, env: Mapping[str, str]) -> GPUPlan:
+        gpus = [] if self.config.cpu else find_gpus(self._environment(env))
+        plan = GPUPlan(self.config.nodes, self.config.devices, gpus, self.config.cpu)
+        if plan.shared:
+            print(plan.message(), file=sys.stderr, flush=True)
+        return plan
 
     def _commands(self, command: list[str], env: Mapping[str, str]) -> list[tuple[list[str], dict[str, str]]]:
         """Return the (command, environment) of each node's launcher."""
         if command[0].endswith(".py"):
             command = [sys.executable, *command]
+        plan = self._plan_gpus(env)
         port = MASTER_PORT if self._network else _free_port()
         master = network.node_address(0) if self._network else "127.0.0.1"
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         interface = network.INTERFACE if self._network else loopback
+        command = redirect_to_pipe(plan.wrap_rank(command))
         commands = []
         for node, name in enumerate(self._nodes()):
             enter = self._network.enter_node(name) if self._network else []
@@ -266,8 +280,8 @@ class Cluster:
                 f"--master-addr={master}",
                 f"--master-port={port}",
             )
-            environment = self._environment({**env, "NODE_RANK": str(node), "GLOO_SOCKET_IFNAME": interface})
-            commands.append(([*enter, *launcher, *redirect_to_pipe(command)], environment))
+            place = {"NODE_RANK": str(node), "GLOO_SOCKET_IFNAME": interface, **plan.variables(node, interface)}
+            commands.append(([*enter, *launcher, *command], self._environment({**env, **place}, plan.defaults())))
         return commands
 
 

@@ -195,6 +195,22 @@ def test_ranks_without_an_address_are_refused(monkeypatch: pytest.MonkeyPatch) -
         doctor.join_ranks()
 
 
+@pytest.mark.parametrize(("gpus", "device"), [("0,0", "cuda:0"), (None, "cpu")])
+def test_rank_in_lab_with_shared_gpus_joins_on_its_gpu(
+    gpus: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    if gpus is not None:
+        monkeypatch.setenv("LIGHTNING_SPARSE_LAB_GPUS", gpus)
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor.torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(doctor.dist, "init_process_group", lambda _: None)
+    monkeypatch.setattr(doctor, "discover", lambda: None)
+    assert str(doctor.join_ranks()[1]) == device
+
+
 def test_two_nodes_measure_the_network_and_rank_0_prints() -> None:
     (code, said), (other_code, nothing) = run_ranks(_doctor, nodes=2, devices=1, init=False)
     assert code == other_code == 0, said
