@@ -103,6 +103,15 @@ def _predict(model: nn.Module, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+BATCHES = 16
+"""Batches of a pool. With one batch for all steps, AdamW soon changes every entry by the same amount."""
+
+
+def batches_of(task: Task, device: torch.device, count: int = BATCHES) -> list[Tensor]:
+    """Return the batches that all methods of a comparison use in turn, on the device."""
+    return [task.batch(device) for _ in range(count)]
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 

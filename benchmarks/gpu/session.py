@@ -2,6 +2,7 @@
 
     make gpu-session PYTHON=python3 OUT=results      # or: python3 -m benchmarks.gpu.session results
     python -m benchmarks.gpu.session /tmp/try --cpu  # on a CPU, with small sizes
+    python -m benchmarks.gpu.session results --parts gpt trace
 
 It needs torch, a compiler and nvcc, and downloads nothing. Each part is a process with a time limit, and a failed part
 does not stop the others. For each claim, it prints held, not held or not run, with the number.
@@ -11,9 +12,9 @@ does not stop the others. For each claim, it prints held, not held or not run, w
 | build | the kernels, for this GPU |
 | tests | tests marked `gpu` |
 | kernels | selection and compression, and the device's own sum, copy and topk |
-| resnet50, gpt | steps on two nodes of one device, without and with an exchange, on an ideal and a slow link |
+| resnet50, gpt | steps on two nodes of one device, without and with an exchange and a slow link; second passes |
 | sync | steps in which a wait of the host for the device is an error |
-| trace | one backward pass of ResNet-50 and one step of the GPT with updates, as lanes over time |
+| trace | steps of ResNet-50 with gradients and of the GPT with updates, as lanes over time |
 
 The part `frontier` does not run by default, because it takes about a quarter of an hour. If it is stopped, it continues
 with the next call:
@@ -26,7 +27,8 @@ with the next call:
 
 There is one GPU, so the other node is a copy of this one (cluster.py), without NCCL and network. The claims are about a
 GPU; on a CPU, the verdicts say only that all parts run. Writes session.json and session.md (hardware, date, versions,
-commit, command), log.txt and two traces for chrome://tracing or Perfetto.
+commit, command), log.txt and two traces for chrome://tracing or Perfetto. Each result is written at once, so an
+interrupted session loses none.
 """
 
 from __future__ import annotations
@@ -38,80 +40,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any
+
+from benchmarks.gpu.claims import NOT_RUN, Part
+from benchmarks.gpu.parts import PARTS, RESULT
+from benchmarks.record import surroundings
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS_OF = "benchmarks.gpu.parts"
 """The module that runs a part."""
 MINUTES = 8.5
-LONG = ("frontier",)
-NOT_RUN = "not run"
-RESULT = "RESULT "
-"""What a part's line of results begins with; libraries may print after it, when the process ends."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part.
-
-    Args:
-        seconds: time limit.
-        claims: claims that it checks, by name.
-    """
-
-    seconds: float
-    claims: dict[str, str]
-
-
-_STEP = {
-    "lanes": "the sparse exchange in lanes adds at most 10 % to a step",
-    "updates": "exchanging updates adds at most 10 % to a step",
-    "beside": "lanes are no slower than one stream, with a link that takes half a step",
-    "hides": "lanes hide half of that link's time or more",
-    "hides_updates": "updates hide four fifths of it or more",
-}
-PARTS = {
-    "build": Part(150, {"compiled": "the kernels compile and load"}),
-    "tests": Part(100, {"pass": "the tests marked gpu pass"}),
-    "kernels": Part(
-        60,
-        {
-            "select": "selecting 1 % takes at most 3 times reading the tensor",
-            "compress": "compressing it takes at most 2.5 times copying it",
-            "small": "compressing a shard of a 25 MB bucket on 8 devices takes at most 100 us",
-            "topk": "selecting is faster than torch.topk",
-        },
-    ),
-    "resnet50": Part(70, _STEP),
-    "gpt": Part(70, _STEP),
-    "sync": Part(
-        45,
-        {
-            "sparse": "nothing waits for the device: sparse",
-            "sparse_of_8": "nothing waits for the device: sparse, nodes of 8 devices",
-            "dense16": "nothing waits for the device: dense16",
-            "excluded": "nothing waits for the device: exclude='vectors'",
-            "unused": "nothing waits for the device: find_unused_parameters",
-            "updates": "nothing waits for the device: updates",
-        },
-    ),
-    "trace": Part(
-        75,
-        {
-            "backward": "while the link carries gradients another lane works, 70 % of the time or more",
-            "updates": "while it carries updates another lane works, 70 % of the time or more",
-        },
-    ),
-    "frontier": Part(
-        900,
-        {
-            size: f"{size} parameters: 1 % of the updates ends within 3 % of dense training, and below one node alone"
-            for size in ("2M", "6M", "20M")
-        },
-    ),
-}
 
 
 @dataclass
@@ -124,8 +67,11 @@ class Outcome:
     data: Any = field(default=None, repr=False)
 
 
-def run(name: str, part: Part, folder: Path, cpu: bool, seconds: float) -> Outcome:
-    """Run a part in its own process; end it with its children at the limit."""
+def run(name: str, part: Part, folder: Path, cpu: bool, seconds: float) -> Iterator[Outcome]:
+    """Run a part in its own process, and yield the outcome after each of its results and at its end.
+
+    At the time limit, or if the session ends, the process ends with its children.
+    """
     words = [sys.executable, "-m", PARTS_OF, name, str(folder), *(["--cpu"] if cpu else [])]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -133,27 +79,48 @@ def run(name: str, part: Part, folder: Path, cpu: bool, seconds: float) -> Outco
     process = subprocess.Popen(
         words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    try:
-        said, _ = process.communicate(timeout=seconds)
-        ended = "whole" if process.returncode == 0 else f"failed with {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        ended = f"stopped after {seconds:.0f} s"
-    with (folder / "log.txt").open("a") as log:
-        log.write(f"\n===== {name}: {ended}\n{said}")
+    limit = Timer(seconds, _kill, [process])
+    limit.start()
+    result: dict[str, Any] = {"claims": {}, "data": None}
+    last = ""
+    with process, (folder / "log.txt").open("a") as log:
+        log.write(f"\n===== {name}\n")
+        try:
+            for line in process.stdout or ():
+                if line.startswith(RESULT) and line.endswith("\n"):
+                    result = json.loads(line.removeprefix(RESULT))
+                    yield _outcome(part, result, time.monotonic() - begin, "running")
+                else:
+                    last = line.strip() or last
+                    log.write(line)
+                    log.flush()
+            process.wait()
+        except BaseException:  # such as Ctrl-C
+            _kill(process)
+            raise
+        finally:
+            limit.cancel()
     taken = time.monotonic() - begin
-    lines = said.strip().splitlines() or [""]
-    found = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
-    if ended != "whole" or not found:
-        return Outcome(taken, ended, {each: (NOT_RUN, f"{ended}: {lines[-1][:200]}") for each in part.claims})
-    result = json.loads(found[-1])
-    claims = {each: tuple(result["claims"].get(each, (NOT_RUN, ""))) for each in part.claims}
-    return Outcome(taken, ended, claims, result["data"])
+    ended = "whole" if process.returncode == 0 else f"failed with {process.returncode}"
+    if process.returncode == -signal.SIGKILL and taken >= seconds:
+        ended = f"stopped after {seconds:.0f} s"
+    yield _outcome(part, result, taken, ended, last)
 
 
-def session(folder: Path, names: list[str], cpu: bool, minutes: float, about: dict[str, str]) -> None:
-    """Run all parts one after the other, and write each when it ends. Parts that do not fit the time are not run."""
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _outcome(part: Part, result: dict[str, Any], seconds: float, ended: str, last: str = "") -> Outcome:
+    """Return an outcome, in which a claim without a result is not run."""
+    why = "" if ended == "whole" else f"{ended}: {last[:200]}"
+    claims = {each: tuple(result["claims"].get(each, (NOT_RUN, why))) for each in part.claims}
+    return Outcome(seconds, ended, claims, result["data"])
+
+
+def session(folder: Path, names: Sequence[str], cpu: bool, minutes: float, about: dict[str, str]) -> None:
+    """Run the parts one after the other, and write each result at once. Parts that do not fit the time do not run."""
     until = time.monotonic() + 60 * minutes
     outcomes: dict[str, Outcome] = {}
     for name in names:
@@ -161,39 +128,47 @@ def session(folder: Path, names: list[str], cpu: bool, minutes: float, about: di
         left = until - time.monotonic()
         if left < 5:
             outcomes[name] = Outcome(0.0, "no time left", dict.fromkeys(part.claims, (NOT_RUN, "no time left")))
+            write(folder, outcomes, about)
         else:
             limit = part.seconds * (3 if cpu else 1)  # other processes may use the CPU, too
-            outcomes[name] = run(name, part, folder, cpu, min(limit, left))
-        for key, (said, number) in outcomes[name].claims.items():
-            print(f"{said:8}  {name:8}  {part.claims[key]}: {number}", flush=True)
-        write(folder, outcomes, about)
+            for outcome in run(name, part, folder, cpu, min(limit, left)):
+                outcomes[name] = outcome
+                write(folder, outcomes, about)
+        for key, (verdict, number) in outcomes[name].claims.items():
+            print(f"{verdict:8}  {name:8}  {part.claims[key]}: {number}", flush=True)
 
 
 def write(folder: Path, outcomes: dict[str, Outcome], about: dict[str, str]) -> None:
     """Write session.json and session.md."""
     record = {**about, "parts": {name: asdict(outcome) for name, outcome in outcomes.items()}}
-    (folder / "session.json").write_text(json.dumps(record, indent=1) + "\n")
+    _replace(folder / "session.json", json.dumps(record, indent=1) + "\n")
     lines = ["# A session on one device", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     lines += ["| part | claim | verdict | number |", "|---|---|---|---|"]
     for name, outcome in outcomes.items():
-        for key, (said, number) in outcome.claims.items():
-            lines.append(f"| {name} | {PARTS[name].claims[key]} | {said} | {number.replace('|', '/')} |")
+        for key, (verdict, number) in outcome.claims.items():
+            lines.append(f"| {name} | {PARTS[name].claims[key]} | {verdict} | {number.replace('|', '/')} |")
     lines += ["", "| part | seconds | ended |", "|---|---|---|"]
     lines += [f"| {name} | {outcome.seconds:.0f} | {outcome.ended} |" for name, outcome in outcomes.items()]
-    (folder / "session.md").write_text("\n".join(lines) + "\n")
+    _replace(folder / "session.md", "\n".join(lines) + "\n")
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file so that an interruption leaves the former or the new text."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(text)
+    new.replace(file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="where results go")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, with small sizes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[name for name in PARTS if name not in LONG])
+    default = [name for name, part in PARTS.items() if part.by_default]
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=default)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "log.txt").unlink(missing_ok=True)
-    from benchmarks.record import surroundings
-
     session(options.folder, options.parts, options.cpu, options.minutes, surroundings())
     print(f"\nwrote {options.folder / 'session.md'}")
 

@@ -1,10 +1,10 @@
-"""A trace of the profiler as lanes over time: how busy each CUDA stream was, or each thread on a CPU."""
+"""A trace of the profiler as lanes over time: when each CUDA stream works, or each thread on a CPU."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cluster import LINK
+from benchmarks.gpu.ways import Way
 
 GAP = 20.0  # microseconds between two kernels, which leave no idle lane
 ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op", "user_annotation")
@@ -21,11 +22,11 @@ Span = tuple[float, float]
 
 @dataclass
 class Lane:
-    """The work of one stream or thread, without overlaps.
+    """The work of one stream or thread.
 
     Attributes:
-        work: everything except the link.
-        link: time on the link between nodes.
+        work: everything except the link, without short gaps.
+        link: each wait for the link between nodes.
     """
 
     name: str
@@ -33,17 +34,20 @@ class Lane:
     link: list[Span] = field(default_factory=list)
 
 
-def record(step: Callable[[], None], file: Path, device: torch.device) -> dict[str, Any]:
-    """Profile a step, and write the trace for chrome://tracing or Perfetto, compressed."""
+def record(way: Way, steps: int, file: Path) -> dict[str, Any]:
+    """Profile some steps, and write the trace for chrome://tracing or Perfetto, compressed.
+
+    On a GPU, the trace has no operators of the host, because recording them would slow down the host.
+    """
     kinds = torch.profiler.ProfilerActivity
-    on_cuda = device.type == "cuda"
+    on_cuda = way.device.type == "cuda"
     every_thread = None if on_cuda else torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
-        activities=[kinds.CPU, *([kinds.CUDA] if on_cuda else [])], experimental_config=every_thread
+        activities=[kinds.CUDA if on_cuda else kinds.CPU], experimental_config=every_thread
     ) as profiled:
-        step()
-        if on_cuda:
-            torch.cuda.synchronize(device)
+        for _ in range(steps):
+            way.step()
+        way.finish()
     profiled.export_chrome_trace(str(file))
     trace: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
     return trace
@@ -60,7 +64,7 @@ def lanes_of(trace: dict[str, Any]) -> list[Lane]:
         spans = lane.link if is_link else lane.work
         spans.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
     for lane in found.values():
-        lane.work, lane.link = united(lane.work), united(lane.link)
+        lane.work = united(lane.work)
     return list(found.values())
 
 
@@ -83,10 +87,13 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def hidden(lanes: Iterable[Lane]) -> float | None:
-    """Return the fraction of the link's time in which another lane works; None without a link."""
-    lanes = list(lanes)
-    link = united(span for lane in lanes for span in lane.link)
+def hidden(lanes: Sequence[Lane], steps: int) -> float | None:
+    """Return the fraction of the link's time in which another lane works; None without a link.
+
+    The waits of the last of these equal steps do not count, because no step follows that could hide them.
+    """
+    waits = sorted(span for lane in lanes for span in lane.link)
+    link = united(waits[: len(waits) * (steps - 1) // steps])
     work = united(span for lane in lanes if not lane.link for span in lane.work)
     common = [(max(a, c), min(b, d)) for a, b in link for c, d in work if max(a, c) < min(b, d)]
     return length(common) / length(link) if link else None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from itertools import cycle
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu.cluster import Alone, topology_of
@@ -17,8 +19,10 @@ from benchmarks.gpu.models import Task
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
-NONE, ONE_STREAM, LANES, UPDATES = "no exchange", "at once", "lanes", "updates"
+NONE, NO_OVERLAP, OVERLAP, UPDATES = "no exchange", "gradients, no overlap", "gradients, overlap", "updates"
 SETTLING = 4  # rounds until buckets are settled, and more
+Times = dict[str, dict[str, float]]
+"""By method: milliseconds of a step, as the median over turns, the fastest and the slowest turn."""
 
 
 class Way:
@@ -27,8 +31,8 @@ class Way:
     Args:
         name: one of the four methods.
         task: the task.
-        device: device of the training.
-        config: options of the exchange, besides the defaults of this session: sparse, 1%.
+        batches: batches on the device of the training, which the steps use in turn.
+        config: options of the exchange, in addition to the defaults of this session: sparse, 1%.
         devices: number of devices of each of the two nodes.
         ddp: options of DistributedDataParallel.
     """
@@ -37,16 +41,16 @@ class Way:
         self,
         name: str,
         task: Task,
-        device: torch.device,
+        batches: Sequence[Tensor],
         config: dict[str, Any] | None = None,
         devices: int = 1,
         ddp: dict[str, Any] | None = None,
     ) -> None:
         torch.manual_seed(0)
-        self.name, self._task, self._device = name, task, device
-        with device:
+        self.name, self.device, self._task = name, batches[0].device, task
+        self._batches = cycle(batches)
+        with self.device:
             model = task.build()
-        self._batch = task.batch(device)
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **(ddp or {}))
         self._optimizer = task.optimizer(model)
         self._state: HierState | None = None
@@ -54,9 +58,9 @@ class Way:
         topology = topology_of(2, devices)
         self.communicator = Alone(topology)
         options: dict[str, Any] = {"exchange": "sparse", **(config or {})}
-        if name in (ONE_STREAM, LANES):
+        if name in (NO_OVERLAP, OVERLAP):
             unused = bool((ddp or {}).get("find_unused_parameters"))
-            hier = HierConfig(warmup_epochs=0, overlap=name == LANES, **options)
+            hier = HierConfig(warmup_epochs=0, overlap=name == OVERLAP, **options)
             self._state = HierState(model, hier, topology, find_unused_parameters=unused)
             self._state.watch([self._optimizer])
             self._state.exchange.communicator = self.communicator
@@ -71,19 +75,23 @@ class Way:
         if self._state is not None:
             self._state.before_backward()
         with nullcontext() if self._state is not None else self.ddp.no_sync():
-            with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
-                loss = self._task.loss(self.ddp, self._batch)
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+                loss = self._task.loss(self.ddp, next(self._batches))
             torch.autograd.backward(loss)
 
-    def update(self) -> None:
-        """Run the optimizer's step, and the exchange of updates."""
+    def step(self) -> None:
+        """Run a training step, whose exchange of updates may still run when this returns."""
+        self.backward()
         self._optimizer.step()
         if self._updates is not None:
             self._updates.step()
 
-    def step(self) -> None:
-        self.backward()
-        self.update()
+    def finish(self) -> None:
+        """Wait for the exchange of the last step."""
+        holder = self._state or self._updates
+        if holder is not None:
+            holder.exchange.runner.wait()
+        finish(self.device)
 
     @property
     def received(self) -> float:
@@ -120,25 +128,38 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def times(ways: Iterable[Way], device: torch.device, seconds: float, most: int = 30) -> dict[str, dict[str, float]]:
-    """Return the median milliseconds of a step, and of the host's part. The methods are interleaved."""
-    ways = list(ways)
+def settle(ways: Iterable[Way]) -> None:
+    """Run the first steps, which differ from all later steps."""
     for way in ways:
         for _ in range(SETTLING):
             way.step()
-    finish(device)
+        way.finish()
+
+
+def times(ways: Sequence[Way], steps: int, turns: int) -> Times:
+    """Time the steps of settled methods, which take turns of several steps.
+
+    The host waits for the device at the end of a turn only: an exchange of updates hides behind the next step, so a
+    wait in each step would add the whole exchange to it. The last exchange of a turn has no next step. It adds up to
+    1 / steps of an exchange to each step.
+    """
     taken: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
-    until = time.perf_counter() + seconds
-    for turn in range(most):
-        if turn > 2 and time.perf_counter() > until:
-            break
+    for _ in range(turns):
         for way in ways:
             begin = time.perf_counter()
-            way.step()
+            for _ in range(steps):
+                way.step()
             queued = time.perf_counter() - begin
-            finish(device)
-            taken[way.name].append((time.perf_counter() - begin, queued))
+            way.finish()
+            taken[way.name].append((1e3 * (time.perf_counter() - begin) / steps, 1e3 * queued / steps))
+    return {name: _summary(each) for name, each in taken.items()}
+
+
+def _summary(turns: list[tuple[float, float]]) -> dict[str, float]:
+    ms = [each for each, _ in turns]
     return {
-        name: {"ms": 1e3 * median(a for a, _ in each), "host ms": 1e3 * median(b for _, b in each), "steps": len(each)}
-        for name, each in taken.items()
+        "ms": median(ms),
+        "fastest ms": min(ms),
+        "slowest ms": max(ms),
+        "host ms": median(each for _, each in turns),
     }

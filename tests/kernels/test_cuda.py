@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks.gpu.waits import waits_raise
 from lightning_sparse.kernels import (
     accumulate,
     accumulate_delta,
@@ -216,11 +217,8 @@ def test_the_regions_are_captured_in_one_graph() -> None:
 def test_waits_for_nothing() -> None:
     x = torch.randn(100_000, device="cuda")
     mstopk(x, 1000)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         values, indices = mstopk(x, 1000)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert values.equal(x[indices.long()])
 
 

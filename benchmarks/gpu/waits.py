@@ -1,0 +1,30 @@
+"""Make each wait of the host for the GPU an error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def waits_raise() -> Iterator[None]:
+    """Raise RuntimeError where the host waits for the GPU. The former mode returns in any case."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _set_mode("error")
+        yield
+    finally:
+        _set_mode(before)
+
+
+def _set_mode(mode: str | int) -> None:
+    """Set the mode.
+
+    Torch warns once that the mode is a prototype, after setting it. Where warnings are errors, the mode would stay.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
