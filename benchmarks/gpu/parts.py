@@ -212,28 +212,24 @@ def _update_and_step(way: Way) -> None:
     way.step()
 
 
-def frontier(folder: Path, device: torch.device) -> Result:
-    """Train larger models with four simulated workers, at one learning rate per size. It continues an interrupted
-    run."""
-    from benchmarks.convergence.text import corpus_of, read_library
-    from benchmarks.frontier.runs import ROWS, Finished, Run, work_through
+def _loss(size: str, folder: Path, device: torch.device) -> Result:
+    """Train a larger model with four simulated nodes, by eight methods. It continues an interrupted run."""
+    from benchmarks.gpu.loss import loss
 
-    cuda = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
-    finished, corpus, claims = Finished(folder / "runs.jsonl"), corpus_of(read_library(whole=cuda)), Claims()
-    for size, lr in (("2M", 0.002), ("6M", 0.0014), ("20M", 0.001)):
-        of: dict[str, Any] = {"size": size, "steps": 0} if cuda else {"size": "0.1M", "steps": 60}
-        runs = [Run(row, lr, ROWS[row].options[0], 0, **of) for row in ("dense", "updates 1%", "one node alone")]
-        work_through(runs, finished, corpus, device)
-        dense, sparse, alone = (finished.get(run)["val_bits"] for run in runs)  # type: ignore[index]
-        held = sparse <= 1.03 * dense and sparse < alone
-        claims[size] = verdict(held, f"{sparse / dense - 1:+.1%}; one node alone {alone / dense - 1:+.1%}")
-    return claims, finished.records
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # models this small are slower on more
+    result: Result = {}, None
+    for result in loss(size, folder, device):
+        print(RESULT + json.dumps({"claims": result[0], "data": result[1]}), flush=True)
+    return result
 
 
 PARTS: dict[str, Callable[[Path, torch.device], Result]] = {
-    **{each.__name__: each for each in (build, tests, kernels, sync, trace, frontier)},
+    **{each.__name__: each for each in (build, tests, kernels, sync, trace)},
     **{model: partial(_step, model) for model in FULL},
+    "loss": partial(_loss, "20M"),
+    "loss_124M": partial(_loss, "124M"),
 }
 
 

@@ -15,14 +15,15 @@ does not stop the others. For each claim, it prints held, not held or not run, w
 | sync | steps in which a wait of the host for the device is an error |
 | trace | one backward pass of ResNet-50 and one step of the GPT with updates, as lanes over time |
 
-The part `frontier` does not run by default, because it takes about a quarter of an hour. If it is stopped, it continues
-with the next call:
+Two parts do not run by default, because they take longer. A part that is stopped reports its finished runs. The next
+call continues it, also on another machine: copy runs.jsonl into the folder of the results.
 
-    make gpu-session PYTHON=python3 OUT=results ARGS="--parts build frontier --minutes 16"
+    make gpu-session PYTHON=python3 OUT=results ARGS="--parts build loss --minutes 8"
 
 | part | content |
 |---|---|
-| frontier | losses of models of 2, 6 and 20 M parameters: dense, 1% of the updates, single-node baseline |
+| loss | losses of eight methods with 20 M parameters and four simulated nodes, three learning rates each |
+| loss_124M | the same with 124 M parameters |
 
 There is one GPU, so the other node is a copy of this one (cluster.py), without NCCL and network. The claims are about a
 GPU; on a CPU, the verdicts say only that all parts run. Writes session.json and session.md (hardware, date, versions,
@@ -42,11 +43,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.loss import CLAIMS as LOSS_CLAIMS
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS_OF = "benchmarks.gpu.parts"
 """The module that runs a part."""
 MINUTES = 8.5
-LONG = ("frontier",)
+LONG = ("loss", "loss_124M")
 NOT_RUN = "not run"
 RESULT = "RESULT "
 """What a part's line of results begins with; libraries may print after it, when the process ends."""
@@ -104,13 +107,8 @@ PARTS = {
             "updates": "while it carries updates another lane works, 70 % of the time or more",
         },
     ),
-    "frontier": Part(
-        900,
-        {
-            size: f"{size} parameters: 1 % of the updates ends within 3 % of dense training, and below one node alone"
-            for size in ("2M", "6M", "20M")
-        },
-    ),
+    "loss": Part(290, {name: f"20M: {claim}" for name, claim in LOSS_CLAIMS.items()}),
+    "loss_124M": Part(290, {name: f"124M: {claim}" for name, claim in LOSS_CLAIMS.items()}),
 }
 
 
@@ -145,7 +143,7 @@ def run(name: str, part: Part, folder: Path, cpu: bool, seconds: float) -> Outco
     taken = time.monotonic() - begin
     lines = said.strip().splitlines() or [""]
     found = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
-    if ended != "whole" or not found:
+    if not found:
         return Outcome(taken, ended, {each: (NOT_RUN, f"{ended}: {lines[-1][:200]}") for each in part.claims})
     result = json.loads(found[-1])
     claims = {each: tuple(result["claims"].get(each, (NOT_RUN, ""))) for each in part.claims}
