@@ -124,9 +124,13 @@ class Corpus:
     val_N: Tensor
     num_symbols: int
 
+    def to(self, device: torch.device) -> Corpus:
+        """Return this text on a device. Windows are then made there."""
+        return replace(self, train_N=self.train_N.to(device), val_N=self.val_N.to(device))
+
     def windows(self, start_B: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, one character later: int64 [B, length] each."""
-        both_BL = self.train_N[start_B[:, None] + torch.arange(length + 1)].long()
+        """Return inputs and targets, one character later: int64 [B, length] each, on the device of both arguments."""
+        both_BL = self.train_N[start_B[:, None] + torch.arange(length + 1, device=start_B.device)].long()
         return both_BL[:, :-1], both_BL[:, 1:]
 
     def val_windows(self, length: int) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,11 @@ class Models:
         return self.flat_MN.shape[1]
 
     def backward(self, x_MBL: Tensor, y_MBL: Tensor) -> Tensor:
-        """Set the gradients of each model's mean loss, and return the mean over models, in nats."""
-        losses_M = self.losses(self._parameters, x_MBL, y_MBL)
+        """Set the gradients of each model's mean loss, and return the mean over models, in nats. On a GPU, matrix
+        products are in bfloat16, and parameters and gradients in fp32."""
+        device = self.flat_MN.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            losses_M = self.losses(self._parameters, x_MBL, y_MBL)
         gradients = torch.autograd.grad(losses_M.sum(), list(self._parameters.values()))
         torch._foreach_copy_([self.view(self.grad_MN, place) for place in self.places.values()], list(gradients))
         return losses_M.detach().mean()

@@ -96,8 +96,8 @@ def _setting(record: dict[str, Any]) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown table, the lowest loss first."""
     lines = [
-        "| way | bits a parameter and step | received | bits per character | above dense | % | seeds "
-        "| best of | its setting |",
+        "| method | sent bits per parameter and step | received bits | bits per character | above dense | % | seeds "
+        "| trials | best setting |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda each: float(each["val_bits"])):
@@ -115,11 +115,23 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def trials(rows: Sequence[dict[str, Any]]) -> str:
     """Return every tried setting, and its loss with seed 0."""
-    lines = ["| way | trials: bits per character, seed 0 |", "|---|---|"]
+    lines = ["| method | trials: bits per character, seed 0 |", "|---|---|"]
     for row in rows:
-        told = "; ".join(f"{setting}: {bits:.3f}" for setting, bits in row["trials"].items())
-        lines.append(f"| {row['row']} | {told} |")
+        tried = "; ".join(f"{setting}: {bits:.3f}" for setting, bits in row["trials"].items())
+        lines.append(f"| {row['row']} | {tried} |")
     return "\n".join(lines)
+
+
+def section(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the heading, the table and the trials of rows of one kind."""
+    size, workers, steps, optimizer = _kind(rows[0])
+    batch, text, parameters = max(runs.SIZES[size].batch, workers), rows[0]["characters"], rows[0]["parameters"]
+    read = steps * batch * CONTEXT
+    heading = (
+        f"## {parameters:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} windows: a text of "
+        f"{text:,} characters, {read / text:.1f} times; {read / parameters:.2g} characters per parameter"
+    )
+    return "\n".join([heading, "", table(rows), "", trials(rows)])
 
 
 def agreement(records: Sequence[dict[str, Any]]) -> str:
@@ -200,17 +212,7 @@ def write_report(out: Path) -> None:
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     parts = [f"- {key}: {value}" for key, value in about.items()]
     for kind in dict.fromkeys(map(_kind, rows)):
-        here = [row for row in rows if _kind(row) == kind]
-        size, workers, steps, optimizer = kind
-        batch = max(runs.SIZES[size].batch, workers)
-        times = steps * batch * CONTEXT / here[0]["characters"]
-        parts += [
-            "",
-            f"## {here[0]['parameters']:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} "
-            f"windows: a text of {here[0]['characters']:,} characters, {times:.1f} times",
-            "",
-        ]
-        parts += [table(here), "", trials(here)]
+        parts += ["", section([row for row in rows if _kind(row) == kind])]
     if any(_is_usual(record) for record in records):
         parts += ["", "## Beside real processes", "", agreement(records)]
     drawn = plot if any(_is_usual(record) for record in records) else None

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.claims import NOT_RUN, Part, Result, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kernels", "strategy")
+FOLDERS = ("kernels", "lab", "strategy")
 
 
 def build(folder: Path, device: torch.device) -> Iterator[Result]:

@@ -1,4 +1,4 @@
-"""Times of a training step over links of a limited rate, for this library and its rivals, on real ranks.
+"""The part `nccl`: step times of this package and other methods on real ranks, over links of limited rate.
 
 The two nodes are network namespaces (`lightning_sparse.lab`) with one rank each. On a GPU, ranks use NCCL. With one GPU
 they share it, so compute takes longer than on two machines, with every method. On a CPU, the model is small.
@@ -7,16 +7,19 @@ they share it, so compute takes longer than on two machines, with every method. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.gpu.claims import Claims, Part, Result, verdict
 from benchmarks.gpu.methods import DDP, METHODS, Training
-from benchmarks.gpu.models import FULL, SMALL
+from benchmarks.gpu.models import FULL, SMALL, batches_of
 from benchmarks.gpu.ways import finish
 from benchmarks.processes import on_clusters, received_bytes, set_rate, slowest
 from benchmarks.record import Rows
@@ -26,14 +29,25 @@ from lightning_sparse.topology import Topology
 RATES = (10.0, 1.0)
 """Gbit/s of the links, each way."""
 OURS = ("mstopk_hier 1%", "mstopk_local 1%", "mstopk_fsdp 1%")
-RIVALS = tuple(name for name in METHODS if name not in OURS)
+OTHERS = tuple(name for name in METHODS if name not in OURS)
+
+
+class Faster(NamedTuple):
+    """A claim: with links of a rate, each of these methods is at least `factor` times as fast as each other method."""
+
+    rate: float
+    methods: Sequence[str]
+    others: Sequence[str]
+    factor: float
+    text: str
+
+
 CLAIMS = {
-    "ddp_10": (10.0, OURS, (DDP,), 2.0),
-    "ddp_1": (1.0, OURS, (DDP,), 10.0),
-    "rivals_10": (10.0, OURS[1:2], RIVALS, 1.0),
-    "rivals_1": (1.0, OURS[1:2], RIVALS, 1.0),
+    "ddp_10": Faster(10.0, OURS, (DDP,), 2.0, "over 10 Gbit/s, each strategy is at least 2 times as fast as DDP"),
+    "ddp_1": Faster(1.0, OURS, (DDP,), 10.0, "over 1 Gbit/s, each strategy is at least 10 times as fast as DDP"),
+    "others_10": Faster(10.0, OURS[1:2], OTHERS, 1.0, "over 10 Gbit/s, mstopk_local is faster than all other methods"),
+    "others_1": Faster(1.0, OURS[1:2], OTHERS, 1.0, "over 1 Gbit/s, mstopk_local is faster than all other methods"),
 }
-"""Name -> rate, methods, other methods, and how many times as fast as these they should be."""
 REPEATS = 3
 SETTLING = 3
 """Steps until buckets are settled, and PowerSGD compresses."""
@@ -42,26 +56,25 @@ SECONDS = 2.0
 FEWEST_STEPS, MOST_STEPS = 2, 30
 
 
-def step_times(device: torch.device) -> Iterator[Rows]:
-    """Measure all methods on two nodes of one rank each.
-
-    Yields:
-        The rows so far, one per method and rate, after each rate.
-    """
+def step_times(folder: Path, device: torch.device) -> Iterator[Result]:
+    """Measure all methods on two nodes of one rank each, and write the table to nccl.md."""
     rows, cpu = Rows(), device.type == "cpu"
     for rate in RATES:
         rows += on_clusters(measure, cpu, clusters=["2x1"], gbps=[rate], cpu=cpu) or []
-        yield rows
+        (folder / "nccl.md").write_text(table(rows) + "\n")
+        yield check(rows), rows
+    print(table(rows))
 
 
 def measure(topology: Topology, device: torch.device, gbps: float | None, small: bool) -> Rows:
     """Return one row per method. A collective. Methods are interleaved."""
     task = (SMALL if small else FULL)["gpt"]
+    torch.manual_seed(1 + topology.rank)
+    batches = batches_of(task, device)
     turns = {
-        name: Turns(Training.start(method, topology, device, task.build, task.loss, task.optimizer), task.batch, device)
+        name: Turns(Training.start(method, topology, device, task.build, task.loss, task.optimizer), batches, device)
         for name, method in METHODS.items()
     }
-    torch.manual_seed(topology.rank)
     set_rate(RATES[0])
     for each in turns.values():
         each.run(SETTLING)
@@ -76,10 +89,10 @@ def measure(topology: Topology, device: torch.device, gbps: float | None, small:
 
 
 class Turns:
-    """Turns of one method: consecutive steps between two waits for the device, each step with a new batch."""
+    """Turns of one method: consecutive steps between two waits for the device, each with the next batch."""
 
-    def __init__(self, training: Training, batch: Callable[[torch.device], Tensor], device: torch.device) -> None:
-        self.training, self._batch, self._device = training, batch, device
+    def __init__(self, training: Training, batches: Sequence[Tensor], device: torch.device) -> None:
+        self.training, self._batches, self._device = training, cycle(batches), device
 
     def choose_steps(self) -> None:
         """Choose the number of steps per turn. A collective."""
@@ -101,7 +114,7 @@ class Turns:
         finish(self._device)
         before, begin = received_bytes(), time.perf_counter()
         for _ in range(steps):
-            self.training.step(self._batch(self._device))
+            self.training.step(next(self._batches))
         finish(self._device)
         seconds = time.perf_counter() - begin
         return slowest(seconds, self._device).item(), received_bytes() - before
@@ -118,22 +131,21 @@ class Turns:
         }
 
 
-def check(rows: Rows) -> dict[str, tuple[bool, str]]:
-    """Return for each claim about a measured rate whether it holds, and the number behind it."""
+def check(rows: Rows) -> Claims:
+    """Return the verdicts of the claims about rates that were measured."""
     ms = {(row["gbps"], row["method"]): row["ms"] for row in rows}
-    result = {}
-    for name, (rate, ours, others, factor) in CLAIMS.items():
-        if (rate, DDP) not in ms:
-            continue
-        factors = {
-            f"{own} against {other}": ms[rate, other] / ms[rate, own]
-            for own in ours
-            for other in others
-            if own != other
-        }
-        least = min(factors, key=lambda pair: factors[pair])
-        result[name] = (factors[least] >= factor, f"at least {factors[least]:.2f} times as fast: {least}")
-    return result
+    claims = Claims()
+    for name, claim in CLAIMS.items():
+        if (claim.rate, DDP) in ms:
+            factors = {
+                (own, other): ms[claim.rate, other] / ms[claim.rate, own]
+                for own in claim.methods
+                for other in claim.others
+            }
+            own, other = min(factors, key=lambda pair: factors[pair])
+            number = f"{own} is {factors[own, other]:.2f} times as fast as {other}"
+            claims[name] = verdict(factors[own, other] >= claim.factor, number)
+    return claims
 
 
 def table(rows: Rows) -> str:
@@ -149,3 +161,6 @@ def table(rows: Rows) -> str:
         speedups = [f"{found[rate, DDP]['ms'] / row['ms']:.1f}" for rate, row in zip(rates, here, strict=True)]
         body.append([method, *times, f"{here[0]['received bytes'] / 1e6:.2f}", *speedups])
     return format_table(head, body)
+
+
+NCCL = Part(step_times, 290, {name: claim.text for name, claim in CLAIMS.items()}, by_default=False)

@@ -1,4 +1,4 @@
-"""Losses and final weights of each method on real ranks, compared with those of DDP and of the CPU.
+"""The part `parity`: losses and final weights of each method on real ranks, compared with DDP and with the CPU.
 
 Each training takes `STEPS` steps in fp32, or as its name says, from equal weights on equal samples. On a GPU, ranks use
 NCCL. If there are fewer GPUs than ranks, they share a GPU.
@@ -7,7 +7,8 @@ NCCL. If there are fewer GPUs than ranks, they share a GPU.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from benchmarks.exchange.fsdp import Block
+from benchmarks.gpu.claims import NOT_RUN, Claims, Part, Result, verdict
 from benchmarks.gpu.methods import COMPARED, DDP, EXACT, Training
 from benchmarks.processes import on_clusters
 from benchmarks.record import Rows
@@ -28,18 +30,14 @@ LIKE_DDP, LIKE_CPU = 2e-6, 5e-3
 """Largest relative differences of losses. A GPU rounds sums differently, so near ties it selects other entries."""
 
 
-def parity(device: torch.device) -> Iterator[Rows]:
-    """Train with each method on each cluster, on the CPU and on `device`.
-
-    Yields:
-        The rows so far, one per training, after each cluster.
-    """
+def parity(folder: Path, device: torch.device) -> Iterator[Result]:
+    """Train with each method on each cluster, on the CPU and on `device`."""
     rows = Rows()
     for cluster in CLUSTERS:
         for kind in dict.fromkeys(("cpu", device.type)):
             found = on_clusters(train_all, clusters=[cluster], cpu=kind == "cpu") or []
             rows += [{"device": kind, **row} for row in found]
-        yield rows
+        yield check(rows), rows
 
 
 def train_all(topology: Topology, device: torch.device, gbps: float | None) -> Rows:
@@ -84,30 +82,36 @@ def _digest(model: nn.Module) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def check(rows: Rows) -> dict[str, tuple[bool, str]]:
-    """Return for each claim whether it holds, and the number behind it."""
+def check(rows: Rows) -> Claims:
+    """Return the verdicts on the trainings so far."""
     losses = {(row["device"], row["cluster"], row["method"]): row["losses"] for row in rows}
     unequal = [f"{row['device']} {row['cluster']} {row['method']}" for row in rows if not row["equal weights"]]
-    from_ddp = {
-        f"{key[0]} {key[1]} {key[2]}": _difference(own, losses[(*key[:2], DDP)])
-        for key, own in losses.items()
-        if key[2] in EXACT
-    }
-    from_cpu = {
-        f"{key[1]} {key[2]}": _difference(own, losses[("cpu", *key[1:])])
-        for key, own in losses.items()
-        if key[0] != "cpu"
-    }
-    worst_ddp, worst_cpu = (
-        max(each.items(), key=lambda item: item[1], default=("", 0.0)) for each in (from_ddp, from_cpu)
-    )
+    from_ddp = {key: _difference(own, losses[(*key[:2], DDP)]) for key, own in losses.items() if key[2] in EXACT}
+    from_cpu = {key: _difference(own, losses[("cpu", *key[1:])]) for key, own in losses.items() if key[0] != "cpu"}
     return {
-        "ranks": (not unequal, f"{len(rows)} trainings; unequal: {', '.join(unequal) or 'none'}"),
-        "ddp": (worst_ddp[1] <= LIKE_DDP, f"{worst_ddp[1]:.1e} in {worst_ddp[0]}"),
-        "cpu": (worst_cpu[1] <= LIKE_CPU, f"{worst_cpu[1]:.1e} in {worst_cpu[0]}"),
+        "ranks": verdict(not unequal, f"{len(rows)} trainings; unequal: {', '.join(unequal) or 'none'}"),
+        "ddp": _at_most(from_ddp, LIKE_DDP),
+        "cpu": _at_most(from_cpu, LIKE_CPU) if from_cpu else (NOT_RUN, "no GPU; the trainings ran"),
     }
 
 
 def _difference(first: list[float], second: list[float]) -> float:
     """Return the largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(first, second, strict=True))
+
+
+def _at_most(differences: Mapping[tuple[str, str, str], float], limit: float) -> tuple[str, str]:
+    worst = max(differences, key=lambda key: differences[key])
+    return verdict(differences[worst] <= limit, f"{differences[worst]:.1e}, in {' '.join(worst)}")
+
+
+PARITY = Part(
+    parity,
+    240,
+    {
+        "ranks": "the weights of all ranks are bit-identical",
+        "ddp": f"dense exchanges have the losses of DDP, to {LIKE_DDP:g}",
+        "cpu": f"all losses are those of the CPU, to {LIKE_CPU:g}",
+    },
+    by_default=False,
+)

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.checks import BUILD, TESTS
-from benchmarks.gpu.frontier import FRONTIER
 from benchmarks.gpu.kernels import KERNELS
+from benchmarks.gpu.loss import LOSS, LOSS_124M
+from benchmarks.gpu.nccl import NCCL
 from benchmarks.gpu.overlap import TRACE
+from benchmarks.gpu.parity import PARITY
 from benchmarks.gpu.steps import GPT, RESNET50
 from benchmarks.gpu.sync import SYNC
 
@@ -28,7 +30,10 @@ PARTS = {
     "gpt": GPT,
     "sync": SYNC,
     "trace": TRACE,
-    "frontier": FRONTIER,
+    "parity": PARITY,
+    "nccl": NCCL,
+    "loss": LOSS,
+    "loss_124M": LOSS_124M,
 }
 RESULT = "RESULT "
 """First word of a line with results. Libraries may print other lines, also after the last result."""

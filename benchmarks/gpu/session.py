@@ -16,16 +16,18 @@ does not stop the others. For each claim, it prints held, not held or not run, w
 | sync | steps in which a wait of the host for the device is an error |
 | trace | steps of ResNet-50 with gradients and of the GPT with updates, as lanes over time |
 
-The part `frontier` does not run by default, because it takes about a quarter of an hour. If it is stopped, it continues
-with the next call:
+Other parts run only if they are named. `loss` continues where it was stopped:
 
-    make gpu-session PYTHON=python3 OUT=results ARGS="--parts build frontier --minutes 16"
+    make gpu-session PYTHON=python3 OUT=results ARGS="--parts build parity nccl"
+    make gpu-session PYTHON=python3 OUT=results ARGS="--parts build loss"
 
 | part | content |
 |---|---|
-| frontier | losses of models of 2, 6 and 20 M parameters: dense, 1% of the updates, single-node baseline |
+| parity | losses and final weights of each method on real ranks over NCCL, beside DDP and the CPU |
+| nccl | steps of DDP, its hooks, averaging and this package on real ranks, over links of 10 and 1 Gbit/s |
+| loss, loss_124M | losses of eight methods with 20 or 124 M parameters and four simulated nodes |
 
-There is one GPU, so the other node is a copy of this one (cluster.py), without NCCL and network. The claims are about a
+In the first table, the other node is a copy of this one (cluster.py), without NCCL and network. The claims are about a
 GPU; on a CPU, the verdicts say only that all parts run. Writes session.json and session.md (hardware, date, versions,
 commit, command), log.txt and two traces for chrome://tracing or Perfetto. Each result is written at once, so an
 interrupted session loses none.

@@ -65,6 +65,10 @@ def test_updates_send_the_messages_of_the_library(corpus: Corpus) -> None:
     assert record["received_bits"] == pytest.approx(3 * record["bits_per_parameter"])
 
 
+def test_diverged_run_has_an_infinite_loss(corpus: Corpus) -> None:
+    assert train(Run("dense", 1e30, {}, 0, workers=2, steps=3), corpus, CPU)["val_bits"] == float("inf")
+
+
 # -- the rules of the methods -----------------------------------------------------------------------------------------
 
 

@@ -150,13 +150,13 @@ def test_gpu_tests_are_all_in_the_session_or_in_the_check_of_data() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     parts = gpu_session.PARTS
-    words = ["--cpu", "--parts", *parts, "--minutes", "9"]
+    words = ["--cpu", "--parts", *parts, "--minutes", "18"]
     command = [sys.executable, "-m", "benchmarks.gpu.session", str(tmp_path), *words]
     lines = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=550, cwd=ROOT
+        command, capture_output=True, text=True, check=True, timeout=1150, cwd=ROOT
     ).stdout.splitlines()
     record = json.loads((tmp_path / "session.json").read_text())
     assert {name: part["ended"] for name, part in record["parts"].items()} == dict.fromkeys(parts, "whole")
@@ -164,6 +164,8 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     claims = [name for part in parts.values() for name in part.claims]
     verdicts = Counter(line[:8].strip() for line in lines if line[:8].strip() in ("held", "not held", "not run"))
     assert verdicts.total() == len(claims)
-    assert verdicts["not run"] == 7, "the tests marked gpu, and waits for a device"
+    assert verdicts["not run"] == 8, (
+        "the tests marked gpu, waits for a device, and losses that differ from those of the CPU"
+    )
     assert (tmp_path / "session.md").read_text().count("\n| ") == len(claims) + len(parts) + 2
     assert {"gradients.json.gz", "updates.json.gz"} <= {path.name for path in tmp_path.iterdir()}
