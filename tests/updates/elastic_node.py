@@ -111,7 +111,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
-    step = 0 if updates.snapshot is None else updates.snapshot["extra"]["step"]
+    step = 0 if updates.progress is None else updates.progress["step"]
     print(json.dumps({"begins": step}), flush=True)
     while step < steps and not leaving:
         x = torch.randn(32, 16, generator=data)

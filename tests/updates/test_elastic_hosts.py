@@ -181,22 +181,33 @@ def test_node_that_joins_keeps_the_weights_of_its_peers_whatever_its_hooks_set(n
     end(nodes, "ab")
 
 
+def start_node(nodes: Nodes, name: str, folder: Path, **options: Any) -> None:
+    """Start a node of two devices, as the processes name0 and name1."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    for device in range(2):
+        place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
+        nodes.start(f"{name}{device}", devices=2, env=place, node=name, folder=str(folder), **OPTIONS, **options)
+
+
 @pytest.mark.slow
 @each_host
-def test_nodes_of_two_devices_share_weights_and_survive_the_end_of_a_node(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_nodes_of_two_devices_survive_the_end_of_a_node_that_joins_again(
+    nodes: Nodes, fsdp: bool, tmp_path: Path
+) -> None:
     for name in "ab":
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-        for device in range(2):
-            place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
-            options = {**OPTIONS, "devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
-            nodes.start(f"{name}{device}", flush_every=4, **options)
+        start_node(nodes, name, tmp_path / name, flush_every=4, fsdp=fsdp)
     begun = nodes.wait_for("b0", of(2))
     nodes.wait_for("a0", of(2, begun["number"] + 10))
     for device in range(2):
         nodes.kill(f"b{device}")
-    nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["epoch"] > begun["epoch"] + 1)
+    alone = nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["epoch"] > begun["epoch"] + 1)
+    start_node(nodes, "b", tmp_path / "again", flush_every=4, fsdp=fsdp)
+    back = nodes.wait_for("b0", of(2, alone["number"]))
+    assert back["step"] > alone["step"]
+    nodes.wait_for("a0", of(2, back["number"] + 10))
     tokens = tokens_of(nodes, ("a0", "b0"))
-    assert set(tokens["a0"]) & set(tokens["b0"])
+    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
 
 
 # -- without other nodes -----------------------------------------------------------------------------------------------
