@@ -10,6 +10,8 @@ width, numel    of the hidden layer, and of the model, which a parameter fills u
 validate_every  steps
 breaks_at       steps after which a weight is NaN
 sample_always   send a sample with each message
+device, devices of this process, and of its node; the devices share the model with FSDP2
+port            of the node's store
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from torch import Tensor, nn
 
 from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol
 from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, Version
+from lightning_sparse.fsdp import mesh_of, shard
+from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.agreement import UpdateCorrelation
 
@@ -85,18 +89,22 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         UpdateCorrelation.should_sample = staticmethod(lambda exchanges: exchanges > 0)  # type: ignore[method-assign]
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    device, devices, port = options.pop("device", 0), options.pop("devices", 1), options.pop("port", 0)
+    store = dist.TCPStore("127.0.0.1", port, devices, is_master=device == 0)
+    dist.init_process_group("gloo", store=store, rank=device, world_size=devices)
     model, teacher = toy(seed, width), toy(-1)
     if numel := options.pop("numel", 0):
         model.register_parameter("rest", nn.Parameter(torch.zeros(numel - flat(model).numel())))
+    topology = discover(node_name="here")
+    if devices > 1:
+        shard(model, mesh_of(topology))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
     sent = Sent()
     config = ElasticConfig(lighthouse=lighthouse, **options)
     loaded = None if version is None else Version(*version)
-    updates = ElasticUpdates(model, optimizer, config, discover(), name=name, version=loaded)
+    updates = ElasticUpdates(model, optimizer, config, topology, name=name, version=loaded)
     state = sent.state = updates._state
     data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
     made = torch.zeros(state.slices.numel, dtype=torch.float64)
@@ -113,16 +121,16 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
 
     step = 0 if updates.progress is None else updates.progress["step"]
     print(json.dumps({"begins": step}), flush=True)
-    while step < steps and not leaving:
+    while step < steps and not updates._from_first(lambda: bool(leaving)):
         x = torch.randn(32, 16, generator=data)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), teacher(x).detach()).backward()
-        before = flat(model).double()
+        before = state.slices.read().double()
         optimizer.step()
-        made += before - flat(model).double()
+        made += before - state.slices.read().double()
         step += 1
         if step in breaks_at:
-            next(model.parameters()).data[0, 0] = float("nan")
+            local_of(next(model.parameters())).data[0, 0] = float("nan")
         updates.step()
         updates.serve(partial(dict, step=step))
         time.sleep(pause)
