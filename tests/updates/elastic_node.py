@@ -12,6 +12,8 @@ breaks_at       steps after which a weight is NaN
 sample_always   send a sample with each message
 device, devices of this process, and of its node; the devices share the model with FSDP2
 port            of the node's store
+data            seed of the batches; by default it differs between nodes
+joining         number of nodes that must have the weights before the first step
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Sent:
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
+    data_seed, joining = options.pop("data", None), options.pop("joining", 0)
     version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
     if options.pop("sample_always", False):
@@ -106,7 +109,9 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     loaded = None if version is None else Version(*version)
     updates = ElasticUpdates(model, optimizer, config, topology, name=name, version=loaded)
     state = sent.state = updates._state
-    data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
+    if data_seed is None:
+        data_seed = int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4])
+    data = torch.Generator().manual_seed(data_seed)
     made = torch.zeros(state.slices.numel, dtype=torch.float64)
 
     def report(**more: Any) -> None:
@@ -121,10 +126,14 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
 
     step = 0 if updates.progress is None else updates.progress["step"]
     print(json.dumps({"begins": step}), flush=True)
+    while updates._from_first(lambda: len(updates.peers._names) < joining):
+        updates.watch()
+        time.sleep(0.2)
+        updates._stop_watching()
+        updates.serve(partial(dict, step=step))
     while step < steps and not updates._from_first(lambda: bool(leaving)):
-        x = torch.randn(32, 16, generator=data)
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), teacher(x).detach()).backward()
+        loss_of(model, teacher, data).backward()
         before = state.slices.read().double()
         optimizer.step()
         made += before - state.slices.read().double()
@@ -142,6 +151,11 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     updates.finish()
     report(ends=step)
     updates.end()
+
+
+def loss_of(model: nn.Module, teacher: nn.Module, data: torch.Generator) -> Tensor:
+    x = torch.randn(32, 16, generator=data)
+    return nn.functional.mse_loss(model(x), teacher(x).detach())
 
 
 def used() -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import signal
 import time
@@ -9,12 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("torchft", reason="needs torchft")
 
+from lightning_sparse.fsdp import mesh_of, shard
+from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.helpers.distributed import run_ranks
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.helpers.ports import free_port
-from tests.updates.elastic_node import main
+from tests.updates.elastic_node import loss_of, main, toy
 from tests.updates.test_elastic import check, of
 
 pytestmark = pytest.mark.slow
@@ -50,6 +56,48 @@ def finish(nodes: Nodes, names: str) -> None:
         assert [nodes.join(each) for each in devices] == [0] * len(names)
         tokens = check(nodes, devices)  # type: ignore[arg-type]
         assert set.intersection(*map(set, tokens.values()))
+
+
+def digests_of_fixed_nodes(steps: int, options: dict[str, Any]) -> list[str]:
+    """Train on fixed nodes, and return a digest of this device's global weights after each step."""
+    topology = discover()
+    model, teacher = toy(0, OPTIONS["width"]), toy(-1)
+    shard(model, mesh_of(topology))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    updates = LocalUpdates(model, optimizer, UpdatesConfig(**options), topology)
+    data = torch.Generator().manual_seed(topology.rank)
+    digests = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, teacher, data).backward()
+        optimizer.step()
+        updates.step()
+        weights_S = updates.optimizers[0].state.read_global()
+        digests.append(hashlib.sha1(weights_S.numpy().tobytes()).hexdigest()[:12])
+    updates.end()
+    return digests
+
+
+@pytest.mark.parametrize("options", [{"step_ahead": 0.5}, {"step_ahead": 1.0, "sync_every": 2, "delay": 2}], ids=str)
+def test_nodes_without_a_fault_have_the_weights_of_fixed_nodes(nodes: Nodes, options: dict[str, Any]) -> None:
+    """Both measure ``step_ahead="auto"``, but not in the same rounds, because elastic nodes start anew when they join."""
+    steps, options = 30, {"density": 0.1, **options}
+    fixed = run_ranks(digests_of_fixed_nodes, steps, options, nodes=3, devices=DEVICES, timeout=100)
+    for index, name in enumerate("abc"):
+        port = free_port()
+        for device in range(DEVICES):
+            place = {"device": device, "devices": DEVICES, "port": port, "data": DEVICES * index + device}
+            more = {**place, "joining": 3 if name == "a" else 0, "steps": steps, "min_nodes": 3, "width": 67}
+            nodes.start(f"{name}{device}", timeout=20, **more, **options)
+        if name == "a":
+            nodes.wait_for("a0", lambda report: "begins" in report)
+    for index, name in enumerate("abc"):
+        for device in range(DEVICES):
+            assert nodes.join(f"{name}{device}") == 0, nodes.output(f"{name}{device}")
+            found = {each["number"]: each["digest"] for each in nodes.reports(f"{name}{device}") if "digest" in each}
+            expected = fixed[DEVICES * index + device]
+            every = options.get("sync_every", 1)
+            assert [found[number] for number in range(1, steps // every + 1)] == expected[every - 1 :: every]
 
 
 @pytest.mark.timeout(600)
