@@ -80,7 +80,7 @@ def digests_of_fixed_nodes(steps: int, options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("options", [{"step_ahead": 0.5}, {"step_ahead": 1.0, "sync_every": 2, "delay": 2}], ids=str)
 def test_nodes_without_a_fault_have_the_weights_of_fixed_nodes(nodes: Nodes, options: dict[str, Any]) -> None:
-    """Both measure ``step_ahead="auto"``, but not in the same rounds, because elastic nodes start anew when they join."""
+    """With ``step_ahead="auto"``, they measure in other rounds, because elastic nodes start anew when they join."""
     steps, options = 30, {"density": 0.1, **options}
     fixed = run_ranks(digests_of_fixed_nodes, steps, options, nodes=3, devices=DEVICES, timeout=100)
     for index, name in enumerate("abc"):

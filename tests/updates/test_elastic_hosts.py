@@ -210,6 +210,28 @@ def test_nodes_of_two_devices_survive_the_end_of_a_node_that_joins_again(
     assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
 
 
+@pytest.mark.slow
+@each_host
+def test_job_with_fsdp_that_was_killed_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    """Both nodes load the folder that the devices of the first node have written."""
+    start_node(nodes, "a", tmp_path, fsdp=True, every=5)
+    nodes.wait_for("a0", lambda report: report.get("step", 0) > 42)
+    for device in range(2):
+        nodes.kill(f"a{device}")
+    assert (tmp_path / "last.ckpt").is_dir()
+    before = nodes.reports("a0")
+    for name in "ab":
+        start_node(nodes, name, tmp_path, fsdp=True, every=10**6)
+    first = nodes.wait_for("b0", of(2))
+    assert first["step"] > 35
+    after = nodes.reports("a0")[len(before) :]
+    saved = max(each["number"] for each in before if each.get("step", 0) % 5 == 0 and each["step"] <= 45)
+    assert 0 < after[0]["number"] - saved < 15
+    assert {each["digest"] for each in after}.isdisjoint({before[0]["digest"]})
+    nodes.wait_for("a0", of(2, first["number"] + 10))
+    tokens_of(nodes, ("a0", "b0"))
+
+
 # -- without other nodes -----------------------------------------------------------------------------------------------
 
 
