@@ -45,6 +45,8 @@ from lightning_sparse.updates.state import SparseUpdateState
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
 UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters."""
 WATCHED_BYTES = 1 << 30
 """Limit of the messages that an observing node stores. Beyond it, the node has missed rounds."""
 
@@ -822,9 +824,9 @@ def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
             f"{len(optimizers)} optimizers: elastic nodes exchange the updates of one. Use one optimizer, or "
             f"strategy='mstopk_local'."
         )
-    odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype != torch.float32})
+    odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype not in DTYPES})
     if odd:
         raise ValueError(
-            f"parameters have dtype {', '.join(odd)}: elastic nodes need float32 parameters. Use "
-            f"precision='bf16-mixed' to compute in bfloat16."
+            f"parameters have dtype {', '.join(odd)}: elastic nodes exchange updates in float32. Use parameters in "
+            f"float32, bfloat16 or float16."
         )

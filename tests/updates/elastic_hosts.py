@@ -60,7 +60,7 @@ def report(updates: Any, net: nn.Module, lr: float, is_zero: bool, **more: Any) 
     with updates.global_weights():
         token, number, *_ = updates.version
         weights = whole(net)
-    digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
+    digest = hashlib.sha1(weights.float().numpy().tobytes()).hexdigest()[:12]
     state = {"token": token, "number": number, "digest": digest, "lr": lr, "mean": float(weights.mean())}
     if is_zero:
         print(json.dumps({**more, **state, **updates.gauges()}), flush=True)
@@ -156,6 +156,7 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     stopper = [pl.callbacks.EarlyStopping("val_loss", patience=10**6)] if options.pop("stops_early", False) else []
     trainer = pl.Trainer(
         accelerator="cpu",
+        precision=options.pop("precision", "32-true"),
         devices=options.pop("devices", 1),
         max_steps=options.pop("steps", -1),
         max_epochs=options.pop("epochs", -1),

@@ -10,6 +10,7 @@ width, numel    of the hidden layer, and of the model, which a parameter fills u
 validate_every  steps
 breaks_at       steps after which a weight is NaN
 sample_always   send a sample with each message
+dtype           of the parameters
 device, devices of this process, and of its node; the devices share the model with FSDP2
 port            of the node's store
 data            seed of the batches; by default it differs between nodes
@@ -85,6 +86,7 @@ class Sent:
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
+    dtype = options.pop("dtype", "float32")
     data_seed, joining = options.pop("data", None), options.pop("joining", 0)
     version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
@@ -98,6 +100,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     model, teacher = toy(seed, width), toy(-1)
     if numel := options.pop("numel", 0):
         model.register_parameter("rest", nn.Parameter(torch.zeros(numel - flat(model).numel())))
+    model, teacher = (each.to(getattr(torch, dtype)) for each in (model, teacher))
     topology = discover(node_name="here")
     if devices > 1:
         shard(model, mesh_of(topology))
@@ -154,7 +157,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
 
 
 def loss_of(model: nn.Module, teacher: nn.Module, data: torch.Generator) -> Tensor:
-    x = torch.randn(32, 16, generator=data)
+    x = torch.randn(32, 16, generator=data).to(next(teacher.parameters()).dtype)
     return nn.functional.mse_loss(model(x), teacher(x).detach())
 
 

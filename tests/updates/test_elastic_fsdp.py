@@ -101,17 +101,18 @@ def test_nodes_without_a_fault_have_the_weights_of_fixed_nodes(nodes: Nodes, opt
 
 
 @pytest.mark.timeout(600)
-def test_nodes_of_two_devices_that_die_at_random_moments_come_back(nodes: Nodes) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nodes_of_two_devices_that_die_at_random_moments_come_back(nodes: Nodes, dtype: str) -> None:
     generator = random.Random(3)
     for name in "abc":
-        start(nodes, name)
+        start(nodes, name, dtype=dtype)
     nodes.wait_for("a0", of(3))
     for _ in range(20):
         name = generator.choice("abc")
         time.sleep(generator.uniform(0, 1))
         kill(nodes, name)
         time.sleep(generator.uniform(0, 2))
-        start(nodes, name)  # while another may die
+        start(nodes, name, dtype=dtype)  # while another may die
     for name in "abc":
         nodes.wait_for(f"{name}1", of(3), timeout=120)
     finish(nodes, "abc")
