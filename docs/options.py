@@ -53,7 +53,8 @@ SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "PTOCallback": {"": (PTOMixin,)},
 }
 NOTES = {
-    "Strategies": "If only some strategies have an option, parentheses name them: *hier* is `MSTopKHierStrategy`, etc.",
+    "Strategies": "If only some strategies have an option, parentheses name them: *hier* is `MSTopKHierStrategy`, etc. "
+    "`MSTopKElasticFSDPStrategy` has the options of *elastic*, and `save_distributed_checkpoint` of *fsdp*.",
     "DataModules": "*images* is `CachedImageDataModule`, *samples* `CachedDataModule`, and *tokens* `TokenDataModule`.",
 }
 

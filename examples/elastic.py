@@ -5,14 +5,18 @@ torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000                 # on
 TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/elastic.py --name a    # on each node, at any time
 
 python examples/elastic.py --demo    # three nodes on this machine, one of which is killed and joins again
+
+With --fsdp, each node has two devices that share the model with FSDP2.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -23,9 +27,10 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
+from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticFSDPStrategy, MSTopKElasticStrategy
 
 # Lightning 2.6 asks torch 2.15 in an old way.
 warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
@@ -57,14 +62,20 @@ class Report(pl.Callback):
         if number % 5:
             return
         with strategy.global_weights():
-            weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+            weights = torch.cat([whole(p).detach().flatten() for p in module.parameters()])
+        if not trainer.is_global_zero:
+            return
         digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]
         nodes = strategy.elastic.gauges()["nodes"]
         loss = float(outputs["loss"])
         print(f"[{self.name}] round {number}, {nodes} node(s): loss {loss:.4f}, hash of weights {digest}", flush=True)
 
 
-def train(name: str) -> None:
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def train(name: str, fsdp: bool) -> None:
     """Train as one node until the process is terminated. Then send pending updates, and leave."""
     pl.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
@@ -72,8 +83,8 @@ def train(name: str) -> None:
     data = TensorDataset(x, torch.tanh(x @ torch.randn(32, 8)))
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
-        strategy=MSTopKElasticStrategy(node_name=name, timeout=10),
+        devices=2 if fsdp else 1,
+        strategy=(MSTopKElasticFSDPStrategy if fsdp else MSTopKElasticStrategy)(node_name=name, timeout=10),
         max_epochs=-1,
         callbacks=[Report(name)],
         logger=False,
@@ -84,7 +95,14 @@ def train(name: str) -> None:
     trainer.fit(Student(), DataLoader(data, batch_size=64, shuffle=True))
 
 
-def demo(rounds: int) -> int:
+def kill(node: subprocess.Popen[str]) -> None:
+    """Kill all devices of a node."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(node.pid, signal.SIGKILL)
+    node.wait()
+
+
+def demo(rounds: int, fsdp: bool) -> int:
     """Run a lighthouse and three nodes. Kill node c, start it again, and end all nodes, `rounds` apart."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -95,7 +113,8 @@ def demo(rounds: int) -> int:
 
     def start(name: str) -> subprocess.Popen[str]:
         output = subprocess.PIPE if name == "a" else None
-        return subprocess.Popen([sys.executable, __file__, "--name", name], env=environment, stdout=output, text=True)
+        command = [sys.executable, __file__, "--name", name, *(["--fsdp"] if fsdp else [])]
+        return subprocess.Popen(command, env=environment, stdout=output, text=True, start_new_session=True)
 
     nodes = {name: start(name) for name in "abc"}
     try:
@@ -112,8 +131,7 @@ def demo(rounds: int) -> int:
             due, _ = 0, waits_for.pop(0)
             if len(waits_for) == 2:
                 print("killing node c", flush=True)
-                nodes["c"].kill()
-                nodes["c"].wait()
+                kill(nodes["c"])
             elif len(waits_for) == 1:
                 print("starting node c again", flush=True)
                 nodes["c"] = start("c")
@@ -127,7 +145,7 @@ def demo(rounds: int) -> int:
     finally:
         lighthouse.kill()
         for node in nodes.values():
-            node.kill()
+            kill(node)
 
 
 def main() -> None:
@@ -135,10 +153,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100, help="of the demo, between one event and the next")
     parser.add_argument("--name", help="of this node, in the log")
     parser.add_argument("--demo", action="store_true", help="start a lighthouse and three nodes here")
+    parser.add_argument("--fsdp", action="store_true", help="share the model among two devices per node")
     args = parser.parse_args()
     if args.demo:
-        sys.exit(demo(args.rounds))
-    train(args.name or socket.gethostname())
+        sys.exit(demo(args.rounds, args.fsdp))
+    train(args.name or socket.gethostname(), args.fsdp)
 
 
 if __name__ == "__main__":

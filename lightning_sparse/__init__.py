@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CachedDataModule,
         CachedImageDataModule,
         CommStatsCallback,
+        MSTopKElasticFSDPStrategy,
         MSTopKElasticStrategy,
         MSTopKFSDPStrategy,
         MSTopKHierStrategy,
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CachedDataModule", "CachedImageDataModule", "CommStatsCallback", "MSTopKElasticStrategy", "MSTopKFSDPStrategy",
-    "MSTopKHierStrategy", "MSTopKLocalStrategy", "PTOCallback", "TokenDataModule", "__version__",
+    "CachedDataModule", "CachedImageDataModule", "CommStatsCallback", "MSTopKElasticFSDPStrategy",
+    "MSTopKElasticStrategy", "MSTopKFSDPStrategy", "MSTopKHierStrategy", "MSTopKLocalStrategy", "PTOCallback",
+    "TokenDataModule", "__version__",
 ]  # fmt: skip
 
 # The root module of a package of Lightning, as in sys.modules -> our module for it, in order of preference.

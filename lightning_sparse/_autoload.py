@@ -53,6 +53,7 @@ CLASSES = {
         _SUFFIXES,
     ),
     "mstopk_elastic": ("MSTopKElasticStrategy", "As mstopk_local, between nodes that join and leave", _NO_SUFFIXES),
+    "mstopk_elastic_fsdp": ("MSTopKElasticFSDPStrategy", "As mstopk_elastic, with FSDP2 per node", _NO_SUFFIXES),
     "mstopk_fsdp": ("MSTopKFSDPStrategy", "FSDP2 per node, and top-k communication of updates between", _NO_SUFFIXES),
 }
 STRATEGIES = {

@@ -93,7 +93,7 @@ def main() -> None:
     held = Held()
     config = ElasticConfig(lighthouse=node.lighthouse, density=0.01)
     updates = ElasticUpdates(learner.model, learner.optimizer, config, discover(), name=f"node{node.place}")
-    step = 0 if updates.snapshot is None else int(updates.snapshot["extra"]["step"])
+    step = 0 if updates.progress is None else int(updates.progress["step"])
     told_to_leave = list[int]()
     signal.signal(signal.SIGTERM, lambda number, _: told_to_leave.append(number))
     tell(begins=step)

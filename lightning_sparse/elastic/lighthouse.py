@@ -49,7 +49,7 @@ class NodeStatus:
         sampled: its message carries a sample.
         exchanges: number of its exchanges, which decides when samples are due.
         wants: name of the snapshot that it requests; empty for none.
-        server: address of its snapshots.
+        servers: addresses of the snapshots of its devices.
         network: name of the network in which other nodes reach it by a loopback address.
         progress: samples that it has drawn.
         facts: values that must be equal on all nodes.
@@ -68,7 +68,7 @@ class NodeStatus:
     sampled: bool = False
     exchanges: int = 0
     wants: str = ""
-    server: str = ""
+    servers: tuple[str, ...] = ()
     network: str = ""
     progress: SampleProgress = SampleProgress()
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -161,7 +161,7 @@ class RoundProtocol:
         facts: values that must be equal on all nodes.
         min_nodes: with fewer nodes, a node with updates waits for others, up to the timeout.
         timeout: of collectives, in seconds.
-        server: address of this node's snapshots.
+        servers: addresses of the snapshots of this node's devices.
         host: address of this machine for other nodes, on the first device; empty: from the host name.
 
     Attributes:
@@ -171,7 +171,8 @@ class RoundProtocol:
         run: name of the run of these weights; empty until the node has joined a run.
         in_step: the next round changes these weights.
         observed: rounds from ``observed_from`` to the current weights, while this device has other weights.
-        wants, source: name and address of the snapshot that this node requests; empty for none.
+        wants, sources: name of the snapshot that this node requests, and the address for each of its devices; empty for
+            none.
         history: tokens of the last rounds.
         first: this node is the first node of the last quorum that had missed no round.
         assigner: assigns samples to nodes.
@@ -185,18 +186,19 @@ class RoundProtocol:
         *,
         min_nodes: int,
         timeout: float,
-        server: str = "",
+        servers: Sequence[str] = (),
         host: str = "",
     ) -> None:
         self._lighthouse, self._devices, self.facts = lighthouse, devices, dict(facts)
-        self._min_nodes, self._timeout, self._server = min_nodes, timeout, server
+        self._min_nodes, self._timeout, self._servers = min_nodes, timeout, tuple(servers)
         self._process_group = _process_group(str(self._from_first(lambda: host)), timedelta(seconds=timeout))
         self._group: Group | None = None
         self._group_of: object = None
         self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
         self.token, self.number, self.in_step = "", 0, False
         self.run, self._trains = "", False
-        self.wants = self.source = self.observed_from = self._now = ""
+        self.wants = self.observed_from = self._now = ""
+        self.sources: tuple[str, ...] = ()
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)
         self.stats, self.first = RoundStats(), True
@@ -295,7 +297,7 @@ class RoundProtocol:
                 sampled=payload is not None and payload.has_sample(self.sizes),
                 exchanges=0 if payload is None else payload.exchanges,
                 wants=self.wants,
-                server=self._server,
+                servers=self._servers,
                 progress=self.assigner.report(),
                 facts=self.facts,
             )
@@ -465,7 +467,7 @@ class RoundProtocol:
 
     def ask(self) -> None:
         """Request a snapshot, from the next quorum on."""
-        self.source, self.wants = "", str(self._from_first(lambda: uuid.uuid4().hex[:16]))
+        self.sources, self.wants = (), str(self._from_first(lambda: uuid.uuid4().hex[:16]))
 
     def since(self, token: str) -> list[Round] | None:
         """Return the rounds from the weights ``token`` to the current weights, or None if they are unknown."""
@@ -496,14 +498,14 @@ class RoundProtocol:
 
     def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
         outcome.open_requests = [each.status.wants for each in quorum.members if each.status.wants]
-        sources = quorum.contributors or [each for each in quorum.training if not each.status.wants]
+        offering = quorum.contributors or [each for each in quorum.training if not each.status.wants]
         for member in quorum.members:
-            if member.status.wants and sources:
-                source = sources[int(member.status.wants[:8], 16) % len(sources)]
+            if member.status.wants and offering:
+                source = offering[int(member.status.wants[:8], 16) % len(offering)]
                 if source.name == self.name:
                     outcome.requests_for_me.append(member.status.wants)
                 if member.name == self.name:
-                    self.source = source.status.server
+                    self.sources = tuple(source.status.servers)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

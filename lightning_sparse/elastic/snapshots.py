@@ -1,4 +1,8 @@
-"""Downloads of one node's state by other nodes, over HTTP, while the node keeps training."""
+"""Downloads of a device's state by joining devices, over HTTP, while the device keeps training.
+
+A snapshot is a stream: 8 bytes with the length of the head, the head, and flat tensors. The server reads a tensor when
+a peer downloads it, so it needs no second copy. The receiver handles one tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +13,81 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.elastic.direct import answer_of
 
 ATTEMPT_SECONDS = 0.2
-PAUSE_SECONDS = 30.0
+LONGEST_SECONDS = 60.0  # the other devices of the node wait in a collective meanwhile
 CHUNK = 1 << 20
+LENGTH_BYTES = 8
+ONLY_NODES = "Make sure that only nodes of this run use the lighthouse."
+
+
+class Entry(NamedTuple):
+    """A tensor of a snapshot: its name, dtype, such as "float32", and number of elements."""
+
+    name: str
+    dtype: str
+    numel: int
+
+
+class Snapshot:
+    """A state to download.
+
+    Args:
+        head: plain values and small tensors.
+        tensors: flat tensors by name, in the order of the download. They may change during a download.
+
+    Attributes:
+        size: number of bytes.
+    """
+
+    def __init__(self, head: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        layout = [(name, str(each.dtype).removeprefix("torch."), each.numel()) for name, each in tensors]
+        written = io.BytesIO()
+        torch.save({"head": head, "layout": layout}, written)
+        packed = written.getvalue()
+        self._head = len(packed).to_bytes(LENGTH_BYTES, "big") + packed
+        self._tensors = [each.detach().view(torch.uint8) for _, each in tensors if each.numel()]
+        self.size = len(self._head) + sum(map(len, self._tensors))
+
+    def read(self, begin: int) -> Iterator[memoryview]:
+        """Yield the bytes from `begin` on."""
+        if begin < len(self._head):
+            yield memoryview(self._head)[begin:]
+        begin -= len(self._head)
+        for each in self._tensors:
+            for first in range(max(begin, 0), len(each), CHUNK):
+                yield each[first : first + CHUNK].cpu().numpy().data
+            begin -= len(each)
 
 
 class SnapshotServer:
-    """Serves states by name.
+    """Serves snapshots by name.
 
     Args:
         host: the address of this machine that other nodes reach.
     """
 
     def __init__(self, host: str) -> None:
-        self._offered: dict[str, bytes] = {}
+        self._offered: dict[str, Snapshot] = {}
         self._server = _Server((host, 0), _handler(self._offered))
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def offer(self, names: list[str], state: Any) -> None:
-        """Serve a state under each of these names."""
-        written = io.BytesIO()
-        torch.save(state, written)
-        self._offered.update(dict.fromkeys(names, written.getvalue()))
+    def offer(self, names: list[str], snapshot: Snapshot) -> None:
+        """Serve a snapshot under each of these names."""
+        self._offered.update(dict.fromkeys(names, snapshot))
 
     def keep(self, names: Collection[str]) -> None:
-        """Drop all states except these."""
+        """Drop all snapshots except these."""
         for name in self._offered.keys() - set(names):
             del self._offered[name]
 
@@ -53,7 +97,7 @@ class SnapshotServer:
 
 
 def is_safe(value: Any) -> bool:
-    """Return whether a node that fetches this value accepts it."""
+    """Return whether a node that downloads this value accepts it."""
     written = io.BytesIO()
     try:
         torch.save(value, written)
@@ -63,71 +107,152 @@ def is_safe(value: Any) -> bool:
     return True
 
 
-def fetch(address: str, name: str, timeout: float, pause: float = PAUSE_SECONDS) -> Any:
-    """Return the state of that name, as ``Download.take`` does."""
-    return Download(address, name).take(timeout, pause)
-
-
-class Download:
-    """A download of one state, which resumes where it stopped.
+class Receiver:
+    """Stores a snapshot as it arrives.
 
     Attributes:
-        problem: why the state is incomplete, for the log.
+        head: head of the snapshot; None until it has arrived.
+    """
+
+    head: Any = None
+
+    def begin(self, head: Any, layout: Sequence[Entry]) -> int:
+        """Store the head, and return how many of the tensors to receive.
+
+        Raises:
+            RuntimeError: for a snapshot of another model.
+        """
+        self.head = head
+        return len(layout)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Store a tensor, flat and on the CPU."""
+        raise NotImplementedError
+
+
+Kind = TypeVar("Kind", bound=Receiver)
+
+
+class Download(Generic[Kind]):
+    """A download of one snapshot, which resumes where it stopped.
+
+    Args:
+        make_receiver: makes the object that stores the snapshot. A download that starts again makes a new one.
+
+    Attributes:
+        receiver: the object that stores the snapshot.
+        problem: why the snapshot is incomplete, for the log.
         heard, advanced: time of the last answer, and of the last bytes, by ``time.monotonic()``.
     """
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, make_receiver: Callable[[], Kind]) -> None:
         self.address, self.name = address, name
         self.problem, self.heard, self.advanced = "no answer", time.monotonic(), 0.0
-        self._received, self._size = bytearray(), 0
+        self._make_receiver = make_receiver
+        self._begin(0)
 
-    def take(self, timeout: float, pause: float) -> Any:
-        """Return the state once a node offers it, or None after ``timeout`` seconds.
+    def _begin(self, size: int) -> None:
+        self._size, self._received = size, 0
+        self.receiver = self._make_receiver()
+        self._parts = self._memory_of_parts()
+        self._part: memoryview | None = next(self._parts)
+        self._filled = 0
+
+    def advance(self, timeout: float, pause: float) -> bool:
+        """Return whether the snapshot is complete. Wait up to ``timeout`` seconds for its first bytes, and up to
+        `LONGEST_SECONDS` in total.
 
         Args:
             pause: seconds without a byte after which a started download fails, too.
 
         Raises:
-            RuntimeError: if the state has types that a safe load refuses.
+            RuntimeError: if the snapshot is unreadable, or of another model.
         """
         until = time.monotonic() + timeout
-        while time.monotonic() < until:
-            before = len(self._received)
+        end = time.monotonic() + LONGEST_SECONDS
+        while not self.complete and time.monotonic() < min(until, end):
+            before = self._received
             try:
-                if self._receive(timeout, pause):
-                    return _loaded(bytes(self._received))
+                self._receive(timeout, pause, end)
             except (OSError, http.client.HTTPException) as error:  # the peer has died, or a link is cut
                 self.problem = f"{type(error).__name__}: {error}"
             if self._received:
-                self.problem = f"{len(self._received):,} of {self._size:,} bytes received, {self.problem}"
-            if len(self._received) > before:
+                self.problem = f"{self._received:,} of {self._size:,} bytes received, {self.problem}"
+            if self._received > before:
                 until = time.monotonic() + pause
-            time.sleep(ATTEMPT_SECONDS)
-        return None
+            if not self.complete:
+                time.sleep(ATTEMPT_SECONDS)
+        return self.complete
 
-    def _receive(self, timeout: float, pause: float) -> bool:
-        """Receive the missing bytes. Return whether the state is complete."""
-        begin = len(self._received)
-        headers = {"Range": f"bytes={begin}-"} if begin else {}
+    @property
+    def complete(self) -> bool:
+        return self._part is None
+
+    def _receive(self, timeout: float, pause: float, end: float) -> None:
+        headers = {"Range": f"bytes={self._received}-"} if self._received else {}
         with answer_of(f"{self.address}/{self.name}", timeout, pause, headers) as answer:
             self.heard = time.monotonic()
             if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
                 self.problem = "it does not offer its weights yet"
-                return False
+                return
+            size = int(answer.headers["Content-Length"])
             if answer.status == HTTPStatus.OK:
-                self._received.clear()
-            self._size = len(self._received) + int(answer.headers["Content-Length"])
-            while chunk := answer.read1(CHUNK):
-                self._received += chunk
+                self._begin(size)
+            while not self.complete and time.monotonic() < end and (chunk := answer.read1(CHUNK)):
+                self._store(memoryview(chunk))
                 self.heard = self.advanced = time.monotonic()
         self.problem = "the connection was closed"
-        return len(self._received) == self._size
+
+    def _store(self, chunk: memoryview) -> None:
+        while len(chunk) and self._part is not None:
+            count = min(len(chunk), len(self._part) - self._filled)
+            self._part[self._filled : self._filled + count] = chunk[:count]
+            chunk = chunk[count:]
+            self._received += count
+            self._filled += count
+            if self._filled == len(self._part):
+                self._part, self._filled = next(self._parts, None), 0
+
+    def _memory_of_parts(self) -> Iterator[memoryview]:
+        """Yield the memory of each part, and handle the part once its memory is filled."""
+        length = bytearray(LENGTH_BYTES)
+        yield memoryview(length)
+        size = int.from_bytes(length, "big")
+        if not 0 < size <= self._size - LENGTH_BYTES:
+            raise RuntimeError(f"the node at {self.address} sent no snapshot. {ONLY_NODES}")
+        packed = bytearray(size)
+        yield memoryview(packed)
+        try:
+            if not packed.startswith(b"PK"):
+                raise ValueError("its head is no archive of torch.save")
+            content = _loaded(bytes(packed))
+            layout = [Entry(*each) for each in content["layout"]]
+            kinds = [getattr(torch, each.dtype) for each in layout]
+            if (
+                size + LENGTH_BYTES + sum(each.numel * kind.itemsize for each, kind in zip(layout, kinds, strict=True))
+                != self._size
+            ):
+                raise ValueError(f"{self._size:,} bytes do not fit its tensors")
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise RuntimeError(f"the node at {self.address} sent no snapshot ({error!r}). {ONLY_NODES}") from error
+        wanted = self.receiver.begin(content["head"], layout)
+        for (name, _, numel), kind in zip(layout[:wanted], kinds, strict=False):
+            tensor = torch.empty(numel, dtype=kind)
+            if numel:
+                yield tensor.view(torch.uint8).numpy().data
+            try:
+                self.receiver.take(name, tensor)
+            except (KeyError, RuntimeError) as error:
+                raise RuntimeError(
+                    f"the node at {self.address} sent {name} with {numel:,} elements, which does not fit this model "
+                    f"({error}). {ONLY_NODES}"
+                ) from error
 
 
 def _loaded(state: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, EOFError) as error:
         raise RuntimeError(
             f"the state of a training node has types that a safe load refuses ({error}). Keep only tensors and plain "
             f"values in optimizers, schedulers and state_dict()."
@@ -146,26 +271,27 @@ class _Server(ThreadingHTTPServer):
 
 
 def _begin_of(wanted: str, size: int) -> int:
-    """Return the first byte of a ``Range`` header; 0 for the whole state."""
+    """Return the first byte of a ``Range`` header; 0 for the whole snapshot."""
     found = re.fullmatch(r"bytes=(\d+)-", wanted)
     begin = int(found[1]) if found else 0
     return begin if begin < size else 0
 
 
-def _handler(offered: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
+def _handler(offered: dict[str, Snapshot]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            state = offered.get(self.path.strip("/"))
-            if state is None:
+            snapshot = offered.get(self.path.strip("/"))
+            if snapshot is None:
                 self.send_error(404)
                 return
-            begin = _begin_of(self.headers.get("Range", ""), len(state))
+            begin = _begin_of(self.headers.get("Range", ""), snapshot.size)
             self.send_response(HTTPStatus.PARTIAL_CONTENT if begin else HTTPStatus.OK)
             if begin:
-                self.send_header("Content-Range", f"bytes {begin}-{len(state) - 1}/{len(state)}")
-            self.send_header("Content-Length", str(len(state) - begin))
+                self.send_header("Content-Range", f"bytes {begin}-{snapshot.size - 1}/{snapshot.size}")
+            self.send_header("Content-Length", str(snapshot.size - begin))
             self.end_headers()
-            self.wfile.write(memoryview(state)[begin:])
+            for chunk in snapshot.read(begin):
+                self.wfile.write(chunk)
 
         def log_message(self, *_: Any) -> None:
             return

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import options
 from lightning_sparse._version import __version__
+from lightning_sparse.elastic.device_state import DeviceReceiver, snapshot_of
 from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol, from_first
 from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
@@ -44,6 +45,8 @@ from lightning_sparse.updates.state import SparseUpdateState
 TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
 UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters."""
 WATCHED_BYTES = 1 << 30
 """Limit of the messages that an observing node stores. Beyond it, the node has missed rounds."""
 
@@ -117,7 +120,7 @@ class ElasticUpdates(LocalUpdates):
         version: version of the weights in the module, from a checkpoint; default: new weights.
 
     Attributes:
-        snapshot: "weights", "optimizer" and "extra" of the peer; None if the node did not join other nodes.
+        progress: the ``extra`` that a peer gave to ``serve``; None if the node did not join other nodes.
 
     Raises:
         ValueError: if no lighthouse is given, the model or optimizer is unsupported, or this node differs from others.
@@ -142,19 +145,20 @@ class ElasticUpdates(LocalUpdates):
         _check(optimizers, topology)
         self._devices = _own_group(topology)
         lighthouse = _connect(self._devices, config, name)
-        self._server = SnapshotServer(lighthouse.host) if lighthouse is not None else None
+        host = str(from_first(self._devices, lambda: lighthouse.host if lighthouse is not None else ""))
+        self._server: SnapshotServer | None = SnapshotServer(host)
         self.peers = RoundProtocol(
             lighthouse,
             self._devices,
             _facts(module, optimizers, config, topology),
             min_nodes=config.min_nodes,
             timeout=config.timeout,
-            server=self._server.address if self._server is not None else "",
-            host=lighthouse.host if lighthouse is not None else "",
+            servers=_gather(self._devices, self._server.address),
+            host=host,
         )
         self._watch = RoundObserver(self.peers)
         self._least = 0  # number of samples that the node needs for a batch
-        self.snapshot: Any = None
+        self.progress: Any = None
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
@@ -296,16 +300,17 @@ class ElasticUpdates(LocalUpdates):
         if not names:
             return
         state.answered += names
-        snapshot = {
-            "optimizer": to_python(self.optimizers[0].division.optimizer_state()),
-            "extra": None if extra is None else to_python(extra()),
+        progress = None if extra is None else to_python(extra())
+        head = {
+            "extra": progress if self._devices.place == 0 else None,
             "version": tuple(self.version[:2]),  # the next quorum gives the place
             "run": self.peers.run,
             "history": list(self.peers.history),
         }
         with self.global_weights():
-            if self._server is not None:
-                self._server.offer(names, {**snapshot, "weights": self.module.state_dict()})
+            snapshot = snapshot_of(self.optimizers[0], self.module, self.names, head)
+        if self._server is not None:
+            self._server.offer(names, snapshot)
 
     def finish(self) -> None:
         """Send all pending updates. Every device of the node calls it."""
@@ -378,52 +383,75 @@ class ElasticUpdates(LocalUpdates):
         weights."""
         while True:
             began = time.monotonic()
-            snapshot = self._from_first(self._fetch)
+            received = self._download(joins=pending_S is None)
             self.peers.stats.healing_s += time.monotonic() - began
-            if snapshot is None:
+            if received is None:
                 self.peers.wants = ""
                 return False
             self._watch.stop()
-            rounds = self.peers.since(snapshot["version"][0])
+            rounds = self.peers.since(received.head["version"][0])
             if rounds is not None:
-                self._install(snapshot, rounds, pending_S)
+                self._install(received, rounds, pending_S)
                 self._watch.start()
                 return True
             self.peers.ask()
             self._watch.start()
 
-    def _fetch(self) -> Any:
-        """Return the snapshot that this node requests, or None once it needs none.
+    def _download(self, *, joins: bool) -> DeviceReceiver | None:
+        """Return the snapshot that this node requests, or None once it needs none. Each device downloads from its
+        counterpart.
+
+        Args:
+            joins: download everything; otherwise the weights alone.
 
         Raises:
             RuntimeError: if no node provides it in time.
         """
-        wait, download = Wait(), Download("", "")
+        new = partial(DeviceReceiver, self.optimizers[0], self.module, self.names, joins=joins)
+        wait = Wait()
+        download: Download[DeviceReceiver] | None = None
         while True:
-            self._watch.check()
-            if self.peers.in_step:
+            needs_none, source, name = self._from_first(self._find_source)
+            if needs_none:
                 return None
-            if self.peers.source and (download.address, download.name) != (self.peers.source, self.peers.wants):
-                download = Download(self.peers.source, self.peers.wants)
-            snapshot = download.take(1.0, self.config.timeout) if self.peers.source else None
-            if snapshot is not None:
-                return snapshot
-            wait.check(download if self.peers.source else None, self.config.timeout)
+            address = source[self._devices.place] if source else ""
+            if address and (download is None or (download.address, download.name) != (address, name)):
+                download = Download(address, name, new)
+            reports = _gather(self._main, self._advance(wait, download))
+            failed = next((each.error for each in reports if each.error), "")
+            if failed:
+                raise RuntimeError(failed)
+            if download is not None and all(each.version == reports[0].version is not None for each in reports):
+                return download.receiver
             time.sleep(WATCH_SECONDS)
 
+    def _find_source(self) -> tuple[bool, tuple[str, ...], str]:
+        """Return whether the next round changes this node's own weights, the addresses of the snapshots, and their
+        name."""
+        self._watch.check()
+        return self.peers.in_step, self.peers.sources, self.peers.wants
+
+    def _advance(self, wait: Wait, download: Download[DeviceReceiver] | None) -> DownloadReport:
+        try:
+            if download is not None and download.advance(1.0, self.config.timeout):
+                return DownloadReport(version=tuple(download.receiver.head["version"]))
+            wait.check(download, self.config.timeout)
+        except RuntimeError as error:
+            return DownloadReport(error=str(error))
+        return DownloadReport()
+
     @torch.no_grad()
-    def _install(self, snapshot: dict[str, Any], rounds: list[Round], pending_S: Tensor | None) -> None:
-        one, state = self.optimizers[0], self._state
-        self.module.load_state_dict(snapshot["weights"])
+    def _install(self, received: DeviceReceiver, rounds: list[Round], pending_S: Tensor | None) -> None:
+        one, state, head = self.optimizers[0], self._state, received.head
         if pending_S is None:
-            one.optimizer.load_state_dict(snapshot["optimizer"])
-            self.snapshot = snapshot
+            received.install()
+            self.progress = self._from_first(lambda: head["extra"])
             self._joined, self._begins = True, False
-        token, number = (rounds[-1].token, rounds[-1].number) if rounds else snapshot["version"]
-        self.peers.run = snapshot["run"]
-        history = [*snapshot["history"], *(each.token for each in rounds)]
+        token, number = (rounds[-1].token, rounds[-1].number) if rounds else head["version"]
+        self.peers.run = head["run"]
+        history = [*head["history"], *(each.token for each in rounds)]
         returned, counted = self.peers.set_version(token, number, history)
-        state.start_from(rounds, pending_S, returned, counted)
+        state.start_from(received.weights_S, rounds, pending_S, returned, counted)
         one.gather()
 
     def _stop_watching(self) -> None:
@@ -433,8 +461,25 @@ class ElasticUpdates(LocalUpdates):
             self._watch.check()
             self._state.arrive(self._watch.drain())
 
+    @property
+    def _main(self) -> Group:
+        """The group of the node's devices for the main thread."""
+        return Group(self._devices.ranks, self._devices.place)
+
     def _from_first(self, ask: Callable[[], Any]) -> Any:
-        return from_first(Group(self._devices.ranks, self._devices.place), ask)
+        return from_first(self._main, ask)
+
+
+class DownloadReport(NamedTuple):
+    """The state of a device's download.
+
+    Args:
+        version: version of a complete snapshot.
+        error: reason why it failed.
+    """
+
+    version: tuple[Any, ...] | None = None
+    error: str = ""
 
 
 class Wait:
@@ -443,7 +488,7 @@ class Wait:
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
 
-    def check(self, download: Download | None, timeout: float) -> None:
+    def check(self, download: Download[Any] | None, timeout: float) -> None:
         """Log the wait every 10 s.
 
         Args:
@@ -601,12 +646,17 @@ class ElasticUpdateState(SparseUpdateState):
         self.write_model()
 
     def start_from(
-        self, rounds: Sequence[Round], pending_S: Tensor | None, returned: Sequence[Tensor], counted: Sequence[Tensor]
+        self,
+        weights_S: Tensor,
+        rounds: Sequence[Round],
+        pending_S: Tensor | None,
+        returned: Sequence[Tensor],
+        counted: Sequence[Tensor],
     ) -> None:
-        """Continue from the weights in the parameters plus later rounds. See `go_on` for the other arguments."""
+        """Continue from global weights plus later rounds. See `go_on` for the other arguments."""
         self.receive()
         self._samples = None
-        self.slices.copy_to(self.global_S)
+        self.global_S.copy_(weights_S)
         for each in rounds:
             self._add_round(each, self.global_S)
         self.go_on(torch.zeros_like(self.global_S) if pending_S is None else pending_S, returned, counted)
@@ -734,6 +784,14 @@ def _own_group(topology: Topology) -> Group:
     return Group(ranks, topology.rank, handle if isinstance(handle, dist.ProcessGroup) else None)
 
 
+def _gather(devices: Group, value: Any) -> list[Any]:
+    """Return the values of all devices of the node. A collective."""
+    values: list[Any] = [value] * devices.size
+    if devices.size > 1:
+        dist.all_gather_object(values, value, group=devices.handle)
+    return values
+
+
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
     """Connect to the lighthouse, on the first device of the node. All devices raise its error."""
     connected: list[Lighthouse] = []
@@ -766,9 +824,9 @@ def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
             f"{len(optimizers)} optimizers: elastic nodes exchange the updates of one. Use one optimizer, or "
             f"strategy='mstopk_local'."
         )
-    odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype != torch.float32})
+    odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype not in DTYPES})
     if odd:
         raise ValueError(
-            f"parameters have dtype {', '.join(odd)}: elastic nodes need float32 parameters. Use "
-            f"precision='bf16-mixed' to compute in bfloat16."
+            f"parameters have dtype {', '.join(odd)}: elastic nodes exchange updates in float32. Use parameters in "
+            f"float32, bfloat16 or float16."
         )

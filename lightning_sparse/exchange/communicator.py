@@ -254,7 +254,7 @@ class HierCommunicator:
         """Broadcast tensors from rank 0. Sharded tensors are broadcast from the first node to the others."""
         for tensor in tensors:
             to, group = ("nodes", self.peers) if isinstance(tensor, DTensor) else ("ranks", self.world)
-            if tensor.numel():
+            if tensor.numel() and group.size > 1:
                 with self._named(f"broadcast to all {to}", group):
                     dist.broadcast(local_of(tensor.data), src=group.ranks[0], group=group.handle)
 

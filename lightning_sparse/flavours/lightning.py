@@ -9,6 +9,7 @@ from lightning_sparse.data.tokens import TokenDataModuleMixin
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.callback import CommStatsMixin
 from lightning_sparse.strategy.elastic import MSTopKElasticMixin
+from lightning_sparse.strategy.elastic_fsdp import MSTopKElasticFSDPMixin
 from lightning_sparse.strategy.fsdp import MSTopKFSDPMixin
 from lightning_sparse.strategy.hier import MSTopKHierMixin
 from lightning_sparse.strategy.local import MSTopKLocalMixin
@@ -23,6 +24,10 @@ class MSTopKLocalStrategy(MSTopKLocalMixin, DDPStrategy):
 
 
 class MSTopKElasticStrategy(MSTopKElasticMixin, DDPStrategy):
+    pass
+
+
+class MSTopKElasticFSDPStrategy(MSTopKElasticFSDPMixin, ModelParallelStrategy):
     pass
 
 

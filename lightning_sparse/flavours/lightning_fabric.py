@@ -4,6 +4,7 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
 from lightning_sparse.strategy.elastic import MSTopKElasticFabricMixin
+from lightning_sparse.strategy.elastic_fsdp import MSTopKElasticFSDPFabricMixin
 from lightning_sparse.strategy.fsdp import MSTopKFSDPFabricMixin
 from lightning_sparse.strategy.hier import MSTopKHierFabricMixin
 from lightning_sparse.strategy.local import MSTopKLocalFabricMixin
@@ -18,6 +19,10 @@ class MSTopKLocalStrategy(MSTopKLocalFabricMixin, DDPStrategy):
 
 
 class MSTopKElasticStrategy(MSTopKElasticFabricMixin, DDPStrategy):
+    pass
+
+
+class MSTopKElasticFSDPStrategy(MSTopKElasticFSDPFabricMixin, ModelParallelStrategy):
     pass
 
 

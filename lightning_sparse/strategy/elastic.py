@@ -15,7 +15,7 @@ from lightning_sparse.elastic.sampling import sampler_of
 from lightning_sparse.elastic.snapshots import is_safe
 from lightning_sparse.elastic.updates import ElasticUpdates, Version
 from lightning_sparse.messages import log
-from lightning_sparse.strategy.adapter import Adapter
+from lightning_sparse.strategy.adapter import Adapter, Host
 from lightning_sparse.strategy.fabric import has_optimizer
 from lightning_sparse.strategy.local import MSTopKLocalFabricMixin, MSTopKLocalMixin
 from lightning_sparse.strategy.options import (
@@ -72,37 +72,16 @@ class ElasticAdapter(Adapter):
         return self.elastic is None or self.elastic.peers.first
 
 
-class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
-    """Exchange of updates between nodes that join and leave. Each node has its own Trainer (``num_nodes=1``, DDP
-    inside). torchft's lighthouse lists the nodes.
+class ElasticTrainerAdapter(ElasticAdapter, Host):
+    """Common part of the Trainer's strategies for elastic nodes."""
 
-    A joining node starts with the weights, optimizer state, schedules and progress of another node.
-
-    Args:
-        node_name: Name of this process's node. Default: the host.
-        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
-        **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
-            DDPStrategy's and DistributedDataParallel's own.
-
-    Raises:
-        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
-    """
-
-    _kind = ELASTIC
-    _engine_class = ElasticUpdates
     _another_writes = False  # another node writes checkpoints
 
-    @with_strategy_options(ELASTIC)
-    def __init__(self, *, node_name: str | None = None, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
-        check_supported(ELASTIC, type(self), {name: value or None for name, value in kwargs.items()})
-        super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
-
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == "fit":
-            trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
-            self.engines[-1].swap_in_global_weights()  # for hooks before the first batch
-            self.engines[-1].watch()
+    def _after_join(self, trainer: Any) -> None:
+        """Prepare the Trainer and its hooks for training with other nodes."""
+        trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
+        self.engines[-1].swap_in_global_weights()  # for hooks before the first batch
+        self.engines[-1].watch()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Assign samples to the present nodes, if the loader supports it."""
@@ -140,9 +119,9 @@ class MSTopKElasticMixin(ElasticAdapter, MSTopKLocalMixin):
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
         updates = super()._new_updates(module, optimizers)
-        if updates.snapshot is not None:
-            checkpoint = {**updates.snapshot["extra"], "optimizer_states": [updates.snapshot["optimizer"]]}
-            updates.snapshot = None
+        if updates.progress is not None:
+            checkpoint = {**updates.progress, "optimizer_states": []}  # the engine has loaded the optimizer
+            updates.progress = None
             connector = self.lightning_module.trainer._checkpoint_connector
             connector._loaded_checkpoint = checkpoint  # Lightning restores the rest, as from a file
             connector.restore_callbacks()
@@ -216,21 +195,41 @@ def _pass_over_epoch(loop: Any) -> None:
     loop.restarting = False
 
 
-class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
-    """``mstopk_elastic`` for Fabric. It takes the options of ``MSTopKElasticStrategy`` for a Trainer.
+class MSTopKElasticMixin(ElasticTrainerAdapter, MSTopKLocalMixin):
+    """Exchange of updates between nodes that join and leave. Each node has its own Trainer (``num_nodes=1``, DDP
+    inside). torchft's lighthouse lists the nodes.
 
-    A node joins when its optimizer is set up. Then it has the weights, buffers and optimizer state of the other nodes,
-    and through ``sync_state`` their progress. Load a checkpoint between ``fabric.setup_module`` and
-    ``fabric.setup_optimizers``.
+    A joining node starts with the weights, optimizer state, schedules and progress of another node.
+
+    Args:
+        node_name: Name of this process's node. Default: the host.
+        gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
+        **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...), and
+            DDPStrategy's and DistributedDataParallel's own.
+
+    Raises:
+        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
     """
 
     _kind = ELASTIC
     _engine_class = ElasticUpdates
 
     @with_strategy_options(ELASTIC)
-    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(node_name=node_name, **kwargs)
-        self._progress: MutableMapping[str, Any] | None = None
+    def __init__(self, *, node_name: str | None = None, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
+        check_supported(ELASTIC, type(self), {name: value or None for name, value in kwargs.items()})
+        super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+
+    def setup(self, trainer: Any) -> None:
+        """Set up DDP inside the node, then join the other nodes."""
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            self._after_join(trainer)
+
+
+class ElasticFabricAdapter(ElasticAdapter, Host):
+    """Common part of Fabric's strategies for elastic nodes."""
+
+    _progress: MutableMapping[str, Any] | None = None
 
     def setup_environment(self) -> None:
         """Find the node's devices, for loaders that are set up before the node joins."""
@@ -271,16 +270,16 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
                     f"sync_state() of {name}={value!r}: joining nodes accept tensors, plain values, lists and dicts. "
                     f"Share these, or an object whose state_dict() has only these."
                 )
-        if elastic.snapshot is None:
+        if elastic.progress is None:
             return
-        taken = elastic.snapshot["extra"] or {}
+        taken = elastic.progress
         own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
         if taken.keys() != own:
             raise ValueError(
                 f"sync_state() of {sorted(own)}, but the other nodes have {sorted(taken)}. Use equal names on all "
                 f"nodes."
             )
-        elastic.snapshot = None
+        elastic.progress = None
         for name, value in taken.items():
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(value)
@@ -340,10 +339,10 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
         return super().optimizer_step(optimizer, **kwargs)
 
     def _check_progress(self, elastic: ElasticUpdates) -> None:
-        taken, elastic.snapshot = elastic.snapshot, None
-        if taken is not None and taken["extra"]:
+        taken, elastic.progress = elastic.progress, None
+        if taken:
             raise ValueError(
-                f"the other nodes share {sorted(taken['extra'])}, but this node does not. Call "
+                f"the other nodes share {sorted(taken)}, but this node does not. Call "
                 f"fabric.strategy.sync_state(state) after the set-up of the optimizer, on all nodes."
             )
 
@@ -399,3 +398,19 @@ class MSTopKElasticFabricMixin(ElasticAdapter, MSTopKLocalFabricMixin):
             # With weights alone, the run starts with the first epoch.
             self._loaded = Version(*version) if has_optimizer(state) else Version(*version)._replace(place=0)
         return rest
+
+
+class MSTopKElasticFabricMixin(ElasticFabricAdapter, MSTopKLocalFabricMixin):
+    """``mstopk_elastic`` for Fabric. It takes the options of ``MSTopKElasticStrategy`` for a Trainer.
+
+    A node joins when its optimizer is set up. Then it has the weights, buffers and optimizer state of the other nodes,
+    and through ``sync_state`` their progress. Load a checkpoint between ``fabric.setup_module`` and
+    ``fabric.setup_optimizers``.
+    """
+
+    _kind = ELASTIC
+    _engine_class = ElasticUpdates
+
+    @with_strategy_options(ELASTIC)
+    def __init__(self, *, node_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(node_name=node_name, **kwargs)

@@ -82,48 +82,8 @@ class ShardsAdapter(Adapter):
             optimizer_state.load(engine.names, engine.stepped(), [State.from_dict(saved)])
 
 
-class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
-    """FSDP2 inside each node, for models that are too large for one device. Nodes exchange the largest updates.
-
-    ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
-    LightningModule is sharded: first its repeated blocks, then the rest. With ``precision="bf16-mixed"`` weights are
-    then gathered in bf16 and gradients are summed in fp32.
-
-    Args:
-        send: What nodes exchange: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its
-            shards, and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all
-            nodes have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or
-            ``"dense"``).
-        node_name: Name of this process's node. All ranks need one. Default: the environment variable
-            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
-        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
-            file. A file has the whole model and can be read by any strategy.
-        process_group_backend: Backend of the process groups. Default: NCCL on GPUs, else Gloo.
-        timeout: Timeout of the process groups, a timedelta.
-        **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...).
-
-    Raises:
-        ValueError: for a bad value, or an option that this strategy sets itself.
-    """
-
-    @with_strategy_options(FSDP)
-    def __init__(
-        self,
-        *,
-        send: Send = "updates",
-        node_name: str | None = None,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._init_fsdp(send, node_name, kwargs)
-        given = {} if timeout is None else {"timeout": timeout}
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            **given,
-        )
+class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
+    """Common part of the Trainer's strategies with FSDP2."""
 
     @property
     def _gradients(self) -> ShardedGradients | None:
@@ -147,8 +107,11 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
     def setup(self, trainer: Any) -> None:
         """Set up the sharded model and its optimizers, then start the exchange."""
         super().setup(trainer)
-        if trainer.state.fn != "fit":
-            return
+        if trainer.state.fn == "fit":
+            self._start(trainer)
+
+    def _start(self, trainer: Any) -> None:
+        """Start the exchange. A collective of the world."""
         earlier = self._gradients
         for before in self.engines:
             before.detach(self.optimizers)
@@ -228,6 +191,50 @@ class MSTopKFSDPMixin(ShardsAdapter, TrainerAdapter):
         return checkpoint
 
 
+class MSTopKFSDPMixin(ShardsTrainerAdapter):
+    """FSDP2 inside each node, for models that are too large for one device. Nodes exchange the largest updates.
+
+    ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
+    LightningModule is sharded: first its repeated blocks, then the rest. With ``precision="bf16-mixed"`` weights are
+    then gathered in bf16 and gradients are summed in fp32.
+
+    Args:
+        send: What nodes exchange: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its
+            shards, and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all
+            nodes have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or
+            ``"dense"``).
+        node_name: Name of this process's node. All ranks need one. Default: the environment variable
+            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+        save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
+            file. A file has the whole model and can be read by any strategy.
+        process_group_backend: Backend of the process groups. Default: NCCL on GPUs, else Gloo.
+        timeout: Timeout of the process groups, a timedelta.
+        **kwargs: options of `ShardsConfig` (``density``, ``step_ahead``, ...).
+
+    Raises:
+        ValueError: for a bad value, or an option that this strategy sets itself.
+    """
+
+    @with_strategy_options(FSDP)
+    def __init__(
+        self,
+        *,
+        send: Send = "updates",
+        node_name: str | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._init_fsdp(send, node_name, kwargs)
+        given = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            **given,
+        )
+
+
 def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     """Shard the children, not the module: ``training_step`` calls the children, and their forward gathers weights."""
     children = [child for child in module.children() if any(True for _ in child.parameters())]
@@ -247,27 +254,8 @@ def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
-class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
-    """``mstopk_fsdp`` for Fabric. It takes the options of ``MSTopKFSDPStrategy`` for a Trainer.
-
-    Args:
-        parallelize_fn: Shards a module, given the module and the mesh with the axes "replicate" and "shard". Default:
-            shard the repeated blocks, then the rest, in bf16 with the precision "bf16-mixed".
-    """
-
-    @with_strategy_options(FSDP)
-    def __init__(
-        self,
-        *,
-        send: Send = "updates",
-        parallelize_fn: Parallelize = shard,
-        node_name: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._init_fsdp(send, node_name, kwargs)
-        super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
-        self._modules = []
-        self._epoch = 0
+class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
+    """Common part of Fabric's strategies with FSDP2."""
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return shard(module, mesh, **options_for(self.precision.precision))
@@ -338,3 +326,26 @@ class MSTopKFSDPFabricMixin(ShardsAdapter, UpdatesFabricAdapter):
         """Save a file, or a folder that gets its name once it is complete. All ranks call it, as ``fabric.save``."""
         with self._checkpoint_target(path) as partial:
             super().save_checkpoint(partial, state, storage_options, filter)
+
+
+class MSTopKFSDPFabricMixin(ShardsFabricAdapter):
+    """``mstopk_fsdp`` for Fabric. It takes the options of ``MSTopKFSDPStrategy`` for a Trainer.
+
+    Args:
+        parallelize_fn: Shards a module, given the module and the mesh with the axes "replicate" and "shard". Default:
+            shard the repeated blocks, then the rest, in bf16 with the precision "bf16-mixed".
+    """
+
+    @with_strategy_options(FSDP)
+    def __init__(
+        self,
+        *,
+        send: Send = "updates",
+        parallelize_fn: Parallelize = shard,
+        node_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._init_fsdp(send, node_name, kwargs)
+        super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
+        self._modules = []
+        self._epoch = 0

@@ -119,6 +119,12 @@ FSDP = Kind(
     },
     wrapper=object,
 )
+ELASTIC_FSDP = Kind(
+    ElasticConfig,
+    (*ELASTIC.hidden, "shard_optimizer"),
+    {**FSDP.unsupported, "exchange": ELASTIC.unsupported["exchange"]},
+    wrapper=object,
+)
 
 
 def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> ExchangeConfig:

@@ -91,13 +91,13 @@ class TrainerAdapter(Adapter, Host):
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._wrapped_methods = [
             *self._wrapped_methods,
-            _call_around(epoch.automatic_optimization, "run", after=self._after_batch),
-            _call_around(epoch.manual_optimization, "run", after=self._after_batch),
-            _call_around(epoch, "_should_check_val_fx", after=self._show_if),  # hooks run before the loop
-            _call_around(epoch.val_loop, "on_run_start", before=self._show),
-            _call_around(epoch.val_loop, "on_run_end", before=self._drop_gathered),
-            _call_around(fit, "on_advance_end", before=self._end_epoch),
-            _call_around(fit, "on_run_end", before=self._finish),
+            call_around(epoch.automatic_optimization, "run", after=self._after_batch),
+            call_around(epoch.manual_optimization, "run", after=self._after_batch),
+            call_around(epoch, "_should_check_val_fx", after=self._show_if),  # hooks run before the loop
+            call_around(epoch.val_loop, "on_run_start", before=self._show),
+            call_around(epoch.val_loop, "on_run_end", before=self._drop_gathered),
+            call_around(fit, "on_advance_end", before=self._end_epoch),
+            call_around(fit, "on_run_end", before=self._finish),
         ]
         if self.engine is not None and self.engine.in_step:
             self.engine.swap_in_global_weights()
@@ -276,7 +276,7 @@ def _ends_with_this_batch(trainer: Any) -> bool:
     return bool(trainer.is_last_batch and epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
 
 
-def _call_around(
+def call_around(
     owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None
 ) -> tuple[Any, str]:
     """Wrap a method of one object: call ``before()`` first and ``after(result)`` last. To undo this, delete the

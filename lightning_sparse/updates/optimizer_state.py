@@ -30,22 +30,30 @@ def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> 
         for parameter, part in one.state.slices.pieces:
             name = names[id(parameter)]
             state.layouts[name] = layout_of(parameter)
-            rest[name] = {}
-            for quantity, value in one.optimizer.state.get(parameter, {}).items():
-                flat = _own_part(value, parameter, part)
-                if flat is None:
-                    rest[name][quantity] = (
-                        local_of(value).detach().cpu() if isinstance(value, Tensor) else to_python(value)
-                    )
-                else:
-                    piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
-                    state.pieces.setdefault(quantity, []).append(piece)
-    state.own = {"rest": rest, "groups": [_options(one) for one in optimizers]}
+            flats, rest[name] = split(one.optimizer, parameter, part)
+            for quantity, flat in flats.items():
+                piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
+                state.pieces.setdefault(quantity, []).append(piece)
+    state.own = {"rest": rest, "groups": [options_of(one.optimizer) for one in optimizers]}
     return state
 
 
-def _options(one: LocalOptimizer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = one.optimizer.param_groups
+def split(optimizer: Optimizer, parameter: Tensor, part: Part) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split the state of a parameter into flat tensors that follow the elements of a part, which may be views, and
+    copies of all other values."""
+    flats, rest = dict[str, Tensor](), dict[str, Any]()
+    for quantity, value in optimizer.state.get(parameter, {}).items():
+        flat = _own_part(value, parameter, part)
+        if flat is not None:
+            flats[quantity] = flat
+        else:
+            rest[quantity] = local_of(value).detach().cpu() if isinstance(value, Tensor) else to_python(value)
+    return flats, rest
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of the optimizer's groups."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
     return [{name: to_python(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
@@ -66,7 +74,7 @@ def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -
     """Load the state that the devices of one node saved, for any number of devices and any division."""
     rest = dict(chain.from_iterable(each.own["rest"].items() for each in devices))
     quantities = dict.fromkeys(quantity for each in devices for quantity in each.pieces)
-    _load_options([optimizer for optimizer, _ in stepped], devices[0].own["groups"])
+    load_options([optimizer for optimizer, _ in stepped], devices[0].own["groups"])
     for optimizer, parts in stepped:
         for parameter, part in parts:
             name = names[id(parameter)]
@@ -74,10 +82,10 @@ def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -
             for quantity in quantities:
                 flat = _read(devices, quantity, name, part, parameter)
                 if flat is not None:
-                    found[quantity] = _as_stepped(flat, parameter, part)
+                    found[quantity] = as_stepped(flat, parameter, part)
             optimizer.state.pop(parameter, None)
             if found:
-                optimizer.state[parameter] = _placed(found, optimizer, parameter)
+                optimizer.state[parameter] = placed(found, optimizer, parameter)
 
 
 def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
@@ -99,7 +107,7 @@ def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
                 )
 
 
-def _load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+def load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Restore the options of groups, such as learning rates, unless they have other options now."""
     groups = [each.param_groups for each in optimizers]
     if list(map(len, groups)) != list(map(len, saved)):
@@ -115,7 +123,7 @@ def _read(devices: Sequence[State], quantity: str, name: str, part: Part, parame
     return read_slice(devices, cut, name, part.begin, part.end, layout_of(parameter))
 
 
-def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
+def as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
     """Return a flat state tensor in the form that the optimizer's step uses."""
     flat = flat.to(parameter.device)
     if isinstance(parameter, DTensor):
@@ -131,7 +139,7 @@ def _as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
     return whole
 
 
-def _placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+def placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return a state tensor on its device: step counts on the CPU, unless the optimizer runs without the host. The
     state of a 0-dim parameter has no dims either."""
     group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))

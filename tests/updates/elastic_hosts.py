@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.elastic import ElasticSampler
-from lightning_sparse.flavours import lightning_fabric
-from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, MSTopKElasticStrategy, TokenDataModule
+from lightning_sparse.flavours import lightning_fabric, pytorch_lightning
+from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, TokenDataModule
+from tests.fsdp.runs import whole
 from tests.helpers.lines import raised
 
 SAMPLES, BATCH = 1024, 32
@@ -58,11 +59,17 @@ def report(updates: Any, net: nn.Module, lr: float, is_zero: bool, **more: Any) 
     """Print the state of the node. Every device calls it, and the first one prints."""
     with updates.global_weights():
         token, number, *_ = updates.version
-        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    digest = hashlib.sha1(weights.numpy().tobytes()).hexdigest()[:12]
+        weights = whole(net)
+    digest = hashlib.sha1(weights.float().numpy().tobytes()).hexdigest()[:12]
     state = {"token": token, "number": number, "digest": digest, "lr": lr, "mean": float(weights.mean())}
     if is_zero:
         print(json.dumps({**more, **state, **updates.gauges()}), flush=True)
+
+
+def new_strategy(flavour: Any, name: str, lighthouse: str, options: dict[str, Any]) -> Any:
+    """Return the strategy of a node, with the rest of the options."""
+    kind = flavour.MSTopKElasticFSDPStrategy if options.pop("fsdp", False) else flavour.MSTopKElasticStrategy
+    return kind(lighthouse=lighthouse, node_name=options.pop("node", name), **options)
 
 
 # -- Trainer -----------------------------------------------------------------------------------------------------------
@@ -149,6 +156,7 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     stopper = [pl.callbacks.EarlyStopping("val_loss", patience=10**6)] if options.pop("stops_early", False) else []
     trainer = pl.Trainer(
         accelerator="cpu",
+        precision=options.pop("precision", "32-true"),
         devices=options.pop("devices", 1),
         max_steps=options.pop("steps", -1),
         max_epochs=options.pop("epochs", -1),
@@ -156,7 +164,7 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Report(), CommStatsCallback(), *stopper, saver],
-        strategy=MSTopKElasticStrategy(lighthouse=lighthouse, node_name=options.pop("node", name), **options),
+        strategy=new_strategy(pytorch_lightning, name, lighthouse, options),
     )
     saved = folder / "last.ckpt"
     resume = str(saved) if saved.exists() else None
@@ -178,8 +186,7 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         options.pop("devices", 1),
         options.pop("every", 10),
     )
-    node_name = options.pop("node", name)
-    strategy = lightning_fabric.MSTopKElasticStrategy(lighthouse=lighthouse, node_name=node_name, **options)
+    strategy = new_strategy(lightning_fabric, name, lighthouse, options)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
     fabric: Any = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
@@ -188,9 +195,9 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     loader = DataLoader(data, batch_size=BATCH, sampler=ElasticSampler(data))
     torch.manual_seed(int.from_bytes(name.encode(), "big"))  # each node begins with its own weights
     net = new_net()
-    adam = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
     model = fabric.setup_module(net)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
     state: dict[str, Any] = {"model": model, "optimizer": adam, "scheduler": scheduler, "global_step": 0, "epoch": 0}
     if path.exists():
         fabric.load(path, state)
@@ -249,7 +256,7 @@ def two_runs(name: str, lighthouse: str, options: dict[str, Any]) -> None:
             raised(strategy.shard_loader, loader, 0),
             raised(strategy.sync_state, {"epoch": 0, "folder": path}),
         ]
-        strategy.elastic.snapshot = {"extra": {"epoch": 3}}  # as if it had joined other nodes
+        strategy.elastic.progress = {"epoch": 3}  # as if it had joined other nodes
         refused.append(raised(optimizer.step))
         strategy.finish()
         print(json.dumps({"drawn": drawn, "shown": shown, "refused": refused}), flush=True)

@@ -10,6 +10,11 @@ width, numel    of the hidden layer, and of the model, which a parameter fills u
 validate_every  steps
 breaks_at       steps after which a weight is NaN
 sample_always   send a sample with each message
+dtype           of the parameters
+device, devices of this process, and of its node; the devices share the model with FSDP2
+port            of the node's store
+data            seed of the batches; by default it differs between nodes
+joining         number of nodes that must have the weights before the first step
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ from torch import Tensor, nn
 
 from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol
 from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, Version
+from lightning_sparse.fsdp import mesh_of, shard
+from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.agreement import UpdateCorrelation
 
@@ -79,26 +86,35 @@ class Sent:
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
+    dtype = options.pop("dtype", "float32")
+    data_seed, joining = options.pop("data", None), options.pop("joining", 0)
     version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
     if options.pop("sample_always", False):
         UpdateCorrelation.should_sample = staticmethod(lambda exchanges: exchanges > 0)  # type: ignore[method-assign]
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    device, devices, port = options.pop("device", 0), options.pop("devices", 1), options.pop("port", 0)
+    store = dist.TCPStore("127.0.0.1", port, devices, is_master=device == 0)
+    dist.init_process_group("gloo", store=store, rank=device, world_size=devices)
     model, teacher = toy(seed, width), toy(-1)
     if numel := options.pop("numel", 0):
         model.register_parameter("rest", nn.Parameter(torch.zeros(numel - flat(model).numel())))
+    model, teacher = (each.to(getattr(torch, dtype)) for each in (model, teacher))
+    topology = discover(node_name="here")
+    if devices > 1:
+        shard(model, mesh_of(topology))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
     sent = Sent()
     config = ElasticConfig(lighthouse=lighthouse, **options)
     loaded = None if version is None else Version(*version)
-    updates = ElasticUpdates(model, optimizer, config, discover(), name=name, version=loaded)
+    updates = ElasticUpdates(model, optimizer, config, topology, name=name, version=loaded)
     state = sent.state = updates._state
-    data = torch.Generator().manual_seed(int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4]))
+    if data_seed is None:
+        data_seed = int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4])
+    data = torch.Generator().manual_seed(data_seed)
     made = torch.zeros(state.slices.numel, dtype=torch.float64)
 
     def report(**more: Any) -> None:
@@ -111,18 +127,22 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
-    step = 0 if updates.snapshot is None else updates.snapshot["extra"]["step"]
+    step = 0 if updates.progress is None else updates.progress["step"]
     print(json.dumps({"begins": step}), flush=True)
-    while step < steps and not leaving:
-        x = torch.randn(32, 16, generator=data)
+    while updates._from_first(lambda: len(updates.peers._names) < joining):
+        updates.watch()
+        time.sleep(0.2)
+        updates._stop_watching()
+        updates.serve(partial(dict, step=step))
+    while step < steps and not updates._from_first(lambda: bool(leaving)):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), teacher(x).detach()).backward()
-        before = flat(model).double()
+        loss_of(model, teacher, data).backward()
+        before = state.slices.read().double()
         optimizer.step()
-        made += before - flat(model).double()
+        made += before - state.slices.read().double()
         step += 1
         if step in breaks_at:
-            next(model.parameters()).data[0, 0] = float("nan")
+            local_of(next(model.parameters())).data[0, 0] = float("nan")
         updates.step()
         updates.serve(partial(dict, step=step))
         time.sleep(pause)
@@ -134,6 +154,11 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     updates.finish()
     report(ends=step)
     updates.end()
+
+
+def loss_of(model: nn.Module, teacher: nn.Module, data: torch.Generator) -> Tensor:
+    x = torch.randn(32, 16, generator=data).to(next(teacher.parameters()).dtype)
+    return nn.functional.mse_loss(model(x), teacher(x).detach())
 
 
 def used() -> dict[str, float]:

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,16 +21,31 @@ from lightning_sparse.elastic import updates as elastic
 from lightning_sparse.elastic.direct import is_loopback, own_address
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _store_on, read_quorum
 from lightning_sparse.elastic.rounds import _process_group, quorum_of
-from lightning_sparse.elastic.snapshots import Download, SnapshotServer
+from lightning_sparse.elastic.snapshots import Download, Entry, Receiver, Snapshot, SnapshotServer
 from lightning_sparse.elastic.updates import Wait
 
-STATE = {"weights": torch.arange(30_011, dtype=torch.float32)}
+WEIGHTS, BIAS = torch.arange(30_011, dtype=torch.float32), torch.arange(7, dtype=torch.bfloat16)
+TENSORS = [("weights", WEIGHTS), ("empty", torch.empty(0)), ("bias", BIAS)]
+
+
+class Stored(Receiver):
+    """Stores the first `wanted` tensors."""
+
+    def __init__(self, wanted: int = len(TENSORS)) -> None:
+        self.wanted, self.tensors = wanted, dict[str, torch.Tensor]()
+
+    def begin(self, head: Any, layout: Sequence[Entry]) -> int:
+        super().begin(head, layout)
+        return self.wanted
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
 
 
 @pytest.fixture
 def server() -> Iterator[SnapshotServer]:
     server = SnapshotServer("127.0.0.1")
-    server.offer(["name"], STATE)
+    server.offer(["name"], Snapshot({"step": 3}, TENSORS))
     yield server
     server.close()
 
@@ -75,44 +90,76 @@ def relay(address: str, cut_after: int, pause: float) -> Iterator[tuple[str, lis
     listens.close()
 
 
-def received(download: Download, pause: float) -> None:
-    found = None
-    while found is None:  # the test's timeout ends it
-        found = download.take(1.0, pause)
-    assert torch.equal(found["weights"], STATE["weights"])
+def received(download: Download[Stored], pause: float) -> None:
+    while not download.advance(1.0, pause):  # the test's timeout ends it
+        pass
+    assert download.receiver.head == {"step": 3}
+    assert download.receiver.tensors.keys() == dict(TENSORS).keys()
+    assert all(torch.equal(download.receiver.tensors[name], each) for name, each in TENSORS)
 
 
 def test_download_with_cut_connection_resumes_where_it_stopped(server: SnapshotServer) -> None:
     with relay(server.address, 50_001, -1) as (address, passed):
-        received(Download(address, "name"), pause=5.0)
+        received(Download(address, "name", Stored), pause=5.0)
         assert len(passed) == 2
-        assert passed[1] < STATE["weights"].nbytes - passed[0] + 4096, "the rest alone"
+        assert passed[1] < WEIGHTS.nbytes - passed[0] + 4096, "the rest alone"
 
 
 def test_download_that_pauses_continues(server: SnapshotServer) -> None:
     with relay(server.address, 50_001, 1.5) as (address, passed):
-        received(Download(address, "name"), pause=30.0)
+        received(Download(address, "name", Stored), pause=30.0)
         assert len(passed) == 1
 
 
 def test_download_that_returned_after_a_pause_resumes_in_the_next_call(server: SnapshotServer) -> None:
     with relay(server.address, 50_001, 600.0) as (address, passed):
-        download = Download(address, "name")
+        download = Download(address, "name", Stored)
         received(download, pause=0.2)
-        assert passed[1] < STATE["weights"].nbytes
+        assert passed[1] < WEIGHTS.nbytes
+
+
+def test_download_ends_after_the_wanted_tensors(server: SnapshotServer) -> None:
+    download = Download(server.address, "name", lambda: Stored(wanted=1))
+    assert download.advance(5.0, 5.0)
+    assert download.receiver.tensors.keys() == {"weights"}
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"short", b"\x00" * 7 + b"\x40" + b"x" * 64, b"\x7f" * 200, os.urandom(5000)], ids=len
+)
+def test_download_of_garbage_is_refused_by_address(garbage: bytes) -> None:
+    def answer() -> None:
+        while True:
+            try:
+                client = listens.accept()[0]
+            except OSError:
+                return
+            with client:
+                client.recv(4096)
+                client.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(garbage), garbage))
+
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"http://127.0.0.1:{listens.getsockname()[1]}"
+        download = Download(address, "name", Stored)
+        if len(garbage) < 8:  # the peer may still send the rest
+            assert not download.advance(0.3, 0.3)
+        else:
+            with pytest.raises(RuntimeError, match=f"{address} sent no snapshot"):
+                download.advance(5.0, 5.0)
 
 
 def test_download_takes_no_proxy(server: SnapshotServer, through_a_dead_proxy: None) -> None:
-    received(Download(server.address, "name"), pause=5.0)
+    received(Download(server.address, "name", Stored), pause=5.0)
 
 
 def test_download_says_why_it_waits(server: SnapshotServer) -> None:
-    missing = Download(server.address, "missing")
-    assert missing.take(0.3, 1.0) is None
+    missing = Download(server.address, "missing", Stored)
+    assert not missing.advance(0.3, 1.0)
     assert missing.problem == "it does not offer its weights yet"
     server.close()
-    gone = Download(server.address, "name")
-    assert gone.take(0.3, 1.0) is None
+    gone = Download(server.address, "name", Stored)
+    assert not gone.advance(0.3, 1.0)
     assert "Connection refused" in gone.problem
     server.__init__("127.0.0.1")  # type: ignore[misc]  # the fixture closes it
 
@@ -120,7 +167,7 @@ def test_download_says_why_it_waits(server: SnapshotServer) -> None:
 def test_wait_of_a_node_that_joins_names_its_cause_and_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    download, now = Download("http://10.0.0.9:77", "name"), time.monotonic()
+    download, now = Download("http://10.0.0.9:77", "name", Stored), time.monotonic()
     download.problem = "ConnectionRefusedError: no"
     monkeypatch.setattr(elastic.time, "monotonic", lambda: now + after)  # type: ignore[attr-defined]
     after = 0.0

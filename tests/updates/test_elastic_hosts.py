@@ -181,22 +181,55 @@ def test_node_that_joins_keeps_the_weights_of_its_peers_whatever_its_hooks_set(n
     end(nodes, "ab")
 
 
+def start_node(nodes: Nodes, name: str, folder: Path, **options: Any) -> None:
+    """Start a node of two devices, as the processes name0 and name1."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    for device in range(2):
+        place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
+        nodes.start(f"{name}{device}", devices=2, env=place, node=name, folder=str(folder), **OPTIONS, **options)
+
+
 @pytest.mark.slow
 @each_host
-def test_nodes_of_two_devices_share_weights_and_survive_the_end_of_a_node(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_nodes_of_two_devices_survive_the_end_of_a_node_that_joins_again(
+    nodes: Nodes, fsdp: bool, tmp_path: Path
+) -> None:
     for name in "ab":
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-        for device in range(2):
-            place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
-            options = {**OPTIONS, "devices": 2, "env": place, "node": name, "folder": str(tmp_path / name)}
-            nodes.start(f"{name}{device}", flush_every=4, **options)
+        start_node(nodes, name, tmp_path / name, flush_every=4, fsdp=fsdp)
     begun = nodes.wait_for("b0", of(2))
     nodes.wait_for("a0", of(2, begun["number"] + 10))
     for device in range(2):
         nodes.kill(f"b{device}")
-    nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["epoch"] > begun["epoch"] + 1)
+    alone = nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["epoch"] > begun["epoch"] + 1)
+    start_node(nodes, "b", tmp_path / "again", flush_every=4, fsdp=fsdp)
+    back = nodes.wait_for("b0", of(2, alone["number"]))
+    assert back["step"] > alone["step"]
+    nodes.wait_for("a0", of(2, back["number"] + 10))
     tokens = tokens_of(nodes, ("a0", "b0"))
-    assert set(tokens["a0"]) & set(tokens["b0"])
+    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
+
+
+@pytest.mark.slow
+@each_host
+def test_job_with_fsdp_that_was_killed_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    """Both nodes load the folder that the devices of the first node have written."""
+    start_node(nodes, "a", tmp_path, fsdp=True, every=5)
+    nodes.wait_for("a0", lambda report: report.get("step", 0) > 42)
+    for device in range(2):
+        nodes.kill(f"a{device}")
+    assert (tmp_path / "last.ckpt").is_dir()
+    before = nodes.reports("a0")
+    for name in "ab":
+        start_node(nodes, name, tmp_path, fsdp=True, every=10**6)
+    first = nodes.wait_for("b0", of(2))
+    assert first["step"] > 35
+    after = nodes.reports("a0")[len(before) :]
+    saved = max(each["number"] for each in before if each.get("step", 0) % 5 == 0 and each["step"] <= 45)
+    assert 0 < after[0]["number"] - saved < 15
+    assert {each["digest"] for each in after}.isdisjoint({before[0]["digest"]})
+    nodes.wait_for("a0", of(2, first["number"] + 10))
+    tokens_of(nodes, ("a0", "b0"))
 
 
 # -- without other nodes -----------------------------------------------------------------------------------------------

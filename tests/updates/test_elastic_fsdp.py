@@ -1,0 +1,134 @@
+"""Elastic nodes of two devices that share the model with FSDP2, in processes: killed, stopped, and back again."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchft", reason="needs torchft")
+
+from lightning_sparse.fsdp import mesh_of, shard
+from lightning_sparse.topology import discover
+from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.helpers.distributed import run_ranks
+from tests.helpers.nodes import Nodes, nodes_of
+from tests.helpers.ports import free_port
+from tests.updates.elastic_node import loss_of, main, toy
+from tests.updates.test_elastic import check, of
+
+pytestmark = pytest.mark.slow
+DEVICES = 2
+OPTIONS: dict[str, Any] = {"timeout": 3, "density": 0.1, "width": 67}
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with nodes_of(main) as nodes:
+        yield nodes
+
+
+def start(nodes: Nodes, name: str, **more: Any) -> None:
+    """Start both devices of a node."""
+    port = free_port()
+    for device in range(DEVICES):
+        nodes.start(f"{name}{device}", device=device, devices=DEVICES, port=port, **OPTIONS, **more)
+
+
+def kill(nodes: Nodes, name: str) -> None:
+    for device in range(DEVICES):
+        nodes.kill(f"{name}{device}")
+
+
+def finish(nodes: Nodes, names: str) -> None:
+    """End all nodes. Devices with the same index have equal weights in equal rounds, and no node has lost updates."""
+    for name in names:
+        for device in range(DEVICES):
+            nodes.send(f"{name}{device}", signal.SIGTERM)
+    for device in range(DEVICES):
+        devices = [f"{name}{device}" for name in names]
+        assert [nodes.join(each) for each in devices] == [0] * len(names)
+        tokens = check(nodes, devices)  # type: ignore[arg-type]
+        assert set.intersection(*map(set, tokens.values()))
+
+
+def digests_of_fixed_nodes(steps: int, options: dict[str, Any]) -> list[str]:
+    """Train on fixed nodes, and return a digest of this device's global weights after each step."""
+    topology = discover()
+    model, teacher = toy(0, OPTIONS["width"]), toy(-1)
+    shard(model, mesh_of(topology))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    updates = LocalUpdates(model, optimizer, UpdatesConfig(**options), topology)
+    data = torch.Generator().manual_seed(topology.rank)
+    digests = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, teacher, data).backward()
+        optimizer.step()
+        updates.step()
+        weights_S = updates.optimizers[0].state.read_global()
+        digests.append(hashlib.sha1(weights_S.numpy().tobytes()).hexdigest()[:12])
+    updates.end()
+    return digests
+
+
+@pytest.mark.parametrize("options", [{"step_ahead": 0.5}, {"step_ahead": 1.0, "sync_every": 2, "delay": 2}], ids=str)
+def test_nodes_without_a_fault_have_the_weights_of_fixed_nodes(nodes: Nodes, options: dict[str, Any]) -> None:
+    """With ``step_ahead="auto"``, they measure in other rounds, because elastic nodes start anew when they join."""
+    steps, options = 30, {"density": 0.1, **options}
+    fixed = run_ranks(digests_of_fixed_nodes, steps, options, nodes=3, devices=DEVICES, timeout=100)
+    for index, name in enumerate("abc"):
+        port = free_port()
+        for device in range(DEVICES):
+            place = {"device": device, "devices": DEVICES, "port": port, "data": DEVICES * index + device}
+            more = {**place, "joining": 3 if name == "a" else 0, "steps": steps, "min_nodes": 3, "width": 67}
+            nodes.start(f"{name}{device}", timeout=20, **more, **options)
+        if name == "a":
+            nodes.wait_for("a0", lambda report: "begins" in report)
+    for index, name in enumerate("abc"):
+        for device in range(DEVICES):
+            assert nodes.join(f"{name}{device}") == 0, nodes.output(f"{name}{device}")
+            found = {each["number"]: each["digest"] for each in nodes.reports(f"{name}{device}") if "digest" in each}
+            expected = fixed[DEVICES * index + device]
+            every = options.get("sync_every", 1)
+            assert [found[number] for number in range(1, steps // every + 1)] == expected[every - 1 :: every]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nodes_of_two_devices_that_die_at_random_moments_come_back(nodes: Nodes, dtype: str) -> None:
+    generator = random.Random(3)
+    for name in "abc":
+        start(nodes, name, dtype=dtype)
+    nodes.wait_for("a0", of(3))
+    for _ in range(20):
+        name = generator.choice("abc")
+        time.sleep(generator.uniform(0, 1))
+        kill(nodes, name)
+        time.sleep(generator.uniform(0, 2))
+        start(nodes, name, dtype=dtype)  # while another may die
+    for name in "abc":
+        nodes.wait_for(f"{name}1", of(3), timeout=120)
+    finish(nodes, "abc")
+
+
+@pytest.mark.parametrize("stopped", [("c1",), ("c0", "c1")], ids=["one device", "the node"])
+def test_stopped_node_of_two_devices_misses_rounds_and_comes_back(nodes: Nodes, stopped: tuple[str, ...]) -> None:
+    for name in "abc":
+        start(nodes, name)
+    begun = nodes.wait_for("c0", of(3))["number"]
+    for each in stopped:
+        nodes.send(each, signal.SIGSTOP)
+    without = nodes.wait_for("a0", of(2, begun))["number"]
+    nodes.wait_for("a0", of(2, without + 10))
+    for each in stopped:
+        nodes.send(each, signal.SIGCONT)
+    nodes.wait_for("c0", of(3, without))
+    assert "has missed rounds" in nodes.output("c0")
+    finish(nodes, "abc")
