@@ -143,7 +143,7 @@ class ElasticUpdates(LocalUpdates):
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         _check(optimizers, topology)
-        self._devices = _own_group(topology)
+        self._devices, self._main = _own_group(topology), _own_group(topology)
         lighthouse = _connect(self._devices, config, name)
         host = str(from_first(self._devices, lambda: lighthouse.host if lighthouse is not None else ""))
         self._server: SnapshotServer | None = SnapshotServer(host)
@@ -278,6 +278,14 @@ class ElasticUpdates(LocalUpdates):
         """Return whether the loaders passed to `shard_loader` have a batch of this epoch left for this node. Every
         device of the node calls it."""
         return bool(self._from_first(lambda: self.peers.assigner.has_left(epoch, self._least)))
+
+    def any_device(self, condition: bool) -> bool:
+        """Return whether the condition holds on any device of the node. Every device of the node calls it."""
+        if self._main.size == 1:
+            return condition
+        flag = torch.tensor([int(condition)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._main.handle)
+        return bool(flag)
 
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this node, for example during a
@@ -460,11 +468,6 @@ class ElasticUpdates(LocalUpdates):
             self._watch.stop()
             self._watch.check()
             self._state.arrive(self._watch.drain())
-
-    @property
-    def _main(self) -> Group:
-        """The group of the node's devices for the main thread."""
-        return Group(self._devices.ranks, self._devices.place)
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         return from_first(self._main, ask)
@@ -778,7 +781,7 @@ class RoundJob:
 
 
 def _own_group(topology: Topology) -> Group:
-    """Return a group of the node's devices for the thread of the exchange alone."""
+    """Return a new group of the node's devices. Each thread needs its own."""
     ranks = tuple(range(topology.world_size))
     handle = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
     return Group(ranks, topology.rank, handle if isinstance(handle, dist.ProcessGroup) else None)

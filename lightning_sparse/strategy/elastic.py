@@ -76,9 +76,26 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     """Common part of the Trainer's strategies for elastic nodes."""
 
     _another_writes = False  # another node writes checkpoints
+    _must_stop = False  # this process has received SIGTERM
+
+    def _listen_for_sigterm(self, trainer: Any) -> None:
+        """Let all devices of a node stop after the same batch.
+
+        Lightning broadcasts inside its signal handler, which interrupts each device in another collective.
+        """
+        connector, self._must_stop = trainer._signal_connector, False
+
+        def note(number: int, _: Any) -> None:
+            log.info("received signal %d: this node sends its pending updates and leaves", number)
+            if not self._must_stop and self.launcher is not None:
+                self.launcher.kill(number)
+            self._must_stop = True
+
+        connector._sigterm_notifier_fn = note
 
     def _after_join(self, trainer: Any) -> None:
         """Prepare the Trainer and its hooks for training with other nodes."""
+        self._listen_for_sigterm(trainer)
         trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
         self.engines[-1].swap_in_global_weights()  # for hooks before the first batch
         self.engines[-1].watch()
@@ -132,6 +149,8 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         super().on_train_batch_start(batch, batch_idx)
         if self.elastic is not None:
             self.elastic.serve(self._progress)
+            if self.elastic.any_device(self._must_stop):
+                self.lightning_module.trainer._signal_connector.received_sigterm = True  # ends the fit after this batch
 
     def on_validation_start(self) -> None:
         """Validate the global weights. The other nodes do not wait."""

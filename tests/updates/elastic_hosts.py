@@ -204,7 +204,11 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     optimizer = state["optimizer"] = fabric.setup_optimizers(adam)
     strategy.sync_state(state)
     strategy.shard_loader(loader)
-    while not leaving:
+
+    def ends() -> bool:
+        return strategy.elastic.any_device(bool(leaving))
+
+    while not ends():
         loader.sampler.set_epoch(state["epoch"])
         for inputs, targets, drawn in loader:
             fabric.backward(nn.functional.mse_loss(model(inputs), targets))
@@ -216,7 +220,7 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
                 fabric.save(path, state)
             more = {"step": state["global_step"], "epoch": state["epoch"], "drawn": drawn.tolist()}
             report(strategy.elastic, net, scheduler.get_last_lr()[0], fabric.is_global_zero, **more)
-            if leaving:
+            if ends():
                 break
         else:
             state["epoch"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,10 @@ def test_nodes_of_two_devices_survive_the_end_of_a_node_that_joins_again(
     back = nodes.wait_for("b0", of(2, alone["number"]))
     assert back["step"] > alone["step"]
     nodes.wait_for("a0", of(2, back["number"] + 10))
+    nodes.send("b1", signal.SIGTERM)  # one device of the node
+    assert [nodes.join(f"b{device}") for device in range(2)] == [0, 0]
+    nodes.wait_for("a0", of(1, back["number"]))
+    assert "are not sent" not in nodes.output("b0") + nodes.output("b1")
     tokens = tokens_of(nodes, ("a0", "b0"))
     assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
 
