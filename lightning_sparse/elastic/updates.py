@@ -279,13 +279,13 @@ class ElasticUpdates(LocalUpdates):
         device of the node calls it."""
         return bool(self._from_first(lambda: self.peers.assigner.has_left(epoch, self._least)))
 
-    def any_device(self, condition: bool) -> bool:
-        """Return whether the condition holds on any device of the node. Every device of the node calls it."""
+    def any_device(self, *conditions: bool) -> list[bool]:
+        """Return for each condition whether it holds on any device of the node. Every device of the node calls it."""
         if self._main.size == 1:
-            return condition
-        flag = torch.tensor([int(condition)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._main.handle)
-        return bool(flag)
+            return list(conditions)
+        flags = torch.tensor(conditions, dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._main.handle)
+        return [bool(each) for each in flags.tolist()]
 
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this node, for example during a

@@ -149,8 +149,18 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         super().on_train_batch_start(batch, batch_idx)
         if self.elastic is not None:
             self.elastic.serve(self._progress)
-            if self.elastic.any_device(self._must_stop):
-                self.lightning_module.trainer._signal_connector.received_sigterm = True  # ends the fit after this batch
+            self._end_together(self.elastic)
+
+    def _end_together(self, elastic: ElasticUpdates) -> None:
+        """Let all devices of the node end the epoch, or the fit, after the same batch.
+
+        After missed rounds, devices may have drawn samples by different assignments, so one has fewer batches left.
+        """
+        trainer = self.lightning_module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        must_stop, progress.is_last_batch = elastic.any_device(self._must_stop, progress.is_last_batch)
+        if must_stop:
+            trainer._signal_connector.received_sigterm = True  # ends the fit after this batch
 
     def on_validation_start(self) -> None:
         """Validate the global weights. The other nodes do not wait."""

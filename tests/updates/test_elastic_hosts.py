@@ -216,6 +216,15 @@ def test_nodes_of_two_devices_survive_the_end_of_a_node_that_joins_again(
 
 
 @pytest.mark.slow
+def test_devices_of_a_node_end_the_epoch_together_even_if_one_has_fewer_batches(nodes: Nodes, tmp_path: Path) -> None:
+    """They have drawn by different assignments if the node has missed rounds."""
+    start_node(nodes, "a", tmp_path, fsdp=True, short=True, epochs=3)
+    assert [nodes.join(f"a{device}") for device in range(2)] == [0, 0]
+    steps = [each["step"] for each in nodes.reports("a0")]
+    assert steps[-1] == 3 * (3 * SAMPLES // 4 // 2 // BATCH)
+
+
+@pytest.mark.slow
 @each_host
 def test_job_with_fsdp_that_was_killed_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     """Both nodes load the folder that the devices of the first node have written."""
