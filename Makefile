@@ -80,7 +80,7 @@ gpu-check: ## with PYTHON directly: build the kernels, run the GPU tests, time t
 		$$(grep -l mark.gpu tests/kernels/test_*.py tests/strategy/test_*.py tests/lab/test_*.py) $(ARGS)
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m benchmarks.exchange.kernels $(OUT) --device cuda --quick
 
-gpu-session: ## with PYTHON directly: build, test and measure on one GPU in nine minutes, a verdict a claim; ARGS=--cpu tries it without
+gpu-session: ## with PYTHON directly: build, test and measure on one GPU in nine minutes, with a verdict per claim; without a GPU: ARGS=--cpu
 	$(PYTHON) -m benchmarks.gpu.session $(OUT)/gpu-session $(ARGS)
 
 conformance: $(VENV)/.built ## run Lightning's DDP tests against the strategy; LIGHTNING=path of a checkout

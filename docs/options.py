@@ -54,7 +54,7 @@ SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
 }
 NOTES = {
     "Strategies": "If only some strategies have an option, parentheses name them: *hier* is `MSTopKHierStrategy`, etc. "
-    "`MSTopKElasticFSDPStrategy` has the options of *elastic*, and `save_distributed_checkpoint` of *fsdp*.",
+    "`MSTopKElasticFSDPStrategy` takes the *elastic* options and `save_distributed_checkpoint`.",
     "DataModules": "*images* is `CachedImageDataModule`, *samples* `CachedDataModule`, and *tokens* `TokenDataModule`.",
 }
 

@@ -1,9 +1,10 @@
 """Compare dense and sparse training on an emulated cluster; `make demo` runs this.
 
 The cluster has two nodes of two ranks each. The nodes are network namespaces, joined by links of 0.15 Gbit/s. Ranks use
-the machine's GPUs, which they share if there are fewer than four, or the CPU. All runs of a task start from the same
-weights, and take the same number of steps. The *single-node baseline* trains one node on its half of the data without
-any communication: an exchange is useful only if it ends below this loss. The kernel counts the bytes on the links.
+the machine's GPUs, and share them if there are fewer than four. Without GPUs, ranks use the CPU. All runs of a task
+start from the same weights, and take the same number of steps. The *single-node baseline* trains one node on its half
+of the data without any communication: an exchange is useful only if it ends below this loss. The kernel counts the
+bytes on the links.
 
 These rules set the options. docs/first-run.md has the measured table, benchmarks/README.md the learning rates:
 

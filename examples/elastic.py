@@ -6,7 +6,7 @@ TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/elastic.py --name a    # on
 
 python examples/elastic.py --demo    # three nodes on this machine, one of which is killed and joins again
 
-With --fsdp, each node has two devices that share the model with FSDP2.
+With --fsdp, each node has two devices, which shard the model with FSDP2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticFSDPStrategy, MSTopKElasticStrategy
 
-# Lightning 2.6 asks torch 2.15 in an old way.
+# Lightning 2.6 uses a check that torch 2.15 deprecates.
 warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
 
 
@@ -150,10 +150,10 @@ def demo(rounds: int, fsdp: bool) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100, help="of the demo, between one event and the next")
-    parser.add_argument("--name", help="of this node, in the log")
+    parser.add_argument("--rounds", type=int, default=100, help="number of rounds between two events of the demo")
+    parser.add_argument("--name", help="name of this node in the log")
     parser.add_argument("--demo", action="store_true", help="start a lighthouse and three nodes here")
-    parser.add_argument("--fsdp", action="store_true", help="share the model among two devices per node")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model over two devices per node")
     args = parser.parse_args()
     if args.demo:
         sys.exit(demo(args.rounds, args.fsdp))

@@ -125,11 +125,11 @@ class Corpus:
     num_symbols: int
 
     def to(self, device: torch.device) -> Corpus:
-        """Return this text on a device. Windows are then made there."""
+        """Copy the text to a device."""
         return replace(self, train_N=self.train_N.to(device), val_N=self.val_N.to(device))
 
     def windows(self, start_B: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, one character later: int64 [B, length] each, on the device of both arguments."""
+        """Return inputs and targets, one character later: int64 [B, length] each. `start_B` is on the text's device."""
         both_BL = self.train_N[start_B[:, None] + torch.arange(length + 1, device=start_B.device)].long()
         return both_BL[:, :-1], both_BL[:, 1:]
 

@@ -54,8 +54,8 @@ class Node:
         return json.dumps(asdict(self))
 
 
-class Held:
-    """The name of the global weights in the state of this process; empty until it is known."""
+class TrackedVersion:
+    """The token and number of this process's global weights; empty until they are known."""
 
     def __init__(self) -> None:
         self.token, self.number = "", 0
@@ -90,14 +90,14 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     corpus = torch.load(folder / "corpus.pt", weights_only=False)
     learner = learner_of(corpus, node.seed, node.steps, node.place)
-    held = Held()
+    version = TrackedVersion()
     config = ElasticConfig(lighthouse=node.lighthouse, density=0.01)
     updates = ElasticUpdates(learner.model, learner.optimizer, config, discover(), name=f"node{node.place}")
     step = 0 if updates.progress is None else int(updates.progress["step"])
-    told_to_leave = list[int]()
-    signal.signal(signal.SIGTERM, lambda number, _: told_to_leave.append(number))
+    received_signals = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: received_signals.append(number))
     tell(begins=step)
-    while step < node.steps and not told_to_leave:
+    while step < node.steps and not received_signals:
         for group in learner.optimizer.param_groups:
             group["lr"] = 0.008 * text.scale(step, learner.settings.lr_warmup_steps, node.steps)
         time.sleep(node.pause)
@@ -114,8 +114,8 @@ def main() -> None:
             with updates.global_weights():
                 torch.save(learner.model.state_dict(), folder / f"{step}.pt")
         digest = hashlib.sha1(updates._state.global_S.numpy().tobytes()).hexdigest()[:12]
-        told: dict[str, Any] = {"token": held.token, "digest": digest} if held.token else {}
-        tell(step=step, number=held.number, seconds=seconds, loss=loss.item(), **told, **updates.gauges())
+        weights: dict[str, Any] = {"token": version.token, "digest": digest} if version.token else {}
+        tell(step=step, number=version.number, seconds=seconds, loss=loss.item(), **weights, **updates.gauges())
     updates.finish()
     if step == node.steps:
         torch.save(learner.model.state_dict(), folder / f"{step}.pt")

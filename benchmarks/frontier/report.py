@@ -129,7 +129,7 @@ def section(rows: Sequence[dict[str, Any]]) -> str:
     read = steps * batch * CONTEXT
     heading = (
         f"## {parameters:,} parameters, {optimizer}, {workers} workers, {steps:,} steps of {batch} windows: a text of "
-        f"{text:,} characters, {read / text:.1f} times; {read / parameters:.2g} characters per parameter"
+        f"{text:,} characters, read {read / text:.1f} times; {read / parameters:.2g} characters per parameter"
     )
     return "\n".join([heading, "", table(rows), "", trials(rows)])
 
@@ -214,7 +214,7 @@ def write_report(out: Path) -> None:
     for kind in dict.fromkeys(map(_kind, rows)):
         parts += ["", section([row for row in rows if _kind(row) == kind])]
     if any(_is_usual(record) for record in records):
-        parts += ["", "## Beside real processes", "", agreement(records)]
+        parts += ["", "## Comparison with real processes", "", agreement(records)]
     drawn = plot if any(_is_usual(record) for record in records) else None
     write(out / "results.json", {**about, "rows": rows, "runs": records}, "\n".join(parts), drawn)
 

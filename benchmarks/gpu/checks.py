@@ -33,7 +33,7 @@ def build(folder: Path, device: torch.device) -> Iterator[Result]:
 
 
 def tests(folder: Path, device: torch.device) -> Iterator[Result]:
-    """Run the tests marked ``gpu``, by file, because packages of other tests may be missing."""
+    """Run the tests marked ``gpu``. Other files are not imported, because their packages may be missing."""
     words = [sys.executable, "-m", "pytest", "-p", "tests.helpers.timeout_optional", "-m", "gpu", "-q", *gpu_tests()]
     words += ["--continue-on-collection-errors", "--durations=5"]
     output = _run(words, check=False)
@@ -47,7 +47,7 @@ def tests(folder: Path, device: torch.device) -> Iterator[Result]:
 
 
 def gpu_tests() -> list[str]:
-    """Return the files with tests marked ``gpu``, without those of data, which need DALI."""
+    """Return the files with tests marked ``gpu``, except tests/data, which need DALI."""
     files = [path for name in FOLDERS for path in sorted((ROOT / "tests" / name).glob("test_*.py"))]
     return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 

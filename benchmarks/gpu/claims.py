@@ -1,4 +1,4 @@
-"""What a part of the GPU session is: a function, a time limit, and the claims that the function checks."""
+"""Parts of the GPU session: each has a function, a time limit, and the claims that the function checks."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class Part:
     by_default: bool = True
 
 
-def verdict(held: bool, number: str) -> tuple[str, str]:
-    return (HELD if held else NOT_HELD, number)
+def verdict(is_true: bool, number: str) -> tuple[str, str]:
+    return (HELD if is_true else NOT_HELD, number)

@@ -32,7 +32,7 @@ def _topk(x: torch.Tensor, k: int) -> dict[str, Callable[[], object]]:
 
 
 def claims_of(rows: Rows, smallest: int, largest: int) -> Claims:
-    """Return the claims whose rows are there."""
+    """Return the verdicts of the claims whose rows are available."""
     of: dict[Any, Any] = {(row["numel"], row["distribution"], row["method"]): row for row in rows}
     claims: Claims = {}
     if (smallest, "gaussian", "compress") in of:
@@ -54,7 +54,7 @@ KERNELS = Part(
     60,
     {
         "select": "selecting 1% takes at most 3 times the time of reading the tensor",
-        "compress": "compressing it takes at most 2.5 times the time of copying it",
+        "compress": "compressing 1% takes at most 2.5 times the time of copying the tensor",
         "small": "compressing a shard of a 25 MB bucket on 8 devices takes at most 100 us",
         "topk": "selecting is faster than torch.topk",
     },

@@ -1,17 +1,17 @@
 """The part `loss` of the GPU session: losses of larger models with four simulated nodes, built on ../frontier.
 
-Eight methods, each with three learning rates, train a character Transformer on the source of Python's library. Runs are
-ordered so that a part that is stopped has compared all methods with equally many trials. Each finished run is a line of
-runs.jsonl, and is not run again.
+Eight methods, each with three learning rates, train a character Transformer on the source of Python's library. All
+first trials run before all second trials, so a stopped part compares methods with equal numbers of trials. Each
+finished run adds a line to runs.jsonl. The part does not repeat it.
 
-The learning rates of a method are multiples of its best one with 0.8 M parameters (`BEST`). 20M is four times as wide,
-which calls for lower rates, and has eight times the batch, which calls for higher ones. So the first trial is half of
-that best rate, and the others are twice and half of the first. An outer learning rate and a momentum stay at their
-best.
+The learning rates of a method are multiples of its best rate with 0.8 M parameters (`BEST`). 20M is four times as wide,
+which requires lower rates. It has eight times the batch, which requires higher rates. So the first trial uses half of
+the best rate. The other trials use twice and half of the first rate. Outer learning rates and momentum keep their best
+values.
 
-Both sizes read fewer characters per parameter than the sizes of ../frontier, and exchange less often. With 3% every 30
-steps, the messages of a node contain each entry twice on average with 20M, and once with 124M. With 0.8 M parameters,
-it is 16 times. The table states how often the text is read.
+Both sizes read fewer characters per parameter than the sizes of ../frontier, and their runs have fewer exchanges. With
+3% every 30 steps, a node sends each entry twice on average with 20M, once with 124M, and 16 times with 0.8 M
+parameters. The heading of the table states how often training reads the text.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from benchmarks.frontier.runs import ROWS, Finished, Options, Run, work_through
 from benchmarks.gpu.claims import NOT_RUN, Claims, Part, verdict
 
 CLAIMS = {
-    "1%": "1% of the updates ends within 3% of dense training, and below the single-node baseline",
-    "3%_10": "3% every 10 steps ends within 5% of dense training, and below the single-node baseline",
-    "10%_30": "10% every 30 steps ends within 5% of dense training, and below the single-node baseline",
-    "SparseLoCo": "at equal bits, 3% every 30 steps ends no higher than SparseLoCo",
-    "DiLoCo": "at equal bits, 1% of the updates ends no higher than DiLoCo with 4-bit values",
+    "1%": "with updates 1%, the loss is at most 3% above dense, and below the single-node baseline",
+    "3%_10": "with updates 3% every 10, the loss is at most 5% above dense, and below the single-node baseline",
+    "10%_30": "with updates 10% every 30, the loss is at most 5% above dense, and below the single-node baseline",
+    "SparseLoCo": "at equal bits, the loss with updates 3% every 30 is no higher than with SparseLoCo",
+    "DiLoCo": "at equal bits, the loss with updates 1% is no higher than with 4-bit DiLoCo",
 }
 Losses = Mapping[str, Sequence[float]]
 """The losses of each method's finished trials, in the order of its trials."""
@@ -56,7 +56,7 @@ rate of dense training halved from 0.1 M to 0.8 M parameters."""
 FACTORS = {"20M": (0.5, 1.0, 0.25), "124M": (0.25, 0.5, 0.125)}
 """The learning rates of a size, as multiples of `BEST`. 124M is 1.6 times as wide as 20M."""
 TRY: dict[str, Any] = {"size": "0.1M", "steps": 60}
-"""Runs on a CPU, which only try the part: one trial per method."""
+"""Settings on a CPU, where one trial per method only tests the part."""
 
 
 def loss(size: str, folder: Path, device: torch.device) -> Iterator[tuple[Claims, Losses]]:

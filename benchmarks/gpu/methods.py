@@ -8,7 +8,7 @@ averaging        torch's PeriodicModelAverager: averaged parameters every `PERIO
                  sends as many bytes
 mstopk_hier      the largest 1% of the gradients in each step
 mstopk_local     the largest 1% of the updates in each step
-mstopk_fsdp      the same, with the model sharded by FSDP2 inside each node
+mstopk_fsdp      the largest 1% of the updates in each step. FSDP2 shards the model inside each node
 ================ ======================================================================================================
 """
 
@@ -129,13 +129,13 @@ COMPARED = {name: METHODS[name] for name in METHODS if not METHODS[name].period}
 
 @dataclass
 class Training:
-    """A model that one method trains. Every rank makes the same trainings in the same order.
+    """The training of a model with one method. All ranks create their trainings in the same order.
 
     Args:
         fabric: Fabric of this method.
         model, optimizer: as Fabric wraps them.
         loss: returns the loss of the model on a batch.
-        averager: averages the parameters, if the method does so.
+        averager: averages the parameters; None for other methods.
     """
 
     fabric: Fabric

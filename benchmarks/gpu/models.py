@@ -104,7 +104,7 @@ def _predict(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 BATCHES = 16
-"""Batches of a pool. With one batch for all steps, AdamW soon changes every entry by the same amount."""
+"""Number of different batches. With one batch for all steps, AdamW soon changes all entries by the same amount."""
 
 
 def batches_of(task: Task, device: torch.device, count: int = BATCHES) -> list[Tensor]:

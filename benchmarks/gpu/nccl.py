@@ -1,7 +1,7 @@
 """The part `nccl`: step times of this package and other methods on real ranks, over links of limited rate.
 
-The two nodes are network namespaces (`lightning_sparse.lab`) with one rank each. On a GPU, ranks use NCCL. With one GPU
-they share it, so compute takes longer than on two machines, with every method. On a CPU, the model is small.
+The two nodes are network namespaces (`lightning_sparse.lab`) with one rank each. On a GPU, ranks use NCCL. If there is
+only one GPU, ranks share it, so every method computes longer than on two machines. On a CPU, the model is small.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_sparse.cli import format_table
 from lightning_sparse.topology import Topology
 
 RATES = (10.0, 1.0)
-"""Gbit/s of the links, each way."""
+"""Rates of the links in Gbit/s, per direction."""
 OURS = ("mstopk_hier 1%", "mstopk_local 1%", "mstopk_fsdp 1%")
 OTHERS = tuple(name for name in METHODS if name not in OURS)
 
@@ -50,7 +50,7 @@ CLAIMS = {
 }
 REPEATS = 3
 SETTLING = 3
-"""Steps until buckets are settled, and PowerSGD compresses."""
+"""Number of steps after which buckets are settled, and PowerSGD compresses."""
 SECONDS = 2.0
 """Length of a turn, as far as `FEWEST_STEPS` and `MOST_STEPS` allow."""
 FEWEST_STEPS, MOST_STEPS = 2, 30
@@ -67,7 +67,7 @@ def step_times(folder: Path, device: torch.device) -> Iterator[Result]:
 
 
 def measure(topology: Topology, device: torch.device, gbps: float | None, small: bool) -> Rows:
-    """Return one row per method. A collective. Methods are interleaved."""
+    """Measure the methods in turns, and return one row per method. A collective."""
     task = (SMALL if small else FULL)["gpt"]
     torch.manual_seed(1 + topology.rank)
     batches = batches_of(task, device)

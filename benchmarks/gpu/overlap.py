@@ -17,7 +17,7 @@ TRACED = 6
 SHARE = 0.3
 """Time on the link, as a share of a step."""
 CASES = {"gradients": (OVERLAP, "resnet50"), "updates": (UPDATES, "gpt")}
-"""Method and model. The largest gradient of a GPT, of its embedding, is ready last and cannot overlap."""
+"""Method and model. A GPT's largest gradient (embedding) is ready last and cannot overlap."""
 
 
 def trace(folder: Path, device: torch.device) -> Iterator[Result]:

@@ -1,7 +1,7 @@
 """The part `parity`: losses and final weights of each method on real ranks, compared with DDP and with the CPU.
 
-Each training takes `STEPS` steps in fp32, or as its name says, from equal weights on equal samples. On a GPU, ranks use
-NCCL. If there are fewer GPUs than ranks, they share a GPU.
+Each training takes `STEPS` steps from equal weights on equal samples, in fp32 unless its name gives another precision.
+On a GPU, ranks use NCCL. If there are fewer GPUs than ranks, ranks share GPUs.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ PARITY = Part(
     240,
     {
         "ranks": "the weights of all ranks are bit-identical",
-        "ddp": f"dense exchanges have the losses of DDP, to {LIKE_DDP:g}",
-        "cpu": f"all losses are those of the CPU, to {LIKE_CPU:g}",
+        "ddp": f"losses with dense exchanges equal DDP losses within {LIKE_DDP:g} (relative)",
+        "cpu": f"losses on the GPU equal CPU losses within {LIKE_CPU:g} (relative)",
     },
     by_default=False,
 )

@@ -1,6 +1,6 @@
-"""The parts of the GPU session. One part alone: `python -m benchmarks.gpu.parts PART FOLDER [--cpu]`.
+"""The parts of the GPU session. To run one part: `python -m benchmarks.gpu.parts PART FOLDER [--cpu]`.
 
-To add a part, write a module with its function, claims and time limit (claims.py), and name it in `PARTS`. A part runs
+To add a part, write a module with its function, claims and time limit (claims.py), and add it to `PARTS`. A part runs
 in its own process. Each of its results is a line of JSON after `RESULT`, with all results so far; see session.py.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
     if device.type == "cuda" and options.part != "build":
         _needs_kernels()
     if device.type == "cpu":
-        torch.set_num_threads(1)  # models this small are slower on more
+        torch.set_num_threads(1)  # small models are slower on more threads
     for claims, data in PARTS[options.part].run(options.folder, device):
         print("\n" + RESULT + json.dumps({"claims": claims, "data": data}), flush=True)
     if dist.is_initialized():
@@ -57,12 +57,12 @@ def main() -> None:
 
 
 def _needs_kernels() -> None:
-    """Raise an error without compiled kernels, whose numbers would be those of plain torch."""
+    """Raise an error if no kernels are compiled, because the part would measure plain torch."""
     from lightning_sparse.kernels import kernel_report
 
     report = kernel_report()
     if report.cuda != "compiled":
-        raise SystemExit(f"no CUDA kernels: {'; '.join(report.reasons)}")
+        raise SystemExit(f"no CUDA kernels: {'; '.join(report.reasons)}. Run the part build first.")
 
 
 if __name__ == "__main__":

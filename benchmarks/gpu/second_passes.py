@@ -28,7 +28,7 @@ INF_KEY = 0x7F800000
 
 @contextmanager
 def counted() -> Iterator[list[Tensor]]:
-    """Collect for each sparse selection whether it needs a second pass. Read the list after the block."""
+    """Record whether each sparse selection needs a second pass. Read the list after the block."""
     found: list[Tensor] = []
 
     def counting(

@@ -4,33 +4,33 @@
     python -m benchmarks.gpu.session /tmp/try --cpu  # on a CPU, with small sizes
     python -m benchmarks.gpu.session results --parts gpt trace
 
-It needs torch, a compiler and nvcc, and downloads nothing. Each part is a process with a time limit, and a failed part
-does not stop the others. For each claim, it prints held, not held or not run, with the number.
+It needs torch, a compiler and nvcc, and downloads nothing. Each part runs in its own process with a time limit. After a
+failed part, the session continues. For each claim, it prints held, not held or not run, with the number.
 
 | part | content |
 |---|---|
 | build | the kernels, for this GPU |
 | tests | tests marked `gpu` |
-| kernels | selection and compression, and the device's own sum, copy and topk |
+| kernels | selection and compression, compared with sum, copy and topk of torch |
 | resnet50, gpt | steps on two nodes of one device, without and with an exchange and a slow link; second passes |
 | sync | steps in which a wait of the host for the device is an error |
 | trace | steps of ResNet-50 with gradients and of the GPT with updates, as lanes over time |
 
-Other parts run only if they are named. `loss` continues where it was stopped:
+Other parts run only if you name them. `loss` continues after its last finished run:
 
     make gpu-session PYTHON=python3 OUT=results ARGS="--parts build parity nccl"
     make gpu-session PYTHON=python3 OUT=results ARGS="--parts build loss"
 
 | part | content |
 |---|---|
-| parity | losses and final weights of each method on real ranks over NCCL, beside DDP and the CPU |
+| parity | losses and final weights of each method on real ranks over NCCL, compared with DDP and the CPU |
 | nccl | steps of DDP, its hooks, averaging and this package on real ranks, over links of 10 and 1 Gbit/s |
 | loss, loss_124M | losses of eight methods with 20 or 124 M parameters and four simulated nodes |
 
-In the first table, the other node is a copy of this one (cluster.py), without NCCL and network. The claims are about a
-GPU; on a CPU, the verdicts say only that all parts run. Writes session.json and session.md (hardware, date, versions,
-commit, command), log.txt and two traces for chrome://tracing or Perfetto. Each result is written at once, so an
-interrupted session loses none.
+The parts of the first table simulate the second node as a copy of the first node (cluster.py), without NCCL and
+network. The claims are about a GPU. On a CPU, the verdicts only show that all parts run. The session writes
+session.json and session.md (hardware, date, versions, commit, command), log.txt, and two traces for chrome://tracing or
+Perfetto. It writes each result immediately, so an interrupted session keeps all results.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _outcome(part: Part, result: dict[str, Any], seconds: float, ended: str, last: str = "") -> Outcome:
-    """Return an outcome, in which a claim without a result is not run."""
+    """Return an outcome. A claim without a result gets the verdict "not run"."""
     why = "" if ended == "whole" else f"{ended}: {last[:200]}"
     claims = {each: tuple(result["claims"].get(each, (NOT_RUN, why))) for each in part.claims}
     return Outcome(seconds, ended, claims, result["data"])
 
 
 def session(folder: Path, names: Sequence[str], cpu: bool, minutes: float, about: dict[str, str]) -> None:
-    """Run the parts one after the other, and write each result at once. Parts that do not fit the time do not run."""
+    """Run the parts one after the other, and write each result immediately. Skip parts once less than 5 s are left."""
     until = time.monotonic() + 60 * minutes
     outcomes: dict[str, Outcome] = {}
     for name in names:
@@ -155,7 +155,7 @@ def write(folder: Path, outcomes: dict[str, Outcome], about: dict[str, str]) -> 
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file so that an interruption leaves the former or the new text."""
+    """Write a file so that an interruption leaves the old or the new text."""
     new = file.with_name(f"{file.name}.new")
     new.write_text(text)
     new.replace(file)
@@ -163,11 +163,11 @@ def _replace(file: Path, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="where results go")
+    parser.add_argument("folder", type=Path, help="folder for results")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, with small sizes")
     default = [name for name, part in PARTS.items() if part.by_default]
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=default)
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit for all parts together")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "log.txt").unlink(missing_ok=True)

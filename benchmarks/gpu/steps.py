@@ -70,7 +70,7 @@ def second_pass_claims(counts: dict[str, tuple[int, int]]) -> Claims:
 
 
 def added(rows: Times, name: str) -> float:
-    """Return the milliseconds that an exchange adds to a step."""
+    """Return the milliseconds per step that an exchange adds."""
     return rows[name]["ms"] - rows[NONE]["ms"]
 
 
@@ -103,9 +103,9 @@ CLAIMS = {
     "overlap": "exchanging gradients with overlap adds at most 10% to a step without a link",
     "updates": "exchanging updates adds at most 5% to a step without a link",
     "second_passes": "at most one selection in 20 needs a second pass",
-    "faster": "with a link that takes half a step, overlap is no slower than no overlap",
-    "hides": "gradients with overlap hide half of that link's time or more",
-    "hides_updates": "updates hide four fifths of that link's time or more",
+    "faster": "if the link takes half a step, steps with overlap are no slower than steps without overlap",
+    "hides": "overlap hides at least half of the link time of gradients",
+    "hides_updates": "the next step hides at least 80% of the link time of updates",
 }
 RESNET50 = Part(partial(step, "resnet50"), 120, CLAIMS)
 GPT = Part(partial(step, "gpt"), 120, CLAIMS)

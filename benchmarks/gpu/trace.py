@@ -90,7 +90,7 @@ def length(spans: Iterable[Span]) -> float:
 def hidden(lanes: Sequence[Lane], steps: int) -> float | None:
     """Return the fraction of the link's time in which another lane works; None without a link.
 
-    The waits of the last of these equal steps do not count, because no step follows that could hide them.
+    The waits of the last of these equal steps do not count, because no later step can hide them.
     """
     waits = sorted(span for lane in lanes for span in lane.link)
     link = united(waits[: len(waits) * (steps - 1) // steps])

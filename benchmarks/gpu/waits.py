@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def waits_raise() -> Iterator[None]:
-    """Raise RuntimeError where the host waits for the GPU. The former mode returns in any case."""
+    """Raise RuntimeError if the host waits for the GPU. Restore the previous mode at the end."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         _set_mode("error")
@@ -21,9 +21,9 @@ def waits_raise() -> Iterator[None]:
 
 
 def _set_mode(mode: str | int) -> None:
-    """Set the mode.
+    """Set the mode, and ignore torch's warning.
 
-    Torch warns once that the mode is a prototype, after setting it. Where warnings are errors, the mode would stay.
+    After torch sets the mode, it warns once that the mode is a prototype. The warning must not become an error here.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -22,7 +22,7 @@ from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 NONE, NO_OVERLAP, OVERLAP, UPDATES = "no exchange", "gradients, no overlap", "gradients, overlap", "updates"
 SETTLING = 4  # rounds until buckets are settled, and more
 Times = dict[str, dict[str, float]]
-"""By method: milliseconds of a step, as the median over turns, the fastest and the slowest turn."""
+"""Milliseconds per step of each method: median, fastest and slowest turn, and the time in which the host queues it."""
 
 
 class Way:
@@ -80,7 +80,7 @@ class Way:
             torch.autograd.backward(loss)
 
     def step(self) -> None:
-        """Run a training step, whose exchange of updates may still run when this returns."""
+        """Run a training step. An exchange of updates may continue after the return."""
         self.backward()
         self._optimizer.step()
         if self._updates is not None:
@@ -108,7 +108,7 @@ class Way:
 
 
 def begin(device: torch.device) -> None:
-    """Make a process group of this rank alone, which DistributedDataParallel needs."""
+    """Create a process group with only this rank, because DistributedDataParallel needs a group."""
 
     def start(backend: str) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def begin(device: torch.device) -> None:
     try:
         dist.all_reduce(torch.zeros(1, device=device))
     except dist.DistBackendError as error:
-        print(f"NCCL does not start here, so Gloo takes its place: {error}")
+        print(f"NCCL does not start, so this part uses Gloo: {error}")
         dist.destroy_process_group()
         start("gloo")
 
@@ -139,8 +139,8 @@ def settle(ways: Iterable[Way]) -> None:
 def times(ways: Sequence[Way], steps: int, turns: int) -> Times:
     """Time the steps of settled methods, which take turns of several steps.
 
-    The host waits for the device at the end of a turn only: an exchange of updates hides behind the next step, so a
-    wait in each step would add the whole exchange to it. The last exchange of a turn has no next step. It adds up to
+    The host waits for the device only at the end of a turn. The next step hides an exchange of updates, so a wait in
+    each step would add the whole exchange to the step. The last exchange of a turn has no next step. It adds up to
     1 / steps of an exchange to each step.
     """
     taken: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}

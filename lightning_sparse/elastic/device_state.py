@@ -1,4 +1,4 @@
-"""The state of a device that its counterpart on a joining node downloads.
+"""The state that a device offers to its counterpart on a joining node.
 
 ========== ============================================================================= =======================
 tensors    content                                                                       during the download
@@ -27,7 +27,7 @@ WEIGHTS, OPTIMIZER, MODULE = "weights", "optimizer", "module"
 
 
 def snapshot_of(one: LocalOptimizer, module: nn.Module, names: Mapping[int, str], head: dict[str, Any]) -> Snapshot:
-    """Return a snapshot of this device, while the module holds the global weights.
+    """Return a snapshot of this device. The module must hold the global weights.
 
     Args:
         names: names of the parameters by ``id()``.
@@ -61,7 +61,7 @@ class DeviceReceiver(Receiver):
     """Stores the snapshot of a device's counterpart.
 
     Args:
-        joins: receive everything; otherwise the weights alone.
+        joins: if True, receive all tensors; otherwise only the weights.
 
     Attributes:
         weights_S: this device's slice of the global weights, fp32 on the CPU.
@@ -76,13 +76,13 @@ class DeviceReceiver(Receiver):
         self._others = not_exchanged(one, module)
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
-        """Store the head, and return how many of the tensors to receive."""
+        """Store the head, and return the number of tensors to receive."""
         missing = {"version", "run", "history", "optimizer", "groups", "module"} - set(head)
         numel = self._one.state.slices.numel
         if missing or not layout or layout[0] != (WEIGHTS, "float32", numel):
             raise RuntimeError(
                 f"a training node offers {layout[:1]}, but this device needs {numel:,} weights: the nodes differ in "
-                f"their models, or in their versions of lightning_sparse. Start this node as the others."
+                f"their models, or in their versions of lightning_sparse. Use one model and one version on all nodes."
             )
         self.head = head
         return len(layout) if self._joins else 1

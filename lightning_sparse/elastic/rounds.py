@@ -171,8 +171,8 @@ class RoundProtocol:
         run: name of the run of these weights; empty until the node has joined a run.
         in_step: the next round changes these weights.
         observed: rounds from ``observed_from`` to the current weights, while this device has other weights.
-        wants, sources: name of the snapshot that this node requests, and the address for each of its devices; empty for
-            none.
+        wants, sources: name of the snapshot that this node requests, and its address for each device of this node;
+            empty for none.
         history: tokens of the last rounds.
         first: this node is the first node of the last quorum that had missed no round.
         assigner: assigns samples to nodes.

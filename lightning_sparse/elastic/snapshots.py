@@ -24,14 +24,14 @@ from torch import Tensor
 from lightning_sparse.elastic.direct import answer_of
 
 ATTEMPT_SECONDS = 0.2
-LONGEST_SECONDS = 60.0  # the other devices of the node wait in a collective meanwhile
+LONGEST_SECONDS = 60.0  # during this time, the other devices of the node wait in a collective
 CHUNK = 1 << 20
 LENGTH_BYTES = 8
 ONLY_NODES = "Make sure that only nodes of this run use the lighthouse."
 
 
 class Entry(NamedTuple):
-    """A tensor of a snapshot: its name, dtype, such as "float32", and number of elements."""
+    """A tensor of a snapshot: its name, its dtype (such as "float32"), and its number of elements."""
 
     name: str
     dtype: str
@@ -117,7 +117,7 @@ class Receiver:
     head: Any = None
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
-        """Store the head, and return how many of the tensors to receive.
+        """Store the head, and return the number of tensors to receive.
 
         Raises:
             RuntimeError: for a snapshot of another model.
@@ -141,7 +141,7 @@ class Download(Generic[Kind]):
 
     Attributes:
         receiver: the object that stores the snapshot.
-        problem: why the snapshot is incomplete, for the log.
+        problem: reason that the snapshot is incomplete, for the log.
         heard, advanced: time of the last answer, and of the last bytes, by ``time.monotonic()``.
     """
 
@@ -163,7 +163,7 @@ class Download(Generic[Kind]):
         `LONGEST_SECONDS` in total.
 
         Args:
-            pause: seconds without a byte after which a started download fails, too.
+            pause: seconds without a byte after which a started download fails.
 
         Raises:
             RuntimeError: if the snapshot is unreadable, or of another model.
@@ -214,7 +214,7 @@ class Download(Generic[Kind]):
                 self._part, self._filled = next(self._parts, None), 0
 
     def _memory_of_parts(self) -> Iterator[memoryview]:
-        """Yield the memory of each part, and handle the part once its memory is filled."""
+        """Yield the memory of each part, and process the part after its memory is filled."""
         length = bytearray(LENGTH_BYTES)
         yield memoryview(length)
         size = int.from_bytes(length, "big")
@@ -224,7 +224,7 @@ class Download(Generic[Kind]):
         yield memoryview(packed)
         try:
             if not packed.startswith(b"PK"):
-                raise ValueError("its head is no archive of torch.save")
+                raise ValueError("its head is not an archive of torch.save")
             content = _loaded(bytes(packed))
             layout = [Entry(*each) for each in content["layout"]]
             kinds = [getattr(torch, each.dtype) for each in layout]
@@ -232,7 +232,7 @@ class Download(Generic[Kind]):
                 size + LENGTH_BYTES + sum(each.numel * kind.itemsize for each, kind in zip(layout, kinds, strict=True))
                 != self._size
             ):
-                raise ValueError(f"{self._size:,} bytes do not fit its tensors")
+                raise ValueError(f"its size of {self._size:,} bytes does not match its tensors")
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise RuntimeError(f"the node at {self.address} sent no snapshot ({error!r}). {ONLY_NODES}") from error
         wanted = self.receiver.begin(content["head"], layout)

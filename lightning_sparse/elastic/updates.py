@@ -46,7 +46,7 @@ TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
 UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters."""
+"""Supported dtypes of parameters."""
 WATCHED_BYTES = 1 << 30
 """Limit of the messages that an observing node stores. Beyond it, the node has missed rounds."""
 
@@ -120,7 +120,7 @@ class ElasticUpdates(LocalUpdates):
         version: version of the weights in the module, from a checkpoint; default: new weights.
 
     Attributes:
-        progress: the ``extra`` that a peer gave to ``serve``; None if the node did not join other nodes.
+        progress: the value of ``extra`` that a peer passed to ``serve``; None if the node did not join other nodes.
 
     Raises:
         ValueError: if no lighthouse is given, the model or optimizer is unsupported, or this node differs from others.
@@ -406,11 +406,11 @@ class ElasticUpdates(LocalUpdates):
             self._watch.start()
 
     def _download(self, *, joins: bool) -> DeviceReceiver | None:
-        """Return the snapshot that this node requests, or None once it needs none. Each device downloads from its
+        """Download the requested snapshot. Return None once this node needs none. Each device downloads from its
         counterpart.
 
         Args:
-            joins: download everything; otherwise the weights alone.
+            joins: if True, download all tensors; otherwise only the weights.
 
         Raises:
             RuntimeError: if no node provides it in time.
@@ -478,7 +478,7 @@ class DownloadReport(NamedTuple):
 
     Args:
         version: version of a complete snapshot.
-        error: reason why it failed.
+        error: error message of a failed download; empty otherwise.
     """
 
     version: tuple[Any, ...] | None = None
@@ -781,7 +781,7 @@ class RoundJob:
 
 
 def _own_group(topology: Topology) -> Group:
-    """Return a new group of the node's devices. Each thread needs its own."""
+    """Return a new group of the node's devices. Each thread needs its own group."""
     ranks = tuple(range(topology.world_size))
     handle = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
     return Group(ranks, topology.rank, handle if isinstance(handle, dist.ProcessGroup) else None)
@@ -830,6 +830,6 @@ def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
     odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype not in DTYPES})
     if odd:
         raise ValueError(
-            f"parameters have dtype {', '.join(odd)}: elastic nodes exchange updates in float32. Use parameters in "
-            f"float32, bfloat16 or float16."
+            f"parameters have dtype {', '.join(odd)}: elastic nodes support only float32, bfloat16 and "
+            f"float16. Convert the model, for example with model.float()."
         )

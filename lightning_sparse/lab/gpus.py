@@ -3,8 +3,9 @@
 If the machine has a GPU for every rank, each node sees its own GPUs. Otherwise rank r uses GPU ``r % count``. So
 ``LOCAL_RANK % torch.cuda.device_count()`` is the device of a rank in every lab.
 
-NCCL refuses two ranks on one GPU of one host, and takes all nodes of a machine for one host. ``NCCL_HOSTID`` sets the
-host: a word per node, or per rank if ranks share GPUs. NCCL then connects hosts by sockets over the emulated network.
+NCCL refuses two ranks of one host on the same GPU, and treats all nodes of a lab as one host. So the lab sets
+``NCCL_HOSTID``: one value per node, or one value per rank if ranks share GPUs. NCCL then connects these hosts by
+sockets over the emulated network.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
     words = done.stdout.split()
     if done.returncode != 0 or not words:
         raise RuntimeError(
-            f"counting the GPUs with torch ended with code {done.returncode}; the error is above. Pass --cpu (in "
-            f"Python: cpu=True) to hide all GPUs."
+            f"torch cannot count the GPUs: its process ended with code {done.returncode}; the error is above. Pass "
+            f"--cpu (in Python: cpu=True) to hide all GPUs."
         )
     count = int(words[-1])
     entries = map(str, range(count)) if listed is None else map(str.strip, listed.split(","))
@@ -70,7 +71,7 @@ class GPUPlan:
         return not self.cpu and 0 < len(self.gpus) < self.nodes * self.devices
 
     def message(self) -> str:
-        """Return the line for the user if ranks share GPUs."""
+        """Return the message that the lab prints if ranks share GPUs."""
         gpus = "1 GPU" if len(self.gpus) == 1 else f"{len(self.gpus)} GPUs"
         return f"lab: {self.nodes * self.devices} ranks share {gpus}; NCCL uses sockets between them"
 
@@ -82,7 +83,7 @@ class GPUPlan:
         return variables
 
     def variables(self, node: int, interface: str) -> dict[str, str]:
-        """Return the variables of a node. With other values, NCCL would fail or bypass the emulated link."""
+        """Return the variables of a node. With other values, NCCL fails or bypasses the emulated link."""
         # NCCL_NET, because network plugins ignore NCCL_IB_DISABLE
         variables = {"NCCL_SOCKET_IFNAME": interface, "NCCL_NET": "Socket", "NCCL_HOSTID": f"node{node}"}
         if self.cpu:
@@ -97,7 +98,7 @@ class GPUPlan:
         return variables
 
     def wrap_rank(self, command: list[str]) -> list[str]:
-        """Return the command of a rank, which is a host of its own if ranks share GPUs."""
+        """Wrap the command of a rank, so that NCCL treats each rank as its own host if ranks share GPUs."""
         if not self.shared:
             return command
         return ["sh", "-c", 'export NCCL_HOSTID="$NCCL_HOSTID-$LOCAL_RANK"; exec "$@"', "sh", *command]

@@ -1,8 +1,9 @@
 """The GPU of a rank in a lab where a node has fewer GPUs than ranks.
 
-The lab sets `VARIABLE` only there: it lists the CUDA device index of each local rank, such as ``0,0``. Lightning would
-refuse ``devices=2`` on a node with one GPU, or give cuda:1 to local rank 1. `patch_lightning` replaces two functions of
-Lightning, so that a node has one device per rank. `lightning_sparse._autoload` calls it if `VARIABLE` is set.
+The lab sets `VARIABLE` only on such nodes. It lists the CUDA device index of each local rank, such as ``0,0``. By
+itself, Lightning refuses ``devices=2`` on a node with one GPU, or gives cuda:1 to local rank 1. `patch_lightning`
+replaces two functions of Lightning, so that it finds one device per rank. `lightning_sparse._autoload` calls it if
+`VARIABLE` is set.
 """
 
 from __future__ import annotations
@@ -46,6 +47,6 @@ def patch_lightning(strategies: str) -> None:
 
         return [torch.device("cuda", gpus[index]) for index in devices]
 
-    # parse_devices, auto_device_count and is_available call it. The Trainer's module may have imported Fabric's patch.
+    # parse_devices, auto_device_count and is_available call it. `count` may be Fabric's patch, imported by the Trainer.
     cuda.num_cuda_devices = num_cuda_devices
     accelerator.get_parallel_devices = staticmethod(get_parallel_devices)

@@ -81,7 +81,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     def _listen_for_sigterm(self, trainer: Any) -> None:
         """Let all devices of a node stop after the same batch.
 
-        Lightning broadcasts inside its signal handler, which interrupts each device in another collective.
+        Lightning's signal handler broadcasts, and would interrupt each device in a different collective.
         """
         connector, self._must_stop = trainer._signal_connector, False
 
@@ -237,7 +237,7 @@ class MSTopKElasticMixin(ElasticTrainerAdapter, MSTopKLocalMixin):
             DDPStrategy's and DistributedDataParallel's own.
 
     Raises:
-        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+        ValueError: for a bad value, an unknown option, or an option that this strategy does not support.
     """
 
     _kind = ELASTIC
@@ -376,11 +376,11 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
             )
 
     def _progress_state_dict(self) -> dict[str, Any]:
-        told = {}
+        entries = {}
         for name, each in (self._progress or {}).items():
             if not isinstance(each, (nn.Module, Optimizer)):
-                told[name] = each.state_dict() if hasattr(each, "state_dict") else each
-        return told
+                entries[name] = each.state_dict() if hasattr(each, "state_dict") else each
+        return entries
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:

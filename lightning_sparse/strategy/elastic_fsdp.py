@@ -1,4 +1,4 @@
-"""``mstopk_elastic_fsdp``: elastic nodes whose devices share the model with FSDP2."""
+"""``mstopk_elastic_fsdp``: elastic nodes whose devices shard the model with FSDP2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MSTopKElasticFSDPMixin(ElasticTrainerAdapter, ShardsTrainerAdapter):
     """FSDP2 inside each node, and exchange of updates between nodes that join and leave. Each node has its own Trainer
     (``num_nodes=1``). torchft's lighthouse lists the nodes.
 
-    The model is sharded as by ``mstopk_fsdp``. Each device of a joining node downloads its shards and their optimizer
+    It shards the model like ``mstopk_fsdp``. Each device of a joining node downloads its shards and their optimizer
     state from one device of another node.
 
     Args:
@@ -27,7 +27,7 @@ class MSTopKElasticFSDPMixin(ElasticTrainerAdapter, ShardsTrainerAdapter):
         **kwargs: options of `ElasticConfig` (``lighthouse``, ``min_nodes``, ``timeout``, ``density``, ...).
 
     Raises:
-        ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
+        ValueError: for a bad value, an unknown option, or an option that this strategy does not support.
     """
 
     send = "updates"
@@ -47,7 +47,7 @@ class MSTopKElasticFSDPMixin(ElasticTrainerAdapter, ShardsTrainerAdapter):
         )
 
     def _start(self, trainer: Any) -> None:
-        """Join the other nodes once Lightning has loaded a checkpoint, which takes place after the set-up."""
+        """Join the other nodes after Lightning has loaded a checkpoint, which happens after ``setup``."""
         join = super()._start
 
         def start(_: Any) -> None:

@@ -199,7 +199,7 @@ class MSTopKFSDPMixin(ShardsTrainerAdapter):
     then gathered in bf16 and gradients are summed in fp32.
 
     Args:
-        send: What nodes exchange: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its
+        send: Exchanged values: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its
             shards, and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all
             nodes have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or
             ``"dense"``).

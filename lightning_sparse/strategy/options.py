@@ -33,7 +33,7 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
             not available, because it measures DDP's buckets.
         value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``.
             Default: ``"2bit"`` for updates and ``"bfloat16"`` for gradients.
-        send: What nodes exchange: ``"updates"`` or ``"gradients"``.
+        send: Exchanged values: ``"updates"`` or ``"gradients"``.
     """
 
     value_dtype: ValueDtype | None = None  # type: ignore[assignment]

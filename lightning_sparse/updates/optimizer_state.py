@@ -39,8 +39,10 @@ def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> 
 
 
 def split(optimizer: Optimizer, parameter: Tensor, part: Part) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split the state of a parameter into flat tensors that follow the elements of a part, which may be views, and
-    copies of all other values."""
+    """Split the state of a parameter into flat tensors, which may be views, and other values.
+
+    Flat tensors follow the elements of the part. Tensors among the other values are on the CPU.
+    """
     flats, rest = dict[str, Tensor](), dict[str, Any]()
     for quantity, value in optimizer.state.get(parameter, {}).items():
         flat = _own_part(value, parameter, part)

@@ -1,4 +1,4 @@
-"""The part `loss` of the GPU session compares equally many trials, and reports its finished runs when it is stopped."""
+"""The part `loss` of the GPU session compares equal numbers of trials, and keeps its finished runs if it is stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def losses_with(**changed: list[float]) -> dict[str, list[float]]:
     return losses | {names[name]: values for name, values in changed.items()}
 
 
-def test_trials_come_in_rounds_of_all_methods() -> None:
+def test_trials_run_in_rounds_of_all_methods() -> None:
     for size, factors in FACTORS.items():
         assert size in SIZES
         trials = trials_of(factors, {"size": size})
@@ -39,7 +39,7 @@ def test_trials_come_in_rounds_of_all_methods() -> None:
             assert len({json.dumps(run.options) for run in runs}) == 1
 
 
-def test_best_settings_are_those_of_the_published_results() -> None:
+def test_best_settings_match_published_results() -> None:
     records = json.loads((RESULTS / "frontier-2026-11-26.json").read_text())["runs"]
     large = [each for each in records if each["size"] == "0.8M"]
     compared = set()
@@ -71,14 +71,14 @@ def test_claim_without_a_run_of_each_method_is_not_run() -> None:
     assert claim == ("not run", "no finished run of dense, one node alone")
 
 
-def test_claim_compares_equally_many_trials() -> None:
+def test_claim_compares_equal_numbers_of_trials() -> None:
     more_of_ours = losses_with(ours=[1.9, 1.6], diloco=[1.8])
     assert claims_of(more_of_ours)["DiLoCo"] == ("not held", "1.900 and 1.800 bits per character, one trial")
     equally_many = losses_with(ours=[1.9, 1.6], diloco=[1.8, 1.7])
     assert claims_of(equally_many)["DiLoCo"] == ("held", "1.600 and 1.700 bits per character, best of 2")
 
 
-def test_diverged_dense_training_holds_no_claim() -> None:
+def test_claims_with_diverged_dense_training_are_not_held() -> None:
     assert claims_of(losses_with(dense=[float("inf")], alone=[1.9]))["1%"][0] == "not held"
 
 

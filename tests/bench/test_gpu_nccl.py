@@ -33,14 +33,14 @@ def trainings(**changed: Any) -> list[dict[str, Any]]:
         ({"method": "mstopk_local 1%", "losses": [2.02, 1.0]}, {"cpu"}),
     ],
 )
-def test_parity_finds_the_training_that_differs(changed: dict[str, Any], failed: set[str]) -> None:
+def test_parity_names_the_training_that_differs(changed: dict[str, Any], failed: set[str]) -> None:
     claims = parity.check(trainings(**changed))
     assert claims.keys() == parity.PARITY.claims.keys()
     assert {name for name, (verdict, _) in claims.items() if verdict != "held"} == failed
     assert all(changed["method"] in claims[name][1] for name in failed)
 
 
-def test_parity_without_a_gpu_does_not_judge_it() -> None:
+def test_parity_without_a_gpu_gives_no_verdict_on_it() -> None:
     rows = [row for row in trainings() if row["device"] == "cpu"]
     assert parity.check(rows)["cpu"][0] == "not run"
 
@@ -54,7 +54,7 @@ def times(**ms: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_step_times_are_judged_by_the_least_factor() -> None:
+def test_step_time_verdicts_use_the_smallest_factor() -> None:
     claims = nccl.check(times(DDP=6.0, mstopk_hier=2.9, bf16=1.5))
     assert claims == {
         "ddp_10": ("held", f"mstopk_hier 1% is 2.07 times as fast as {DDP}"),
@@ -64,7 +64,7 @@ def test_step_times_are_judged_by_the_least_factor() -> None:
     assert nccl.check(times(mstopk_local=1.1))["others_10"][0] == "not held"
 
 
-def test_step_times_on_loopback_are_not_judged() -> None:
+def test_step_times_on_loopback_give_no_verdict() -> None:
     rows = [{**row, "gbps": None} for row in times()]
     assert nccl.check(rows) == {}
     assert "loopback" in nccl.table(rows)

@@ -38,14 +38,14 @@ if name == 'gpt':
 
 @pytest.fixture
 def other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of other content: `sync` fails, `gpt` hangs after its first result, and all warn at exit, as NCCL does."""
+    """Replace the parts: `sync` fails, `gpt` hangs after its first result, and all warn at exit, as NCCL does."""
     (tmp_path / "other_parts.py").write_text(OTHER_PARTS)
     monkeypatch.setattr(gpu_session, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_session, "PARTS_OF", "other_parts")
 
 
 @pytest.mark.usefixtures("other_parts")
-def test_failed_part_stops_no_other_and_late_output_hides_no_result(tmp_path: Path) -> None:
+def test_failed_part_does_not_stop_others_and_late_output_hides_no_result(tmp_path: Path) -> None:
     gpu_session.session(tmp_path, ["build", "sync"], False, 1.0, {"commit": "none"})
     record = json.loads((tmp_path / "session.json").read_text())
     assert record["parts"]["build"]["claims"] == {"compiled": ["held", "cuda: compiled"]}
@@ -95,7 +95,7 @@ def test_link_is_hidden_by_work_of_another_lane_only() -> None:
 
 
 def test_link_of_the_last_step_does_not_count() -> None:
-    """Here with two exchanges per step, the last two after all work."""
+    """Each step has two exchanges. The exchanges of the last step begin after all work."""
     work = Lane("stream 1", work=[(0, 400)])
     link = Lane("stream 2", link=[(0, 100), (150, 250), (400, 500), (550, 650)])
     assert hidden([work, link], 2) == 1.0
@@ -128,7 +128,7 @@ def test_step_claims_compare_with_the_step_without_an_exchange() -> None:
     }
 
 
-def test_waits_raise_after_any_error_restores_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_raise_restores_the_mode_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch sets the mode first, then warns that it is a prototype; pytest makes warnings errors."""
     modes: list[str | int] = [0]
 
@@ -143,7 +143,7 @@ def test_waits_raise_after_any_error_restores_the_mode(monkeypatch: pytest.Monke
     assert modes == [0, "error", 0]
 
 
-def test_gpu_tests_are_all_in_the_session_or_in_the_check_of_data() -> None:
+def test_gpu_tests_all_run_in_session_or_data_check() -> None:
     files = set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}
     marked = {str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text()}
     assert marked == {*gpu_tests(), "tests/data/test_gpu.py"}

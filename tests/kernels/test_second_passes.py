@@ -1,4 +1,4 @@
-"""The rule by which the GPU session counts second passes equals that of the emulated CUDA kernels."""
+"""The GPU session counts second passes by the rule of the emulated CUDA kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def emulation() -> Emulation:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_second_pass_is_counted_where_the_kernels_read_again(emulation: Emulation, case: str) -> None:
+def test_second_pass_rule_matches_the_kernels(emulation: Emulation, case: str) -> None:
     x, expected = CASES[case]
     emulation.start(1000)
     emulation.mstopk(x, K)
@@ -67,7 +67,7 @@ def test_small_tensor_never_needs_a_second_pass() -> None:
     assert not needs_second_pass(torch.zeros(NUMEL), NUMEL - 1), "all elements are candidates"
 
 
-def test_counted_selections_see_the_residual_and_change_no_result() -> None:
+def test_counted_includes_the_residual_and_changes_no_result() -> None:
     grad, residual, scale = torch.zeros(NUMEL), CASES["gaussian"][0], torch.tensor(0.5)
     for before, expected in ((None, True), (residual, False)):
         left, want = torch.empty(NUMEL), torch.empty(NUMEL)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(1000)
 
 
 def run_demo(out: Path, *arguments: str) -> str:
-    # The bytes that the tests expect are those of Gloo's ring; NCCL may choose a tree.
+    # The tests expect the bytes of Gloo's ring all-reduce; NCCL may choose a tree.
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(out), "--cpu", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)

@@ -1,4 +1,4 @@
-"""The GPUs of ranks, mostly with stand-ins for GPUs: counting, planning, what ranks see, and Lightning's devices."""
+"""GPUs of ranks, mostly with simulated GPUs: counting, planning, the ranks' variables, and Lightning's devices."""
 
 import io
 import os
@@ -112,7 +112,7 @@ def test_plan_without_gpus_shares_none(plan):
     assert plan.wrap_rank(["true"]) == ["true"]
 
 
-def test_gpu_of_rank_outside_such_a_lab_is_its_local_rank(monkeypatch):
+def test_gpu_of_without_shared_gpus_returns_the_local_rank(monkeypatch):
     assert [gpu_of(rank) for rank in range(3)] == [0, 1, 2]
     monkeypatch.setenv(VARIABLE, "0,1,0")
     assert [gpu_of(rank) for rank in range(4)] == [0, 1, 0, 0]
@@ -197,7 +197,7 @@ def test_lightning_in_lab_with_one_gpu_gives_it_to_each_rank(package, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("package", "name"), PACKAGES)
-def test_lightning_outside_such_a_lab_is_unchanged(package, name):
+def test_lightning_without_shared_gpus_is_unchanged(package, name):
     pytest.importorskip(package)
     assert devices_of_local_rank_1(package, name, 2) == {"cuda:1 2"}
 

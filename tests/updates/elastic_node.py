@@ -11,7 +11,7 @@ validate_every  steps
 breaks_at       steps after which a weight is NaN
 sample_always   send a sample with each message
 dtype           of the parameters
-device, devices of this process, and of its node; the devices share the model with FSDP2
+device, devices of this process, and of its node; the devices shard the model with FSDP2
 port            of the node's store
 data            seed of the batches; by default it differs between nodes
 joining         number of nodes that must have the weights before the first step

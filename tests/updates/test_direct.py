@@ -127,7 +127,7 @@ def test_download_ends_after_the_wanted_tensors(server: SnapshotServer) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"", b"short", b"\x00" * 7 + b"\x40" + b"x" * 64, b"\x7f" * 200, os.urandom(5000)], ids=len
 )
-def test_download_of_garbage_is_refused_by_address(garbage: bytes) -> None:
+def test_download_of_garbage_raises_an_error_with_the_address(garbage: bytes) -> None:
     def answer() -> None:
         while True:
             try:

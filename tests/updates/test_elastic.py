@@ -277,7 +277,7 @@ def test_node_with_non_finite_updates_is_left_out_and_goes_on(nodes: Nodes, opti
 
 
 @pytest.mark.timeout(600)
-def test_nodes_that_die_at_random_moments_come_back(nodes: Nodes) -> None:
+def test_nodes_killed_at_random_moments_rejoin(nodes: Nodes) -> None:
     generator = random.Random(0)
     options: dict[str, Any] = {"timeout": 3, "density": 0.1, "pause": 0.01}
     begin(nodes, "abc", **options)

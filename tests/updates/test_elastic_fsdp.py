@@ -1,4 +1,4 @@
-"""Elastic nodes of two devices that share the model with FSDP2, in processes: killed, stopped, and back again."""
+"""Elastic nodes of two devices that shard the model with FSDP2. The tests kill, stop and restart their processes."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def digests_of_fixed_nodes(steps: int, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{"step_ahead": 0.5}, {"step_ahead": 1.0, "sync_every": 2, "delay": 2}], ids=str)
-def test_nodes_without_a_fault_have_the_weights_of_fixed_nodes(nodes: Nodes, options: dict[str, Any]) -> None:
-    """With ``step_ahead="auto"``, they measure in other rounds, because elastic nodes start anew when they join."""
+def test_nodes_without_a_fault_match_the_weights_of_fixed_nodes(nodes: Nodes, options: dict[str, Any]) -> None:
+    """With ``step_ahead="auto"``, weights would differ: elastic nodes restart the measurement when they join."""
     steps, options = 30, {"density": 0.1, **options}
     fixed = run_ranks(digests_of_fixed_nodes, steps, options, nodes=3, devices=DEVICES, timeout=100)
     for index, name in enumerate("abc"):
@@ -102,7 +102,7 @@ def test_nodes_without_a_fault_have_the_weights_of_fixed_nodes(nodes: Nodes, opt
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nodes_of_two_devices_that_die_at_random_moments_come_back(nodes: Nodes, dtype: str) -> None:
+def test_nodes_of_two_devices_killed_at_random_moments_rejoin(nodes: Nodes, dtype: str) -> None:
     generator = random.Random(3)
     for name in "abc":
         start(nodes, name, dtype=dtype)
@@ -119,7 +119,7 @@ def test_nodes_of_two_devices_that_die_at_random_moments_come_back(nodes: Nodes,
 
 
 @pytest.mark.parametrize("stopped", [("c1",), ("c0", "c1")], ids=["one device", "the node"])
-def test_stopped_node_of_two_devices_misses_rounds_and_comes_back(nodes: Nodes, stopped: tuple[str, ...]) -> None:
+def test_stopped_node_of_two_devices_misses_rounds_and_rejoins(nodes: Nodes, stopped: tuple[str, ...]) -> None:
     for name in "abc":
         start(nodes, name)
     begun = nodes.wait_for("c0", of(3))["number"]

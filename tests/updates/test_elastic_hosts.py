@@ -193,9 +193,7 @@ def start_node(nodes: Nodes, name: str, folder: Path, **options: Any) -> None:
 @pytest.mark.slow
 @each_host
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
-def test_nodes_of_two_devices_survive_the_end_of_a_node_that_joins_again(
-    nodes: Nodes, fsdp: bool, tmp_path: Path
-) -> None:
+def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(nodes: Nodes, fsdp: bool, tmp_path: Path) -> None:
     for name in "ab":
         start_node(nodes, name, tmp_path / name, flush_every=4, fsdp=fsdp)
     begun = nodes.wait_for("b0", of(2))
@@ -226,7 +224,7 @@ def test_devices_of_a_node_end_the_epoch_together_even_if_one_has_fewer_batches(
 
 @pytest.mark.slow
 @each_host
-def test_job_with_fsdp_that_was_killed_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
+def test_killed_fsdp_job_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     """Both nodes load the folder that the devices of the first node have written."""
     start_node(nodes, "a", tmp_path, fsdp=True, every=5)
     nodes.wait_for("a0", lambda report: report.get("step", 0) > 42)
