@@ -374,12 +374,12 @@ def test_buffers_that_become_trained_are_no_longer_averaged() -> None:
 
 
 def test_elastic_frozen_parameters_may_have_any_dtype_and_stay_frozen() -> None:
-    frozen = nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(False)
+    frozen = nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
     one_node: Any = SimpleNamespace(num_nodes=1)
     optimizer = torch.optim.SGD([*frozen.parameters(), *nn.Linear(3, 3).parameters()])
     elastic._check([optimizer], one_node)
     frozen.requires_grad_(True)
-    with pytest.raises(ValueError, match="parameters have dtype torch.bfloat16"):
+    with pytest.raises(ValueError, match="parameters have dtype torch.float64"):
         elastic._check([optimizer], one_node)
     state: Any = object()
     with pytest.raises(ValueError, match="unfrozen during the run"):
