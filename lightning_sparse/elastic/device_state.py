@@ -24,6 +24,7 @@ from lightning_sparse.updates import optimizer_state
 from lightning_sparse.updates.optimizer import LocalOptimizer
 
 WEIGHTS, OPTIMIZER, MODULE = "weights", "optimizer", "module"
+EXTRA_STATE = "_extra_state"  # end of torch's key for the result of get_extra_state(), a tensor of any size
 
 
 def snapshot_of(one: LocalOptimizer, module: nn.Module, names: Mapping[int, str], head: dict[str, Any]) -> Snapshot:
@@ -41,7 +42,7 @@ def snapshot_of(one: LocalOptimizer, module: nn.Module, names: Mapping[int, str]
         tensors += [(f"{OPTIMIZER}/{name}/{quantity}", flat) for quantity, flat in flats.items()]
     others, parameters = {}, {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in not_exchanged(one, module).items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
             flat = local_of(value).detach().contiguous().view(-1)
             tensors.append((f"{MODULE}/{name}", flat if name in parameters else flat.to("cpu", copy=True)))
         else:

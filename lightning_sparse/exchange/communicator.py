@@ -206,6 +206,8 @@ class HierCommunicator:
 
     def all_reduce(self, shard_S: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Sum over nodes, in place."""
+        if self.peers.size == 1:
+            return  # without a group of its own, torch would sum over all ranks
         with self._named("all-reduce between nodes", self.peers), self._timed(shard_S):
             dist.all_reduce(shard_S, op=op, group=self.peers.handle)
 

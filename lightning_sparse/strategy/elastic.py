@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
 
     _another_writes = False  # another node writes checkpoints
     _must_stop = False  # this process has received SIGTERM
+    _wrapped_methods: Sequence[tuple[Any, str]]  # of the TrainerAdapter
 
     def _listen_for_sigterm(self, trainer: Any) -> None:
         """Let all devices of a node stop after the same batch.
@@ -92,6 +93,8 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
             self._must_stop = True
 
         connector._sigterm_notifier_fn = note
+        # After the fit, an evaluation ends as Lightning ends it.
+        self._wrapped_methods = [*self._wrapped_methods, (connector, "_sigterm_notifier_fn")]
 
     def _after_join(self, trainer: Any) -> None:
         """Prepare the Trainer and its hooks for training with other nodes."""

@@ -151,7 +151,7 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
         own = (*kind.options, *more)
         close = [near for name in unknown for near in get_close_matches(name, sorted({*own, *known}), 1)]
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-        others = "its base class in Lightning" if kind is FSDP else "DistributedDataParallel"
+        others = "its base class in Lightning" if kind.wrapper is object else "DistributedDataParallel"
         raise ValueError(
             f"{cls.__name__} has no option(s) {', '.join(unknown)}{hint}. Its own options are {', '.join(own)}; "
             f"options of {others} are passed on."

@@ -68,7 +68,8 @@ def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
         return flat_view(value.to_local()) if value.shape == parameter.shape else None
     if value.shape == parameter.shape:
         return flatten_like(parameter, value)[part.begin : part.end]
-    return value.detach() if value.shape == (part.end - part.begin,) else None
+    numel = part.end - part.begin
+    return value.detach() if value.shape == (numel,) and numel < parameter.numel() else None
 
 
 @torch.no_grad()

@@ -48,6 +48,17 @@ def travel(nbytes: int) -> list[tuple[list[str], list[str]]]:
     return rounds
 
 
+def sum_between_nodes() -> list[float]:
+    mine = torch.tensor([float(dist.get_rank())])
+    HierCommunicator(discover()).all_reduce(mine)
+    return mine.tolist()
+
+
+def test_sum_between_nodes_of_a_single_node_keeps_the_values_of_each_device(ranks: RunRanks) -> None:
+    """They are shards, which differ between devices."""
+    assert ranks(sum_between_nodes, nodes=1, devices=2) == [[0.0], [1.0]]
+
+
 def text(rank: int, number: int, to: int | None) -> str:
     return f"rank {rank}, round {number}, to {to}"
 

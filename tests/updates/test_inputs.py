@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sparse.checkpoint.state import State
 from lightning_sparse.elastic import updates as elastic
 from lightning_sparse.exchange import CommunicationError
-from lightning_sparse.flavours.pytorch_lightning import MSTopKLocalStrategy
+from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticFSDPStrategy, MSTopKLocalStrategy
 from lightning_sparse.sharding import Part
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig, optimizer_state
@@ -386,6 +386,15 @@ def test_elastic_frozen_parameters_may_have_any_dtype_and_stay_frozen() -> None:
         elastic.ElasticUpdateState.migrate_from(state, None)
 
 
+def test_elastic_node_leaves_sigterm_to_lightning_after_the_fit() -> None:
+    """Its note ends a fit alone, so a later evaluation would not end."""
+    connector, adapter = SimpleNamespace(), MSTopKElasticFSDPStrategy(lighthouse="http://host:1")
+    adapter._listen_for_sigterm(SimpleNamespace(_signal_connector=connector))
+    assert connector._sigterm_notifier_fn
+    adapter._release_trainer()
+    assert not vars(connector)
+
+
 @pytest.mark.parametrize("options", [{}, {"capturable": True}])
 def test_optimizer_state_of_a_scalar_is_loaded_to_its_device(options: dict[str, Any]) -> None:
     """A scale of CLIP, say; torch's own load does the same."""
@@ -396,6 +405,17 @@ def test_optimizer_state_of_a_scalar_is_loaded_to_its_device(options: dict[str, 
     optimizer_state.load({id(scale): "scale"}, [(optimizer, [(scale, Part(0, 0, 1))])], [saved])
     found = {name: each.device.type for name, each in optimizer.state[scale].items()}
     assert found == {"step": "meta" if options else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5)])
+def test_optimizer_state_of_rows_with_as_many_values_as_the_parameter_keeps_its_shape(shape: tuple[int, int]) -> None:
+    """Adafactor of other packages has such factors of rows and columns."""
+    weight, part = nn.Parameter(torch.ones(shape)), Part(0, 0, 5)
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {"factor": torch.arange(5.0)}
+    flats, rest = optimizer_state.split(optimizer, weight, part)
+    assert not flats
+    assert rest["factor"].shape == (5,)
 
 
 class UnitVectors(nn.Module):
