@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,13 @@ from lightning_sparse.cli import format_table
 from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates
 from lightning_sparse.fsdp import mesh_of, shard
 from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals
+from lightning_sparse.lab.network import node_address
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import discover
 
 DEVICES, WIDTH, ROWS, STEPS = 2, 1024, 8, 4
-WAIT_S, LIGHTHOUSE_PORT = 0.2, 29510
+WAIT_S = 0.2
+LIGHTHOUSE = f"{node_address(0)}:29510"
 
 
 def main() -> None:
@@ -56,7 +59,7 @@ def main() -> None:
 
 def measure(millions: int, gbps: float) -> Rows:
     """Return one row per device."""
-    layers = max(1, round(1e6 * millions / sum(p.numel() for p in Block(WIDTH).parameters())))
+    layers = max(1, round(1e6 * millions / block_numel()))
     with tempfile.TemporaryDirectory() as name, Cluster(LabConfig(devices=DEVICES, gbps=gbps, cpu=True)) as lab:
         command = [sys.executable, "-m", "benchmarks.exchange.join", "device", name, str(layers)]
         if lab.run(command, env={"OMP_NUM_THREADS": "1"}, output=sys.stderr).exit_code != 0:
@@ -100,38 +103,36 @@ def device(folder: Path, layers: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", 29400, DEVICES, is_master=place == 0)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=place, world_size=DEVICES)
-    (lighthouse, host), joins, joined = light(folder, node, place), folder / "joins", folder / "joined"
-    if node == 1:
-        wait_for(joins)
+    lighthouse = start_lighthouse() if (node, place) == (0, 0) else None
+    ready, joined = folder / "ready", folder / "joined"
+    while node == 1 and not ready.exists():
+        time.sleep(WAIT_S)
     before = resident("VmRSS")
     module, optimizer = build(layers)
     received, begin = received_bytes(), time.perf_counter()
-    updates = ElasticUpdates(
-        module, optimizer, ElasticConfig(lighthouse=host, timeout=120), discover(node_name="here"), name=f"node{node}"
-    )
-    row: dict[str, Any] = {
-        "node": node,
-        "device": place,
-        "numel": layers * sum(p.numel() for p in Block(WIDTH).parameters()),
-    }
-    if node == 1:
-        row |= {"seconds": time.perf_counter() - begin, "received": received_bytes() - received}
-        row["joining"] = resident("VmHWM") - before
-        train(updates, module, optimizer, lambda step: step == STEPS)
-        row["training"] = reset_and(lambda: train(updates, module, optimizer, lambda step: step == STEPS)) - before
-        joined.touch()
-    else:
-        train(updates, module, optimizer, lambda step: step == STEPS)
-        row["training"] = reset_and(lambda: train(updates, module, optimizer, lambda step: step == STEPS)) - before
-        joins.touch()
-        serves = reset_and(lambda: train(updates, module, optimizer, lambda _: joined.exists()))
-        row |= {"seconds": None, "received": None, "joining": serves - before}
+    config = ElasticConfig(lighthouse=f"http://{LIGHTHOUSE}", timeout=120)
+    updates = ElasticUpdates(module, optimizer, config, discover(node_name="here"), name=f"node{node}")
+    row: dict[str, Any] = {"node": node, "device": place, "numel": layers * block_numel()}
+    row |= {"seconds": time.perf_counter() - begin, "received": received_bytes() - received}
+    row["joining"] = resident("VmHWM") - before
+    run = partial(train, updates, module, optimizer)
+    run(lambda step: step == STEPS)
+    row["training"] = peak_of(lambda: run(lambda step: step == STEPS)) - before
+    if node == 0:
+        ready.touch()
+        row["joining"] = peak_of(lambda: run(lambda _: joined.exists())) - before
+        row |= {"seconds": None, "received": None}
+    joined.touch()
     updates.finish()
     updates.end()
     (folder / f"{node}{place}.json").write_text(json.dumps(row))
     dist.barrier()
     if lighthouse is not None:
         lighthouse.kill()
+
+
+def block_numel() -> int:
+    return sum(p.numel() for p in Block(WIDTH).parameters())
 
 
 def build(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -161,28 +162,13 @@ def train(
         step += 1
 
 
-def light(folder: Path, node: int, place: int) -> tuple[subprocess.Popen[bytes] | None, str]:
-    """Start the lighthouse on the first device. Return its process and address."""
-    file = folder / "lighthouse"
-    if (node, place) != (0, 0):
-        wait_for(file)
-        return None, file.read_text()
-    host = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()[0]
+def start_lighthouse() -> subprocess.Popen[bytes]:
     command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--min_replicas", "1"]
-    process = subprocess.Popen(
-        [*command, "--join_timeout_ms", "60000", "--bind", f"{host}:{LIGHTHOUSE_PORT}"], stderr=subprocess.DEVNULL
-    )
-    file.with_suffix(".new").write_text(f"http://{host}:{LIGHTHOUSE_PORT}")
-    file.with_suffix(".new").rename(file)
-    return process, file.read_text()
+    command += ["--join_timeout_ms", "60000", "--bind", LIGHTHOUSE]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(WAIT_S)
-
-
-def reset_and(work: Callable[[], None]) -> int:
+def peak_of(work: Callable[[], None]) -> int:
     """Return the peak of the resident memory during `work`, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     work()

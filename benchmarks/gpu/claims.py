@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+DDP = "DDP"
+"""Name of the method that other methods are compared with."""
 HELD, NOT_HELD, NOT_RUN = "held", "not held", "not run"
 Claims = dict[str, tuple[str, str]]
 """The verdict and the number of each claim."""

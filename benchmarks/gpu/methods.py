@@ -1,4 +1,4 @@
-"""The training methods that the part `nccl` compares, as users write them with Lightning Fabric.
+"""The training methods of the parts `nccl` and `parity`, as users write them with Lightning Fabric.
 
 ================ ======================================================================================================
 DDP              DistributedDataParallel, fp32 gradients
@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.gpu.claims import DDP
 from lightning_sparse.flavours.lightning_fabric import MSTopKFSDPStrategy, MSTopKHierStrategy, MSTopKLocalStrategy
 from lightning_sparse.topology import Topology
 
@@ -101,7 +102,6 @@ def _ddp() -> Strategy:
     return DDPStrategy(gradient_as_bucket_view=True)
 
 
-DDP = "DDP"
 METHODS = {
     DDP: Method(_ddp),
     "bf16 hook": Method(lambda: HookedDDPStrategy(_bf16_hook)),

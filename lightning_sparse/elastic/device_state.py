@@ -80,7 +80,7 @@ class DeviceReceiver(Receiver):
         """Store the head, and return the number of tensors to receive."""
         missing = {"version", "run", "history", "optimizer", "groups", "module"} - set(head)
         numel = self._one.state.slices.numel
-        if missing or not layout or layout[0] != (WEIGHTS, "float32", numel):
+        if missing or len(head["version"]) != 2 or not layout or layout[0] != (WEIGHTS, "float32", numel):
             raise RuntimeError(
                 f"a training node offers {layout[:1]}, but this device needs {numel:,} weights: the nodes differ in "
                 f"their models, or in their versions of lightning_sparse. Use one model and one version on all nodes."

@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,7 +108,7 @@ def is_safe(value: Any) -> bool:
     return True
 
 
-class Receiver:
+class Receiver(ABC):
     """Stores a snapshot as it arrives.
 
     Attributes:
@@ -116,18 +117,17 @@ class Receiver:
 
     head: Any = None
 
+    @abstractmethod
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
         """Store the head, and return the number of tensors to receive.
 
         Raises:
             RuntimeError: for a snapshot of another model.
         """
-        self.head = head
-        return len(layout)
 
+    @abstractmethod
     def take(self, name: str, tensor: Tensor) -> None:
         """Store a tensor, flat and on the CPU."""
-        raise NotImplementedError
 
 
 Kind = TypeVar("Kind", bound=Receiver)
@@ -195,7 +195,7 @@ class Download(Generic[Kind]):
             if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
                 self.problem = "it does not offer its weights yet"
                 return
-            size = int(answer.headers["Content-Length"])
+            size = int(answer.headers["Content-Length"] or 0)
             if answer.status == HTTPStatus.OK:
                 self._begin(size)
             while not self.complete and time.monotonic() < end and (chunk := answer.read1(CHUNK)):
@@ -233,9 +233,9 @@ class Download(Generic[Kind]):
                 != self._size
             ):
                 raise ValueError(f"its size of {self._size:,} bytes does not match its tensors")
+            wanted = self.receiver.begin(content["head"], layout)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise RuntimeError(f"the node at {self.address} sent no snapshot ({error!r}). {ONLY_NODES}") from error
-        wanted = self.receiver.begin(content["head"], layout)
         for (name, _, numel), kind in zip(layout[:wanted], kinds, strict=False):
             tensor = torch.empty(numel, dtype=kind)
             if numel:

@@ -146,7 +146,7 @@ class ElasticUpdates(LocalUpdates):
         self._devices, self._main = _own_group(topology), _own_group(topology)
         lighthouse = _connect(self._devices, config, name)
         host = str(from_first(self._devices, lambda: lighthouse.host if lighthouse is not None else ""))
-        self._server: SnapshotServer | None = SnapshotServer(host)
+        self._server = SnapshotServer(host)
         self.peers = RoundProtocol(
             lighthouse,
             self._devices,
@@ -303,8 +303,7 @@ class ElasticUpdates(LocalUpdates):
         names, state.requests_for_me = [each for each in state.requests_for_me if each not in state.answered], []
         if state.open_requests is not None:
             state.answered = [each for each in state.answered if each in state.open_requests]
-            if self._server is not None:
-                self._server.keep(state.open_requests)
+            self._server.keep(state.open_requests)
         if not names:
             return
         state.answered += names
@@ -317,8 +316,7 @@ class ElasticUpdates(LocalUpdates):
         }
         with self.global_weights():
             snapshot = snapshot_of(self.optimizers[0], self.module, self.names, head)
-        if self._server is not None:
-            self._server.offer(names, snapshot)
+        self._server.offer(names, snapshot)
 
     def finish(self) -> None:
         """Send all pending updates. Every device of the node calls it."""
@@ -334,9 +332,7 @@ class ElasticUpdates(LocalUpdates):
             self.exchange.runner.drain()
             super().end()
         self.peers.leave()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._server.close()
 
     @property
     def saves(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import processes
 from benchmarks.data import loaders, tiers
-from benchmarks.exchange import gradients, kernels, pto
+from benchmarks.exchange import gradients, join, kernels, pto
 from lightning_sparse.topology import Topology
 from tests.helpers.distributed import run_ranks
 
@@ -44,6 +44,21 @@ def test_data_benchmark_times_every_tier(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(rows) == {"storage, torch", "memory decoded, torch"}
     assert rows["storage, torch"]["images"] == 64
     assert all(row["per_cpu_second"] > 0 for row in rows.values())
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_join_benchmark_measures_both_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchft", reason="needs torchft")
+    monkeypatch.setattr(sys, "argv", ["join", str(tmp_path), "--millions", "1"])
+    join.main()
+    rows = json.loads((tmp_path / "join.json").read_text())["rows"]
+    assert [(row["node"], row["device"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for row in rows:
+        assert 0 < row["joining"] < 2 * row["training"]
+    joining = rows[2:]
+    assert all(row["received"] > 12 * row["numel"] and row["seconds"] > 0 for row in joining)
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------

@@ -13,7 +13,14 @@ from benchmarks.gpu.methods import COMPARED, DDP, EXACT, METHODS
 def trainings(**changed: Any) -> list[dict[str, Any]]:
     """Return equal rows for all methods on the CPU and on a GPU, with these changes on the GPU."""
     rows: list[dict[str, Any]] = [
-        {"device": device, "cluster": "2x2", "method": method, "losses": [2.0, 1.0], "equal weights": True}
+        {
+            "device": device,
+            "cluster": "2x2",
+            "method": method,
+            "losses": [2.0, 1.0],
+            "equal weights": True,
+            "like DDP": method in EXACT,
+        }
         for device in ("cpu", "cuda")
         for method in COMPARED
     ]
@@ -31,6 +38,7 @@ def trainings(**changed: Any) -> list[dict[str, Any]]:
         ({"method": next(iter(EXACT)), "losses": [2.0, 1.00001]}, {"ddp"}),
         ({"method": "mstopk_local 1%", "losses": [2.0, 1.00001]}, set()),
         ({"method": "mstopk_local 1%", "losses": [2.02, 1.0]}, {"cpu"}),
+        ({"method": "mstopk_local 1%", "losses": [2.0, float("nan")]}, {"cpu"}),
     ],
 )
 def test_parity_names_the_training_that_differs(changed: dict[str, Any], failed: set[str]) -> None:

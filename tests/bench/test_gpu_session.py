@@ -79,6 +79,13 @@ def test_part_that_takes_too_long_has_claims_that_are_not_run(tmp_path: Path) ->
     assert {verdict for verdict, _ in outcome.claims.values()} == {"not run"}
 
 
+def test_session_starts_without_lightning() -> None:
+    """A bare GPU machine may lack it, and each part would import it for seconds."""
+    code = "import sys, benchmarks.gpu.session; print([name for name in sys.modules if 'lightning_fabric' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
 def test_each_default_part_runs_in_less_than_five_minutes() -> None:
     assert [name for name, part in gpu_session.PARTS.items() if part.by_default and part.seconds >= 300] == []
 

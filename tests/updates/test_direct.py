@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,7 @@ class Stored(Receiver):
         self.wanted, self.tensors = wanted, dict[str, torch.Tensor]()
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
-        super().begin(head, layout)
+        self.head = head
         return self.wanted
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
@@ -58,24 +58,8 @@ def through_a_dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def relay(address: str, cut_after: int, pause: float) -> Iterator[tuple[str, list[int]]]:
-    """Pass on connections to an address; the first answer pauses after so many bytes, and is then cut if the pause is
-    negative. Yields the new address, and the bytes that each connection passed on."""
-    host, port = address.removeprefix("http://").split(":")
-    listens, passed = socket.create_server(("127.0.0.1", 0)), list[int]()
-
-    def serve(client: socket.socket, first: bool) -> None:
-        passed.append(0)
-        place = len(passed) - 1
-        with client, socket.create_connection((host, int(port))) as peer:
-            peer.sendall(client.recv(65536))
-            while chunk := peer.recv(4096):
-                if first and passed[place] <= cut_after < passed[place] + len(chunk):
-                    if pause < 0:
-                        return
-                    time.sleep(pause)
-                client.sendall(chunk)
-                passed[place] += len(chunk)
+def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Call `serve` in a thread for each connection. Yields the address."""
 
     def accept() -> None:
         while True:
@@ -83,11 +67,35 @@ def relay(address: str, cut_after: int, pause: float) -> Iterator[tuple[str, lis
                 client = listens.accept()[0]
             except OSError:
                 return
-            threading.Thread(target=serve, args=(client, not passed), daemon=True).start()
+            threading.Thread(target=serve, args=(client,), daemon=True).start()
 
-    threading.Thread(target=accept, daemon=True).start()
-    yield f"http://127.0.0.1:{listens.getsockname()[1]}", passed
-    listens.close()
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listens.getsockname()[1]}"
+
+
+@contextmanager
+def relay(address: str, cut_after: int, pause: float) -> Iterator[tuple[str, list[int]]]:
+    """Pass on connections to an address; the first answer pauses after so many bytes, and is then cut if the pause is
+    negative. Yields the new address, and the bytes that each connection passed on."""
+    host, port = address.removeprefix("http://").split(":")
+    passed = list[int]()
+
+    def serve(client: socket.socket) -> None:
+        place = len(passed)
+        passed.append(0)
+        with client, socket.create_connection((host, int(port))) as peer:
+            peer.sendall(client.recv(65536))
+            while chunk := peer.recv(4096):
+                if place == 0 and passed[place] <= cut_after < passed[place] + len(chunk):
+                    if pause < 0:
+                        return
+                    time.sleep(pause)
+                client.sendall(chunk)
+                passed[place] += len(chunk)
+
+    with serving(serve) as relayed:
+        yield relayed, passed
 
 
 def received(download: Download[Stored], pause: float) -> None:
@@ -124,29 +132,52 @@ def test_download_ends_after_the_wanted_tensors(server: SnapshotServer) -> None:
     assert download.receiver.tensors.keys() == {"weights"}
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"", b"short", b"\x00" * 7 + b"\x40" + b"x" * 64, b"\x7f" * 200, os.urandom(5000)], ids=len
-)
-def test_download_of_garbage_raises_an_error_with_the_address(garbage: bytes) -> None:
-    def answer() -> None:
-        while True:
-            try:
-                client = listens.accept()[0]
-            except OSError:
-                return
-            with client:
-                client.recv(4096)
-                client.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(garbage), garbage))
+class Strict(Stored):
+    """Needs a head with a step."""
 
-    with socket.create_server(("127.0.0.1", 0)) as listens:
-        threading.Thread(target=answer, daemon=True).start()
-        address = f"http://127.0.0.1:{listens.getsockname()[1]}"
-        download = Download(address, "name", Stored)
-        if len(garbage) < 8:  # the peer may still send the rest
-            assert not download.advance(0.3, 0.3)
-        else:
-            with pytest.raises(RuntimeError, match=f"{address} sent no snapshot"):
-                download.advance(5.0, 5.0)
+    def begin(self, head: Any, layout: Sequence[Entry]) -> int:
+        return super().begin({"step": head["step"] + 0}, layout)
+
+
+def stream_of(head: Any) -> bytes:
+    return b"".join(Snapshot(head, TENSORS).read(0))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x00" * 7 + b"\x40" + b"x" * 64,
+        b"\x7f" * 200,
+        os.urandom(5000),
+        stream_of({"step": 3}) + b"more",
+        stream_of({}),
+        stream_of(["step"]),
+        stream_of({"step": "x"}),
+    ],
+    ids=len,
+)
+@pytest.mark.parametrize("has_length", [True, False])
+def test_download_of_garbage_raises_an_error_with_the_address(garbage: bytes, has_length: bool) -> None:
+    length = b"Content-Length: %d\r\n" % len(garbage) if has_length else b""
+
+    def answer(client: socket.socket) -> None:
+        with client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.0 200 OK\r\n%b\r\n%b" % (length, garbage))
+
+    with serving(answer) as address, pytest.raises(RuntimeError, match=f"{address} sent no snapshot"):
+        Download(address, "name", Strict).advance(5.0, 5.0)
+
+
+@pytest.mark.parametrize("begin", [b"", b"short"], ids=len)
+def test_download_that_has_only_begun_waits_for_the_rest(begin: bytes) -> None:
+    def answer(client: socket.socket) -> None:
+        with client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n%b" % begin)
+
+    with serving(answer) as address:
+        assert not Download(address, "name", Stored).advance(0.3, 0.3)
 
 
 def test_download_takes_no_proxy(server: SnapshotServer, through_a_dead_proxy: None) -> None:
