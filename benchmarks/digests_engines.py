@@ -163,8 +163,8 @@ def wrap(case: Case, module: nn.Module, state: Any, **options: Any) -> Distribut
 
 
 def backward(case: Case, ddp: DistributedDataParallel, state: Any, scaler: Any, step: int, rank: int) -> None:
-    """Run the backward passes before a step. Of several passes, "several" reduces each, and "accumulate" only the
-    last."""
+    """Run the backward passes before a step. With "several", DDP reduces each pass, and with "accumulate" only the
+    last pass."""
     passes = 2 if "several" in case.events else 3 if "accumulate" in case.events else 1
     for part in range(passes):
         x, y = batch(step, part, rank, case.dtype)

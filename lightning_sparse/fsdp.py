@@ -170,7 +170,7 @@ class FSDPParamGroup:
 
     Args:
         name: name of the module.
-        managed: parameters of the module without those of FSDP2 modules inside it, by name and in order. Frozen
+        managed: parameters of the module, except parameters of FSDP2 modules inside it, by name and in order. Frozen
             parameters take no part.
 
     Attributes:

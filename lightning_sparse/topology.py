@@ -9,9 +9,9 @@ intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fas
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
 
-``intra_gather`` is a second group of the ranks of ``intra``: the all-gather of one bucket overlaps with the
-reduce-scatter of the next, but two threads must not share a Gloo group, and NCCL runs the collectives of a communicator
-in turn. With Gloo, ``world`` is a second group of all ranks, because DDP uses the default group at the same time. NCCL
+``intra_gather`` is a second group of the ranks of ``intra``, because the all-gather of one bucket overlaps with the
+reduce-scatter of the next. Two threads must not share a Gloo group, and NCCL runs the collectives of a communicator in
+turn. With Gloo, ``world`` is a second group of all ranks, because DDP uses the default group at the same time. NCCL
 makes all groups of an axis by one split of its communicator.
 
 Ranks of a node need not be contiguous (SLURM's cyclic distribution, MPI's ``--map-by node``), and some launchers give

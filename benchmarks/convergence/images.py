@@ -3,12 +3,12 @@
     python -m benchmarks.convergence.images IMAGES --tune     # once: learning rate, on dense training alone
     python -m benchmarks.convergence.images IMAGES            # the whole table; again after an interruption
 
-IMAGES is a folder ``{train,val}/<class>/*.jpg``, with images of one size (32 x 32). Runs are those of runs.py: four
-real processes as two nodes of two devices, or as four nodes of one device ("-4x1"). Bytes are counted, and times mean
-nothing.
+IMAGES is a folder ``{train,val}/<class>/*.jpg``, with images of one size (32 x 32). runs.py runs each configuration:
+four real processes as two nodes of two devices, or as four nodes of one device ("-4x1"). Bytes are counted, and times
+mean nothing.
 
-The regional exchange and the all-gather of messages are compared at equal bytes. With M = 4 nodes, a device receives
-(M-1) K entries by the all-gather and 2 (M-1) K / M by regions, so K may be twice as large by regions.
+The regional exchange and the all-gather of messages are compared at equal bytes. On M nodes, a device receives (M-1) K
+entries by the all-gather and 2 (M-1) K / M by regions. So with M = 4, K is twice as large by regions.
 
 **Single-node baseline.** Training without communication: a node on its share of each batch (half; with "-4x1" a
 quarter), for as many steps, at the same learning rate. A method that does not beat it is worse than no network.
@@ -18,7 +18,7 @@ communication. So differences to dense training are computed per seed, and their
 the accuracies. Runs are ordered by seed, so an unfinished table is paired, too.
 
 **One learning rate.** ``--tune`` chooses it for dense training, on seeds that are not in the table. All configurations
-use it, so the table does not show what a separate learning rate would gain.
+use it, so the table does not show the gain of a separate learning rate.
 
 **Short runs.** 1,170 steps are few for a method that sends an entry about every 1/density steps; published parity is
 for tens of thousands. Read the table as a ranking of variants and a regression test.

@@ -1,7 +1,7 @@
 """Common part of the convergence benchmarks: one run of a configuration and a seed, on real ranks, stored in a file.
 
 A benchmark defines a `Task`: a rank's `Learner` (model, optimizer, batches, validation), and its metric. The code of
-communication is here, so rows mean the same in the tables of both tasks. Runs are real: processes with Gloo, four as
+communication is here, so a row has one meaning in the tables of both tasks. Runs are real: processes with Gloo, four as
 two nodes of two devices by default, `DistributedDataParallel`, and the method from ways.py. Only the network is
 missing, because all nodes are this machine. So bytes are counted, and times mean nothing.
 """
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: all of them, or those of one node."""
+        """Number of ranks: of all nodes, or of one node."""
         ranks: int = self.settings.world_size
         return ranks // self.nodes if self.alone else ranks
 

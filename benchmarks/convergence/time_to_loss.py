@@ -6,13 +6,13 @@
 The task is that of text.py, a character Transformer with AdamW, or that of images.py with a wider net, a ResNet of
 308,650 parameters with SGD. Ranks are the nodes of an emulated cluster (`lightning_sparse.lab`), and share this
 machine's CPUs. Models are small, so the links are slow: the Transformer's dense gradients of 466 KB take 56 ms at 0.1
-Gbit/s on four nodes. Seconds are those of training; after each epoch, all ranks wait for each other and validate. The
+Gbit/s on four nodes. Seconds count training only; after each epoch, all ranks wait for each other and validate. The
 kernel counts the bytes on a node's link. Methods (ways.py) run one after the other. In the single-node baseline, all
 nodes train at the same time, so that each has its share of the CPUs, and the first node's model counts. PATHs are
 checkouts of sands-lab/grace and bloc97/DeMo (which needs einops); without them, these rows are left out. All methods
-except DeMo use one learning rate, and none is tuned, so the table does not show what a separate rate would gain.
+except DeMo use one learning rate, and none is tuned, so the table does not show the gain of a separate rate.
 
-The table has the metric at the end, the metric at equal bytes (those of the row that "at equal bytes" names), and the
+The table has the metric at the end, the metric at the bytes of the row that "at equal bytes" names, and the
 seconds to each goal. Between validations, the metric is interpolated. Writes OUT/time-to-loss.json, .md and .svg.
 """
 

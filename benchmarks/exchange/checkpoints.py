@@ -3,9 +3,9 @@
     python -m benchmarks.exchange.checkpoints OUT --parameters 100e6 [--folder]
 
 Trains a linear model with AdamW for two steps on 2x2 ranks over Gloo, saves through Lightning's Trainer, and resumes on
-the given clusters. Bytes are those of the checkpoint and its side files, which contain an optimizer's state per node,
+the given clusters. Bytes count the checkpoint and its side files, which contain an optimizer's state per node,
 divided by the elements of the model. Memory is the maximum of a rank during the save or restore, minus its memory in
-training. Files come from the page cache, so seconds are those of a fast disk.
+training. Files come from the page cache, so seconds are as with a fast disk.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Nothing is measured here. The predictions use the rates that exchange="auto" measured at the start of the same runs.
 DDP's own copies are added as measured, because no path avoids them and the model leaves them out. "nominal" uses the
 configured rate of the link, without latency and cost of additions, to separate the error of the model from that of the
-measurement. The last two columns are predicted over measured. `lightning-sparse plan` does the same for a cluster that
+measurement. The last two columns are predicted over measured. `lightning-sparse plan` predicts a step on a cluster that
 you do not have. Writes OUT/plan.json and .md.
 """
 

@@ -172,11 +172,11 @@ class Run:
     size: str = "0.1M"
     workers: int = 4
     steps: int = 0
-    """0: those of the size."""
+    """0: the steps that go with the size."""
 
     @property
     def batch(self) -> int:
-        """Windows per step: those of the size, or one per worker."""
+        """Windows per step: the batch that goes with the size, or one per worker if that is more."""
         return max(SIZES[self.size].batch, self.workers)
 
     @property

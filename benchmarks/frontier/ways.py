@@ -13,8 +13,8 @@
 ================ ======================================================================================================
 
 ``bits`` counts a worker's contribution; fp32 gradients have 32 bits per parameter. With a sum by an all-reduce, each
-worker receives 2 (M-1)/M times that; with an all-gather of messages, M-1 times (``gathers``). Selection and two-bit
-values of `SparseOuter` are those of this library's messages.
+worker receives 2 (M-1)/M times that; with an all-gather of messages, M-1 times (``gathers``). `SparseOuter` uses the
+selection and the two-bit values of this library's messages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One rank of a cluster that does not exist: the work of a device in a step, without the others.
 
 NCCL refuses several ranks on one GPU, and ranks as threads would share one interpreter and one GPU, so their times
-would mean little. Here the other ranks are assumed to be copies of this rank: collectives return what they would then
-return, and do about the same work on the device, without communication. A link between nodes of a given rate is a wait
-on the stream, or in the thread, of the exchange.
+would mean little. Here the other ranks are assumed to be copies of this rank. So collectives need no communication:
+they compute the result on the device, with about as much work as real collectives. A link between nodes of a given rate
+is a wait on the stream, or in the thread, of the exchange.
 """
 
 from __future__ import annotations

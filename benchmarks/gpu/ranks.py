@@ -34,8 +34,8 @@ INPUTS, WIDTH, CLASSES = 31, 193, 7
 
 
 def train_all(topology: Topology, device: torch.device, gbps: float | None) -> Rows:
-    """Return the losses of each method, averaged over the ranks, whether all ranks end with equal weights, and whether
-    the losses should equal those of DDP."""
+    """Return one row per method: its losses, averaged over the ranks; whether all ranks end with equal weights; whether
+    its losses should equal DDP's losses."""
     rows = Rows()
     for name, method in COMPARED.items():
         training = Training.start(method, topology, device, _classifier, _classify, _adamw)

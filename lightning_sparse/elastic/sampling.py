@@ -1,10 +1,10 @@
 """Which node draws which samples, while nodes join and leave.
 
-The samples of all epochs form one line: first the samples of epoch 0, in an order that depends on seed and epoch, then
-those of epoch 1. An *assignment* gives the samples from one position on to the present nodes in turn. With each
-request, a node reports a limit: before the next quorum, no node that it knows of draws past it. When nodes join or
-leave, all nodes make the next assignment begin at the highest limit, and the last assignment holds up to there. So no
-sample is drawn twice. An epoch lacks only the samples that a lost node had not drawn.
+The samples of all epochs form one line: first the samples of epoch 0, then the samples of epoch 1, and so on. The order
+inside an epoch depends on seed and epoch. An *assignment* gives the samples from one position on to the present nodes
+in turn. With each request, a node reports a limit: before the next quorum, no node that it knows of draws past it. When
+nodes join or leave, all nodes make the next assignment begin at the highest limit, and the last assignment holds up to
+there. So no sample is drawn twice. An epoch lacks only the samples that a lost node had not drawn.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Collectives:
 
 
 class GlooCollectives(Collectives):
-    """Collectives of tensors on the CPU, faster than those of Gloo."""
+    """Collectives of tensors on the CPU, faster than Gloo's own collectives."""
 
     def reduce_scatter(self, grad_LS: Tensor, group: Group) -> Tensor:
         # Gloo's own all-reduces the whole tensor: 2.5 times slower with two devices.

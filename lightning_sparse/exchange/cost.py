@@ -54,7 +54,7 @@ class PathChoice:
 
         Args:
             density: fraction of the entries that a selecting path sends.
-            exact: send everything, without rounding errors, whatever the configuration.
+            exact: send everything, without rounding errors, with every configuration.
         """
         if exact:
             return self._fastest(work, density, rounded=False, forbid_sparse=True)

@@ -213,7 +213,7 @@ class CommStats:
         self._sent, self._applied, self._total = 0, 0.0, 0
 
     def since(self, earlier: CommStats) -> CommStats:
-        """Return the counts after ``earlier``, a deep copy of this object. Densities stay those of the last round."""
+        """Return the counts after ``earlier``, a deep copy of this object. Densities describe the last round."""
         late = deepcopy(self)
         for name in ("rounds", "bytes_between_nodes", "dense_equivalent_bytes", "sent", "applied"):
             setattr(late, name, getattr(self, name) - getattr(earlier, name))

@@ -1,6 +1,6 @@
 """Paths: ways of summing a shard over nodes. To add a path, add a class here, and a row to ``PATHS`` and ``Exchange``.
 
-With M nodes of L devices and a tensor of N elements on each rank, device l of each node holds shard l, S = N / L
+M nodes have L devices each, and each rank has a tensor of N elements. Device l of each node holds shard l: S = N / L
 elements, summed over the node. A path has three stages, ``select``, ``transfer`` and ``apply``, so that several shards
 share the network (see `lanes`). ``bytes`` and ``seconds`` give its cost, for ``exchange="auto"``.
 

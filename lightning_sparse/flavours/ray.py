@@ -26,7 +26,7 @@ class RayMSTopKLocalStrategy(MSTopKLocalMixin, RayDDPStrategy):
 
 
 class RayMSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):
-    """FSDP2 between nodes and inside a node, for Ray Train. Options are those of ``MSTopKFSDPStrategy``.
+    """FSDP2 between nodes and inside a node, for Ray Train. It takes the options of ``MSTopKFSDPStrategy``.
 
     Ray has no FSDP2 class to derive from, so ``prepare_trainer`` does not accept this strategy. Omit
     ``prepare_trainer``, which only checks.

@@ -9,7 +9,7 @@ from the accumulated velocity, the residual v. Both are sharded like the residua
     v = v + u                                   Nesterov: v + d + momentum * u
     the K largest of v are sent; there v becomes zero, and u, too, unless everything is sent (masking)
 
-So the sum over nodes of a *dense* round is the step of torch's SGD divided by the learning rate, and at density 1 a run
+So the sum over nodes of a *dense* round is the step of torch's SGD divided by the learning rate. At density 1, a run
 equals SGD except for rounding. There is one difference: parameters that no rank uses, with a zero gradient instead of
 None, keep their velocity, while torch's SGD moves them.
 
@@ -130,8 +130,8 @@ class MomentumCorrection:
             )
 
     def momentum_equivalents(self) -> dict[str, tuple[float, float]]:
-        """Return, by name, (a, b) so that a gradient of a * v + b * u, through SGD's own momentum, moves the parameter
-        as far as v and u would have. A checkpoint stores them for runs without the correction."""
+        """Return (a, b) by name. Through SGD's own momentum, a gradient of a * v + b * u moves the parameter as far as
+        v and u would have. A checkpoint stores them for runs without the correction."""
         if self._optimizer is not None:
             self._read_options()
         return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in self._terms.items() if name}

@@ -1,4 +1,4 @@
-"""Which gradients of a round count: those of parameters that were used and stepped.
+"""Which gradients of a round count: gradients of parameters that were used and stepped.
 
 A residual must neither add nor lose a gradient that the user drops. So the residuals of parameters that no optimizer
 steps with the gradient of the round return to their last values (see `residual`).
@@ -137,7 +137,7 @@ class StepTracker:
         return set(self._stepped)
 
     def not_stepped(self) -> tuple[set[str], set[str]]:
-        """Return the parameters that were not stepped: those without a gradient, and those that may still be
+        """Return the parameters that were not stepped: without a gradient, and with a gradient that may still be
         stepped."""
         module = self._parameters.module
         if not self.watching or module is None:
@@ -188,9 +188,9 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
 class UnusedParameters:
     """Finds parameters that a backward pass did not use, for DDP's ``find_unused_parameters``.
 
-    DDP keeps the gradient of a parameter that no rank used, whatever a hook writes there. So a rank withholds the
-    residual of parameters that it did not use. Once per round, all ranks agree on the parameters that no rank used, and
-    undo the round there, in the bucket and in the residual.
+    DDP keeps the gradient of a parameter that no rank used, and ignores the values that a hook writes there. So a rank
+    withholds the residual of parameters that it did not use. Once per round, all ranks agree on the parameters that no
+    rank used, and undo the round there, in the bucket and in the residual.
 
     Args:
         module: the module to watch. With gradient accumulation, uses add up as in DDP.

@@ -41,7 +41,7 @@ class Piece:
     places: list[list[slice]]
 
     def exchange(self, communicator: HierCommunicator, index: int, buffer_B: Tensor) -> None:
-        """Send the segments of rank `index`, and overwrite those of other ranks."""
+        """Send the segments of rank `index`, and overwrite the segments of other ranks."""
         _copy([buffer_B[place] for place in self.places[index]], self.segments[index])
         gathered_WB = communicator.gather(buffer_B[: self.nbytes]).view(len(self.segments), self.nbytes)
         for owner, received_B in enumerate(gathered_WB):

@@ -49,8 +49,8 @@ def check_scope(scope: object) -> None:
 def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | None = None) -> HierCommunicator:
     """Return a communicator whose ``gather`` spans the scope. A collective if nodes have different numbers of devices.
 
-    ``"auto"`` is the node, or the world if every node has one rank. The groups are separate from those of the
-    reduction, which runs in other threads.
+    ``"auto"`` is the node, or the world if every node has one rank. The reduction has its own groups, because it
+    runs in other threads.
 
     Args:
         topology: from ``topology.discover()``, with process groups for this communicator only.

@@ -58,7 +58,7 @@ class CommStatsMixin:
                 f"{type(trainer.strategy).__name__}. Use strategy='mstopk_hier', 'mstopk_local', 'mstopk_fsdp' or "
                 f"'mstopk_elastic', or omit the callback."
             )
-        self._norms = {}  # those of an earlier fit may be on another device
+        self._norms = {}  # norms of an earlier fit may be on another device
         engine = _reporting(trainer.strategy)
         if engine is not None:
             self._before = deepcopy(engine.exchange.stats)

@@ -106,7 +106,7 @@ def has_optimizer(entry: Any) -> bool:
 
 
 class UpdatesFabricAdapter(FabricAdapter):
-    """Creates an engine of updates per optimizer, whatever averages gradients inside the node."""
+    """Creates an engine of updates per optimizer, for DDP and for FSDP2."""
 
     send: Send = "updates"
     _modules: list[nn.Module]  # modules that were set up

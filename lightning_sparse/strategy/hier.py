@@ -65,7 +65,7 @@ class GradientEngines:
             self.states.append(state)
         elif find_unused:
             state.track_unused(module)
-        self.optimizers_by_state[state] = []  # new optimizers replace earlier ones
+        self.optimizers_by_state[state] = []  # new optimizers replace earlier optimizers
         ddp.register_comm_hook(state, hier_hook)
         return state
 

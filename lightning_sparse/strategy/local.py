@@ -106,7 +106,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
         return to_python({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the main file, with the optimizer states of this node instead of those of node 0."""
+        """Load the main file, with the optimizer states of this node instead of node 0's states."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         checkpoint.update(self._side_files.entries(self.topology))
         return checkpoint

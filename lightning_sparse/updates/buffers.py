@@ -17,8 +17,7 @@ from lightning_sparse.sharding import local_of
 class Buffers:
     """Averages the floating-point buffers of a module, such as batch norm statistics.
 
-    It also averages parameters that no optimizer steps and that came to differ between ranks, such as a teacher's
-    weights.
+    It also averages parameters that no optimizer steps and that differ between ranks, such as a teacher's weights.
 
     Args:
         stepped: returns ``id()`` of the parameters that optimizers step.

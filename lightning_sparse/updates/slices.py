@@ -17,7 +17,7 @@ _CACHED = 1 << 16  # elements that stay in a core's cache
 
 
 class Slices:
-    """The pieces of parameters that one device owns, concatenated.
+    """The concatenated pieces of parameters that a device owns.
 
     Args:
         mine: the part of each parameter that this device owns, or None.

@@ -183,8 +183,8 @@ class UpdateState(ABC):
         """Return the model that the last exchange wrote into the parameters."""
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> bool:
-        """Load a saved state, and write the parameters. Return whether the run continues exactly. With other options
-        than those of the saved run, all unsent updates become pending."""
+        """Load a saved state, and write the parameters. Return whether the run continues exactly. If the saved
+        run had other options, all unsent updates become pending."""
         self.receive()  # a message in flight would be added to the loaded weights
         self.global_S.copy_(saved["shared"])
         if self._load_own(saved):

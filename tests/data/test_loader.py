@@ -19,7 +19,7 @@ CONFIG = SamplerConfig(batch_size=4)
 
 
 class Echo:
-    """Gives the size as the picture and the indices as labels; reads two requests ahead, as real pipelines do."""
+    """Returns the size as the image and the indices as labels; reads two requests ahead, as real pipelines do."""
 
     prefetch_depth = 2
 

@@ -127,12 +127,12 @@ def run_ranks(
     start_method: Literal["forkserver", "spawn"] = "forkserver",
     grace_s: float = GRACE_S,
 ) -> list[T]:
-    """Call ``fn(*args)`` in every rank and return what each returned, by rank.
+    """Call ``fn(*args)`` in every rank and return the results, by rank.
 
     Args:
         fn: a module-level function (it travels by name).
         env: more environment for all ranks; None removes a variable.
-        placement: the global ranks of each node in device order, instead of `nodes` x `devices` contiguous ones.
+        placement: the global ranks of each node in device order, instead of `nodes` x `devices` contiguous ranks.
         init: join the default Gloo group before the call. Without it the environment alone is prepared (a Trainer).
         grace_s: after one rank has failed, seconds for the others to end by themselves.
     """

@@ -1,6 +1,6 @@
 """Nothing is lost, and discarded gradients leave no trace, on real Gloo ranks.
 
-Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
+Every test runs the worker below it (named after the test) in P processes and compares the results of the ranks.
 """
 
 import gc

@@ -40,7 +40,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Names], Any, Any]:
-    """What preceded each piece of work; functions that work on the current stream, and that make a job."""
+    """The work that preceded each piece of work; a function that works on the current stream; one that makes a job."""
     current, seen = [Stream()], dict[str, Names]()
 
     @contextmanager

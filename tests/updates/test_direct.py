@@ -133,7 +133,7 @@ def test_download_ends_after_the_wanted_tensors(server: SnapshotServer) -> None:
 
 
 class Strict(Stored):
-    """Needs a head with a step."""
+    """Accepts only a head with a step."""
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
         return super().begin({"step": head["step"] + 0}, layout)

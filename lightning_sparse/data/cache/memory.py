@@ -237,14 +237,14 @@ def _allowed(config: CacheConfig) -> tuple[int, str]:
 def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> Format:
     """Return the format in which this node keeps its samples.
 
-    If it is not given, it is the format of another run on this node, or else "decoded" if all samples fit, which saves
-    decoding in each epoch, or else "jpeg".
+    With "auto", it is the format of another run on this node. Without such a run, it is "decoded" if all samples fit,
+    which saves decoding in each epoch, and "jpeg" otherwise.
     """
     if config.format != "auto":
         return config.format
     for format in ("decoded", "jpeg"):
         for size, _ in segments.sizes(content_name(config, manifest, owned, format)):
-            # A run that was told "decoded" may keep only some samples. More files would fit.
+            # A run with the option "decoded" may keep only some samples. More files would fit.
             return format if size >= needed_bytes(manifest, owned, format, config.short_side) else "jpeg"
     return "decoded" if needed_bytes(manifest, owned, "decoded", config.short_side) <= _allowed(config)[0] else "jpeg"
 
