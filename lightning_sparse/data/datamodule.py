@@ -161,8 +161,7 @@ class CachedMixin(DataModuleMixin):
         return {**super().state_dict(), "formats": formats, "backend": session.backend}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved position, with the saved format and backend unless options set them. Call it on all
-        ranks."""
+        """Continue at the saved position. Call it on all ranks."""
         super().load_state_dict(state_dict)
         session, options = self._session, self._options
         if session is None:
@@ -170,6 +169,7 @@ class CachedMixin(DataModuleMixin):
         formats = state_dict.get("formats", {}) if options.cache.format == "auto" else {}
         images = isinstance(options.samples, ImageOptions) and options.samples.backend == "auto"
         backend = state_dict.get("backend") if images else None
+        # the saved format and backend, unless options set them
         other = any(formats.get(split, own) != own for split, own in session.formats.items())
         if other or backend not in (None, session.backend):
             self._open(self._stage, formats, backend)

@@ -259,8 +259,7 @@ class Session:
         return self._stores[-1]
 
     def check_classes(self, used: int | None) -> int:
-        """Return the number of classes, after comparing it with the `used` number of each rank's model. A
-        collective."""
+        """Return the number of classes; compare it with the `used` number of each rank's model. A collective."""
         subset = self.train or self.val or self.test
         classes = subset.store.manifest.num_classes if subset is not None else used or 0
         others = {rank: other for rank, other in enumerate(on_all(lambda: used)) if other not in (None, classes)}

@@ -189,8 +189,7 @@ class ShardFile(io.RawIOBase):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The shards of a source. `only` is the name of the only shard, or a pattern of names with ``*``; "": all of the
-    folder."""
+    """The shards of a source. `only` is the name of the only shard, or a pattern with ``*``; "": all of the folder."""
 
     config: CacheConfig
     only: str

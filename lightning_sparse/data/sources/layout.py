@@ -167,8 +167,7 @@ class Layout(ABC):
 def build_manifest(
     source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...], **others: Any
 ) -> Manifest:
-    """Return the manifest of samples that are files. `others` has other fields of `Manifest`, and overrides listed
-    fields."""
+    """Return the manifest of samples that are files. `others` overrides fields of the listed files."""
     sizes, mtimes, tags = (np.array([file[column] for file in listed.files], np.int64) for column in (1, 2, 3))
     values = {
         "paths": [path for path, *_ in listed.files],

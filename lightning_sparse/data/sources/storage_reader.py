@@ -531,8 +531,7 @@ def check_end(file: Any, offset: int) -> None:
 
 
 def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[str, Any]:
-    """Return the contents of a Parquet file: (rows, bytes of the samples) of each row group, labels, and names of
-    classes.
+    """Return (rows, bytes of the samples) of each row group of a Parquet file, its labels, and the names of classes.
 
     If it is unclear which column has the labels, the result names the candidates. `column` has the samples; "": the
     only column of bytes, or of a struct with a field `bytes`.
@@ -598,8 +597,7 @@ def _opened(file: Any, progress: "Callable[[], None]") -> Iterator[Any]:
 
 
 def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
-    """Return the path of the column of samples, the name of the column of labels ("" if unclear), and the
-    candidates."""
+    """Return the path of the column of samples, the name of the column of labels ("" if unclear), and candidates."""
     from pyarrow import types
 
     kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
@@ -639,6 +637,7 @@ def main(file: int, threads: int, source: str) -> None:
     requests: SimpleQueue[tuple[int, str, tuple[Any, ...]]] = SimpleQueue()
     answers = Answers(connection, requests)
     try:
+        # the options for fsspec come in the first message, because other users can read argv
         storage = Source(source, pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
         exit_now()
