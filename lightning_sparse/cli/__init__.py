@@ -1,8 +1,7 @@
 """The `lightning-sparse` command, and functions that commands and benchmarks share.
 
-Each subcommand is a module. Its ``declare`` adds the options to a parser and sets ``run``, the function that executes
-the subcommand. Only the module of the requested subcommand is imported, so that the command starts fast. Words after
-``--`` are passed to the subcommand unchanged.
+Each subcommand is a module. Its ``declare`` adds the options to a parser and sets ``run``. Words after ``--`` are
+passed to the subcommand unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
@@ -34,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in words if word in COMMANDS), None)
     for name, summary in COMMANDS.items():
         subparser = subcommands.add_parser(name, help=summary)
+        # import only the requested subcommand, so that the command starts fast
         if name == chosen:
             import_module(f"{__name__}.{name}").declare(subparser)
     arguments, unknown = parser.parse_known_args(words[:split])

@@ -1,7 +1,6 @@
 """`lightning-sparse doctor`: check this machine or this cluster.
 
 A check yields results: ``ok``, ``note`` (costs speed or a feature), or ``bad`` (breaks a run or skews measurements).
-On the ranks of a launcher, `check_ranks` also checks topology, network rates, and differences between ranks.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class CheckResult:
 
 
 def run_checks() -> list[CheckResult]:
-    """Run all checks of a single process. Imports the installed packages of Lightning."""
+    """Run all checks of a single process. Imports the installed Lightning packages."""
     checks = (check_torch, check_lightning, check_extras, check_machine, check_environment, check_lighthouse)
     return [result for check in checks for result in check()]
 
@@ -187,7 +186,6 @@ def check_machine() -> Iterator[CheckResult]:
 
 
 def check_environment() -> Iterator[CheckResult]:
-    """Check environment variables that break or slow training on several nodes."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         requested = os.environ.get(name, "").removeprefix("=")
         if requested.startswith("^") or requested == "":  # "^" excludes interfaces
@@ -203,8 +201,8 @@ def check_environment() -> Iterator[CheckResult]:
 
 
 def check_lighthouse() -> Iterator[CheckResult]:
-    """Check the lighthouse of `mstopk_elastic`, if the environment names one."""
     address = os.environ.get(VARIABLE)
+    # only `mstopk_elastic` needs a lighthouse
     if not address:
         return
     try:
@@ -228,7 +226,6 @@ def _version(package: str) -> str | None:
 
 
 def check_cache(cache_dir: str) -> Iterator[CheckResult]:
-    """Check free space on disk and in memory, and list the caches in the folder."""
     folder = Path(cache_dir)
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     kind = file_system(existing)
@@ -259,7 +256,7 @@ def check_cache(cache_dir: str) -> Iterator[CheckResult]:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, another launcher that sets RANK, or `srun` with several tasks started this process."""
+    # torchrun and other launchers set RANK; `srun` starts several tasks
     return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
@@ -283,7 +280,6 @@ def join_ranks() -> tuple[Topology, torch.device]:
 
 
 def leave_ranks() -> None:
-    """Wait for all ranks, then destroy the process group."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -291,7 +287,7 @@ def leave_ranks() -> None:
 def check_ranks(topology: Topology, device: torch.device, local: Sequence[CheckResult]) -> Iterator[CheckResult]:
     """Check the topology, differences between ranks, and the networks. A collective; the same results on all ranks.
 
-    `local` has the results of this rank's own checks. Bad results of ranks other than 0 are also reported.
+    `local` has the results of this rank's own checks. Bad results of other ranks are also reported.
     """
     message = f"{topology.describe()}, {dist.get_backend()}"
     yield CheckResult("ok" if topology.kind == "hierarchical" else "note", "topology", message)

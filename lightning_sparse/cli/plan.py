@@ -1,10 +1,8 @@
-"""`lightning-sparse plan`: predict the step time of each method on a given cluster, and recommend one of them.
+"""`lightning-sparse plan`: predict the step time of each method on a given cluster, and recommend a method.
 
-The prediction is arithmetic: the communication time comes from `exchange.paths`, for buckets of DDP's default size.
-With compute time C (forward and backward on one device) and communication time R, a step takes C + R if communication
-starts after backward, and max(C, R) if it overlaps completely. Scaling efficiency is C / step. It excludes the
-optimizer step and data loading. Rings of P ranks have 2 (P - 1) latencies; NCCL's trees have fewer, so with hundreds of
-ranks DDP is faster than predicted.
+With compute time C and communication time R, a step takes C + R if communication starts after backward, and max(C, R)
+if it overlaps completely. Scaling efficiency is C / step, without the optimizer step and data loading. Rings of P ranks
+have 2 (P - 1) latencies; NCCL's trees have fewer, so with hundreds of ranks DDP is faster than predicted.
 """
 
 from __future__ import annotations
@@ -144,7 +142,6 @@ class Scenario:
         return 1 + max(0, math.ceil((self.numel * self.itemsize - FIRST_BUCKET_BYTES) / BUCKET_BYTES))
 
     def assumptions(self) -> list[str]:
-        """The assumptions of a prediction, one per line."""
         inside = f", inside {self.intra_gbps:g} Gbit/s per device" if self.devices > 1 else ""
         if self.compute_s is None:
             compute = "compute time unknown: communication only; scaling efficiency needs --compute-ms"
@@ -185,13 +182,12 @@ class Row:
         return METHODS[self.path] + (f" {100 * self.density:.3g}%" if self.selects else "")
 
     def seconds(self, overlap: bool) -> float:
-        """Return the time of a step, or of its communication if the compute time is unknown."""
+        """Return the time of a step, or of its communication if compute time is unknown."""
         step = self.overlapped_step_s if overlap else self.step_s
         return self.sync_s if step is None else step
 
 
 def predict(scenario: Scenario, nodes: int, method: str, density: float = 1.0) -> Row:
-    """Predict one method. On one node, every method is an all-reduce."""
     if nodes < 1:
         raise ValueError(f"nodes={nodes} must be at least 1.")
     if not 0 < density <= 1:
@@ -229,6 +225,7 @@ def predict(scenario: Scenario, nodes: int, method: str, density: float = 1.0) -
 
 def path_of(method: str, work: TensorSpec, density: float) -> paths.Path:
     if work.num_nodes == 1:
+        # on one node, every method is an all-reduce
         return Dense(work)  # one ring, inside the node
     if method in _REDUCERS:
         return _REDUCERS[method].of(work, density, HierConfig().dtype) or Dense(work)
@@ -236,13 +233,12 @@ def path_of(method: str, work: TensorSpec, density: float) -> paths.Path:
 
 
 def predict_all(scenario: Scenario, counts: Iterable[int], densities: Sequence[float]) -> list[Row]:
-    """Predict every method for every node count; methods that select also for every density."""
     methods = [(method, density) for method in METHODS for density in (densities if _selects(method) else [1.0])]
     return [predict(scenario, nodes, method, density) for nodes in counts for method, density in methods]
 
 
 def node_counts(nodes: int) -> list[int]:
-    """Powers of two up to four times ``nodes``, and ``nodes`` itself.
+    """Return powers of two up to four times ``nodes``, and ``nodes`` itself.
 
     >>> node_counts(6)
     [1, 2, 4, 6, 8, 16]
@@ -258,11 +254,9 @@ def _selects(method: str) -> bool:
 
 
 def simplest(rows: Sequence[Row], *, overlap: bool) -> Row:
-    """Return the simplest method that no other method beats by more than the strategy's margin.
-
-    Excludes regional, which applies fewer entries than sparse at the same density, so that their times are not
-    comparable. Also excludes updates, which are another algorithm.
-    """
+    """Return the simplest method that no other method beats by more than the strategy's margin."""
+    # Exclude updates, which are another algorithm. Exclude regional, which applies fewer entries than sparse at the
+    # same density, so that their times are not comparable.
     methods = [name for name in METHODS if name not in _UPDATE_PATHS]
     methods = [name for name in methods if name not in _REDUCERS or _REDUCERS[name].in_auto]
     in_order = [row for method in methods for row in rows if row.path == method]
@@ -271,12 +265,9 @@ def simplest(rows: Sequence[Row], *, overlap: bool) -> Row:
 
 
 def _for_adam(rows: Sequence[Row], *, overlap: bool) -> Row:
-    """Return updates if they are faster than all dense methods, otherwise the simplest dense method.
-
-    For optimizers that divide by the size of recent gradients: with sparse gradients, they give a worse loss than the
-    single-node baseline.
-    """
     updates = next(row for row in rows if row.path == "updates")
+    # With sparse gradients, optimizers that divide by the size of recent gradients give a worse loss than the
+    # single-node baseline.
     dense = simplest([row for row in rows if not row.selects], overlap=overlap)
     return dense if MARGIN * dense.seconds(overlap) <= updates.seconds(overlap) else updates
 
@@ -320,7 +311,7 @@ QUALITY_LOSS = (
 
 
 def expected_loss(rows: Sequence[Row], steps: int) -> str:
-    """Return how often each entry of the updates is sent in so many steps, and the measured effect on the loss."""
+    """Return how often a run sends each entry of the updates, and the measured effect on loss."""
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1, the optimizer steps of the whole run.")
     updates = next(row for row in rows if row.path == "updates")
@@ -336,7 +327,7 @@ def expected_loss(rows: Sequence[Row], steps: int) -> str:
 
 
 def parameter_shapes(name: str) -> list[torch.Size]:
-    """Return the shapes of a model's trainable parameters. Looks in torchvision, then in timm, without downloads."""
+    """Return the shapes of a model's trainable parameters, from torchvision or timm, without downloads."""
     known: list[str] = []
     create: Callable[[str], torch.nn.Module] | None = None
     with suppress(ImportError):
@@ -367,7 +358,6 @@ def parameter_shapes(name: str) -> list[torch.Size]:
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
-    """Plot the rows of one density, or the communication time alone if compute time is unknown."""
     timed = all(row.step_s is not None for row in rows)
     import_optional("matplotlib", "a plot")
     from matplotlib.figure import Figure

@@ -7,22 +7,17 @@ it in memory for later epochs, and sends it to the other nodes. ::
                                                  ^
                                   memory of other nodes (zmq, CURVE)
 
-============== ===========================================================================
+============== ==========================================================================
 datamodule.py  base class of all DataModules; DataModules of images and of other files
-tokens.py      the DataModule of token ids. windows.py cuts windows, shards.py tokenizes the
-               documents of text.py, id_files.py reads and writes ids
+tokens.py      DataModule of token ids; windows.py, shards.py, text.py, id_files.py
 session.py     stores and loaders between setup and teardown
 pipeline/      samples -> batches: sampler, loader, images (DALI and torch), workers
 cache/         the tiers of a node, and the store that reads from the nearest tier
 peers/         between nodes: server, client, addresses
 sources/       the layouts of a source, and the process that reads network storage
-folders.py     folders and files of the cache on local disk
-decode.py      samples, the interface of their readers, and the image decoder
-config.py      options of the cache, and its errors
-child.py       child processes
-rng.py         counter-based random numbers
-============== ===========================================================================
+others         folders.py, decode.py, config.py, child.py, rng.py
+============== ==========================================================================
 
-Modules import only modules below them in this table; `pipeline` imports neither `cache` nor `peers`. This package
-imports lmdb, zmq, Pillow, DALI and Lightning only on use.
+Modules import only modules below them; `pipeline` imports neither `cache` nor `peers`. The package imports lmdb, zmq,
+Pillow, DALI and Lightning only on use.
 """

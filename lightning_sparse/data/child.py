@@ -1,4 +1,4 @@
-"""Child processes: each has a connection to its parent, and ends when that closes, so also when the parent dies.
+"""Child processes that end when the connection to their parent closes, even if the parent dies.
 
 A child does not import the program of its parent, so a training script needs no ``if __name__ == "__main__"``.
 """
@@ -19,12 +19,11 @@ END_S = 0.5  # for the end of a child that was killed
 
 
 class Child:
-    """A child process. Belongs to the process that started it: forked copies cannot end it.
+    """A child process, which forked copies of its parent cannot end.
 
     Args:
-        run: A script, which gets the number of the connection's file as its first argument; or a function
+        run: A script, which gets the connection's file number as its first argument; or a function
             ``"module:function"``, which is called with the `Connection`.
-        arguments: Further arguments of a script.
         own_session: Whether Ctrl-C goes to the parent alone.
     """
 
@@ -54,7 +53,7 @@ class Child:
                 ours.shutdown(socket.SHUT_RDWR)
 
     def end(self, patience_s: float) -> None:
-        """End the child, by force after `patience_s`. One that hangs in the kernel is left to it."""
+        """End the child, by force after `patience_s`."""
         if os.getpid() != self._pid:
             return
         self.hang_up()
@@ -62,6 +61,7 @@ class Child:
             return
         self.process.kill()
         if not self._has_ended(END_S):
+            # It hangs in the kernel, which ends it later.
             self.process.returncode = -9  # suppresses the warning about a child that was not waited for
 
     def _has_ended(self, patience_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Options of the data cache and of how its samples become batches, validated on creation; the errors of the cache."""
+"""Options of the data cache and of batches, validated on creation; errors of the cache."""
 
 import ipaddress
 import json
@@ -21,7 +21,7 @@ _REQUIRED = ("lmdb", "zmq", "xxhash", "PIL")  # the extra `data`; Pillow only fo
 
 
 class DataError(RuntimeError):
-    """The data or a cache folder cannot be used. The message names the file or the folder."""
+    """The data or a cache folder cannot be used."""
 
 
 class CorruptSampleError(DataError):
@@ -39,7 +39,6 @@ class CorruptSampleError(DataError):
 
 
 def no_address_space(what: str, size: int) -> str:
-    """Return the error for a mapping of `size` bytes that the system refused."""
     return (
         f"{what} maps {size / GB:,.2f} GB of address space, which is not memory, and this process may not: remove its "
         "limit (ulimit -v unlimited, or that of the scheduler), or lower memory_gb if it is the memory tier."
@@ -55,8 +54,8 @@ class CacheConfig:
         cache_dir: Folder on a local disk of each node. Runs may share it.
         memory_gb: Memory limit per node and split, in GB. Default: half of the free memory.
         disk_gb: Disk limit per split, in GB. Default: all free space except a reserve.
-        lists: CSV or Parquet file of each split, such as ``{"train": "train.csv", "val": "val.csv"}``. Its columns are
-            path (relative to the source), label and, for several labels, more. The first label may be a name.
+        lists: CSV or Parquet file of each split, such as ``{"train": "train.csv", "val": "val.csv"}``. Columns: path
+            (relative to the source), then one or more labels. The first label may be a name.
         member: Extension of the member of a WebDataset shard that is the sample, such as ``"npy"``. Required if a
             sample has several members other than its label (``.cls``). For Parquet files, the column of samples.
         format: Format in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
@@ -69,13 +68,10 @@ class CacheConfig:
         storage_readers: Number of files that each process reads from network storage at a time.
         peer_address: Address or interface on which a node serves samples to others. Default: the interface of the
             process group.
-        peer_ports: First and last port to serve samples on, for a firewall. A node uses one port for train/ and one for
-            val/. Default: any free port.
-        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
-            They are not part of the representation, because they may contain keys.
-
-    Raises:
-        ValueError: if an option is out of range.
+        peer_ports: First and last port to serve samples on, for a firewall. A node uses one port per split. Default:
+            any free port.
+        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``. The
+            repr omits them.
     """
 
     source: str
@@ -93,6 +89,7 @@ class CacheConfig:
     storage_readers: int = 8
     peer_address: str | None = None
     peer_ports: tuple[int, int] | None = None
+    # not in the repr, because it may contain keys
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +128,6 @@ class CacheConfig:
 
 
 def _check_storage(source: str, options: dict[str, Any] | None) -> None:
-    """Check that fsspec can open the source: its protocols are known, and their packages are installed."""
     if "://" not in source:
         if options:
             raise ValueError(f"storage_options are for an fsspec URL, but source={source!r} is a path: omit them.")
@@ -142,6 +138,7 @@ def _check_storage(source: str, options: dict[str, Any] | None) -> None:
         raise ValueError(
             f"storage_options of {source} must be plain values, which another process can be given: {error}."
         ) from error
+    # Fail now, not in the process that reads storage: fsspec imports the package of a protocol only on use.
     import fsspec
 
     for part in source.split("::"):
@@ -162,7 +159,6 @@ def _check_storage(source: str, options: dict[str, Any] | None) -> None:
 
 
 def _check_lists(lists: dict[str, str] | None) -> None:
-    """Check that there is a list to train on, and that its kind can be read."""
     if lists is None:
         return
     unknown = [name for name in lists if name not in SPLITS]
@@ -191,7 +187,6 @@ def _check_address(text: str) -> None:
 
 
 def check_limit(limit: int | float | None) -> None:
-    """Raise ValueError if a limit is neither a number of samples nor a fraction."""
     whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
     if limit is not None and not whole and not 0 < limit < 1:
         raise ValueError(f"limit={limit!r} must be a number of samples, 1 or more, or a fraction of them below 1.")
@@ -206,7 +201,6 @@ def check_batch_size(config: Any) -> None:
 
 
 def limited_count(limit: int | float, count: int) -> int:
-    """Return how many of `count` samples a limit leaves. Raise ValueError if it is above their number."""
     if limit > count:
         raise ValueError(f"limit={limit} is more than the {count:,} samples to train on: omit it.")
     return int(limit) if limit >= 1 else max(1, round(limit * count))
@@ -226,10 +220,7 @@ FULL_IMAGE_BELOW = 64  # evaluation does not crop smaller images, because their 
 
 
 def size_at(sizes: dict[int, int] | None, epoch: int) -> int:
-    """Return the size of images in an epoch; 0 for samples that are not images.
-
-    Args:
-        sizes: by first epoch, in the order of epochs.
+    """Return the size of images in an epoch; 0 for samples that are not images. `sizes` is ordered by first epoch.
 
     >>> [size_at({0: 128, 6: 224}, epoch) for epoch in (0, 5, 6, 90)]
     [128, 128, 224, 224]
@@ -247,14 +238,11 @@ class ImageOptions:
         crop_scale: Range of the area of a random crop, as a fraction of the image's area.
         flip: Probability of a horizontal flip.
         eval_resize: Shorter side of an image in validation and test before the center crop, in pixels. Default: 8/7 of
-            image_size, such as 256 for 224; below 64, image_size itself, so that small images are not cropped.
+            image_size, such as 256 for 224; below 64, image_size, so that small images are not cropped.
         mean: Mean per channel for normalization, for pixels in [0, 1].
         std: Standard deviation per channel for normalization, for pixels in [0, 1].
         threads: Number of threads per rank that make batches. Default: its share of the CPU cores.
         seed: Seed of the order of samples. It also places samples on nodes and draws the augmentation.
-
-    Raises:
-        ValueError: if an option is out of range.
     """
 
     image_size: int | dict[int, int] = 224
@@ -286,7 +274,6 @@ class ImageOptions:
 
     @cached_property
     def sizes(self) -> dict[int, int]:
-        """Sizes by first epoch, in the order of epochs."""
         given = self.image_size
         sizes = dict(sorted(given.items())) if isinstance(given, Mapping) else {0: given}
         are_whole = all(isinstance(number, int) for pair in sizes.items() for number in pair)
@@ -298,7 +285,7 @@ class ImageOptions:
         return sizes
 
     def eval_crop(self, size: int) -> tuple[int, int]:
-        """Return the part of the shorter side that an evaluation sees at this size, as a fraction."""
+        """Return the fraction of the shorter side that an evaluation sees at this size, as (numerator, denominator)."""
         if self.eval_resize is not None:
             return size, self.eval_resize
         return (1, 1) if size < FULL_IMAGE_BELOW else (7, 8)
@@ -316,9 +303,6 @@ class SampleOptions:
         workers: Number of worker processes per rank that make batches; 0 uses the training process. Default: its share
             of the CPU cores.
         seed: Seed of the order of samples. It also places samples on nodes and draws the transforms.
-
-    Raises:
-        ValueError: if one of them cannot be called, or workers is negative.
     """
 
     decode: Callable[[bytes], Any]

@@ -1,7 +1,6 @@
 """Base class of all DataModules, and the DataModules of cached samples, as mixins that do not import Lightning.
 
-A `Session` holds the open data; `CachedMixin` connects it to the Trainer's hooks and loggers.
-``lightning_sparse.flavours`` combines these classes with the LightningDataModule of ``pytorch_lightning`` and of
+``lightning_sparse.flavours`` combines them with the LightningDataModule of ``pytorch_lightning`` and of
 ``lightning.pytorch``.
 """
 
@@ -39,26 +38,24 @@ class _ExactMeans:
 
 
 class DataModuleMixin(_Host):
-    """The position of this process in the run and in the epoch, and the Trainer's count of batches.
-
-    Lightning restores a loader's state only if it makes the loader after it has read the checkpoint. With
-    ``trainer.estimated_stepping_batches`` in ``configure_optimizers``, as schedulers need it, it makes the loader
-    earlier. So the position in the epoch is saved with the DataModule, too.
-    """
+    """Saves the position in the epoch with the DataModule, and corrects the Trainer's count of batches."""
 
     def __init__(self) -> None:
         super().__init__()
         self._stage = "fit"
         self._train_loader: TrainLoader | None = None
+        # Lightning restores a loader's state only if it creates the loader after it has read the checkpoint. It creates
+        # the loader earlier if `configure_optimizers` uses ``trainer.estimated_stepping_batches``, as schedulers do.
+        # So the position is also saved with the DataModule.
         self._place: dict[str, Any] | None = None  # the saved position, until there is a loader
         self._last: dict[str, Any] = {}  # state at the end of the last run
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch; after a fit, the position at its end, for ``trainer.save_checkpoint``."""
+        """Return the position in the epoch; after a fit, the position at its end."""
         return self._last if self._train_loader is None else {"train": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved position in a fit. Called after setup, on all ranks."""
+        """Continue at the saved position in a fit. Call it on all ranks, after setup."""
         if self.trainer is None or self.trainer.state.fn != "fit":
             return
         self._place = state_dict.get("train")
@@ -66,7 +63,6 @@ class DataModuleMixin(_Host):
             self._resume(self._train_loader)
 
     def _resume(self, loader: TrainLoader) -> TrainLoader:
-        """Return the loader, at the loaded position."""
         self._train_loader = loader
         if self._place is not None:
             loader.load_state_dict(self._place)
@@ -76,8 +72,8 @@ class DataModuleMixin(_Host):
     def teardown(self, stage: str) -> None:
         self._close()
 
+    # No collectives here: other ranks may have ended.
     def on_exception(self, exception: BaseException) -> None:
-        """Close everything, without collectives, because other ranks may have ended."""
         self._close()
 
     def _close(self) -> None:
@@ -89,7 +85,6 @@ class DataModuleMixin(_Host):
 
     @property
     def _position(self) -> tuple[int | None, int | None]:
-        """(node_rank, local_rank); None without a Trainer."""
         trainer = self.trainer
         return (None, None) if trainer is None else (trainer.node_rank, trainer.local_rank)
 
@@ -99,11 +94,8 @@ class DataModuleMixin(_Host):
         return device
 
     def _average_exactly(self) -> None:
-        """Average the metrics of `self.log(..., sync_dist=True)` by the number of samples of each rank.
-
-        Lightning divides a mean of sums by a mean of counts, which it rounds down: a model that is always right has an
-        accuracy above 1 if ranks have 19 and 18 samples.
-        """
+        # For `self.log(..., sync_dist=True)`, Lightning divides a mean of sums by a mean of counts, which it rounds
+        # down. With 19 and 18 samples per rank, a model that is always right would have an accuracy above 1.
         if self.trainer is not None and not isinstance(self.trainer.strategy.reduce, _ExactMeans):
             self.trainer.strategy.reduce = _ExactMeans(self.trainer.strategy.reduce)
 
@@ -122,8 +114,6 @@ class DataModuleMixin(_Host):
 
 
 class CachedMixin(DataModuleMixin):
-    """The hooks of a DataModule of cached samples."""
-
     def __init__(self, options: DataOptions) -> None:
         super().__init__()
         self._options = options
@@ -137,19 +127,21 @@ class CachedMixin(DataModuleMixin):
 
     @property
     def num_classes(self) -> int:
-        """Number of folders in train/. With a list, the number of names in its first column of labels, or the largest
-        label plus 1. Available before setup, to create the model. `setup` checks that it is equal on all ranks."""
+        """Number of classes, available before setup to create the model.
+
+        It is the number of folders in train/. With a list, it is the number of names in its first column of labels, or
+        the largest label plus 1.
+        """
         if self._num_classes is None:
             self._num_classes = classes_of(self._options.cache, "train")[1]
         return self._num_classes
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes by label. Empty if labels are numbers. Available before setup."""
+        """Names of the classes by label, available before setup. Empty if labels are numbers."""
         return classes_of(self._options.cache, "train")[0]
 
     def setup(self, stage: str) -> None:
-        """Open the session. The process group exists, if the run uses one."""
         self._average_exactly()
         self._open(stage)
         self._num_classes = self._opened().check_classes(self._num_classes) or None
@@ -162,7 +154,6 @@ class CachedMixin(DataModuleMixin):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run; after a run, its last state."""
         session = self._session
         if session is None:
             return super().state_dict()
@@ -170,8 +161,7 @@ class CachedMixin(DataModuleMixin):
         return {**super().state_dict(), "formats": formats, "backend": session.backend}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the saved position in the epoch, with the saved format of the memory tier and backend, unless
-        options set them. Called after setup, on all ranks."""
+        """Continue at the saved position. Call it on all ranks."""
         super().load_state_dict(state_dict)
         session, options = self._session, self._options
         if session is None:
@@ -179,6 +169,7 @@ class CachedMixin(DataModuleMixin):
         formats = state_dict.get("formats", {}) if options.cache.format == "auto" else {}
         images = isinstance(options.samples, ImageOptions) and options.samples.backend == "auto"
         backend = state_dict.get("backend") if images else None
+        # the saved format and backend, unless options set them
         other = any(formats.get(split, own) != own for split, own in session.formats.items())
         if other or backend not in (None, session.backend):
             self._open(self._stage, formats, backend)
@@ -198,7 +189,6 @@ class CachedMixin(DataModuleMixin):
     test_dataloader = predict_dataloader = val_dataloader
 
     def teardown(self, stage: str) -> None:
-        """Log the last epoch and the summary, then close everything."""
         if self._session is not None and self._epoch is not None:
             self._end_epoch()
             self._session.end_reading()
@@ -211,7 +201,7 @@ class CachedMixin(DataModuleMixin):
         return self._session
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Log the last epoch. A collective: all ranks start an epoch."""
+        # a collective: all ranks start an epoch
         if self._epoch is not None and epoch != self._epoch:
             self._end_epoch()
         self._epoch = epoch
@@ -233,16 +223,15 @@ class CachedMixin(DataModuleMixin):
 class CachedDataModuleMixin(CachedMixin):
     """DataModule for files of any kind on network storage, cached on local disks and in the memory of all nodes.
 
-    The folder contains ``train/<class>/*``, ``val/<class>/*`` and ``test/<class>/*``, of which only train/ is needed;
-    without folders of classes, samples have no labels. If train/ contains only tar files, they are WebDataset shards;
-    if only Parquet files, samples are their rows. Or `lists` name the samples and their labels. Each file is read from
-    network storage once; later, its bytes come from local disk and memory.
+    The folder contains ``train/<class>/*`` and optionally ``val/<class>/*`` and ``test/<class>/*``. Without class
+    folders, samples have no labels. If train/ contains only tar files, they are WebDataset shards; if only Parquet
+    files, each row is a sample. Or `lists` name the samples and their labels.
 
-    `decode` makes a sample of these bytes in each epoch, and `transform` augments it. They run in worker processes,
-    where the random generators of Python, numpy and torch are seeded from (seed, epoch, index). So a sample does not
-    depend on the number of workers, ranks or nodes, and a resumed run continues exactly.
+    Worker processes call `decode` and `transform` in each epoch. They seed the random generators of Python, numpy and
+    torch from (seed, epoch, index). So a sample does not depend on the number of workers, ranks or nodes, and a resumed
+    run continues exactly.
 
-    Batches are (samples, labels): labels int64 [B], or float32 if they are not whole, [B, L] if there are several.
+    Batches are (samples, labels): labels int64 [B], or float32 if they are not whole; [B, L] if there are several.
     Without labels, a batch is the samples alone. With `with_indices`, the indices int64 [B] follow.
 
     Args:
@@ -269,9 +258,8 @@ class CachedDataModuleMixin(CachedMixin):
 class CachedImageDataModuleMixin(CachedMixin):
     """DataModule for an image folder on network storage, cached on local disks and in the memory of all nodes.
 
-    The folder contains ``train/<class>/*`` and ``val/<class>/*``, and may contain ``test/<class>/*``. Each file is read
-    from network storage once. Later runs read from local disk, and from the second epoch on, samples come from memory,
-    with new random crops and flips. Batches are (images float32 [B, 3, size, size], labels int64 [B]).
+    The folder is that of `CachedDataModule`. From the second epoch on, samples come from memory, with new random crops
+    and flips. Batches are (images float32 [B, 3, size, size], labels int64 [B]).
 
     Args:
         source, cache_dir, batch_size: as `CachedDataModule`.

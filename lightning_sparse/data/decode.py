@@ -1,10 +1,10 @@
 """Samples, the interface of their readers, and the image decoder: bytes -> RGB uint8.
 
-The cache decodes every file before it keeps it, which also validates it. Pillow decides which files are images, and
-decodes JPEG to the same bits as DALI and libjpeg-turbo. simplejpeg, if it is installed, makes these bits in less time.
-The result depends on the bytes and the arguments only. It is `ImageOps.exif_transpose(image)` and then
-`convert("RGB")`, which drops transparency and clips gray values of 32 bits and floating-point numbers to 0 to 255. Gray
-values of 12 and 16 bits keep their upper 8 bits, as Pillow does for colors of 16 bits; `convert` would clip them, too.
+Pillow decides which files are images, and decodes JPEG to the same bits as DALI and libjpeg-turbo. simplejpeg, if
+installed, makes these bits in less time. The result depends only on the bytes and the arguments.
+
+It equals `ImageOps.exif_transpose(image)` and then `convert("RGB")`, except that gray values of 12 and 16 bits keep
+their upper 8 bits. `convert` drops transparency, and clips gray values of 32 bits and floats to 0 to 255.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Sample(NamedTuple):
 
 
 class SampleReader(Protocol):
-    """Reads samples by index. `get` is thread-safe. short_side: limit of the shorter side of decoded images."""
+    """Reads samples by index. `get` is thread-safe. `short_side` limits the shorter side of decoded images."""
 
     @property
     def format(self) -> Format: ...
@@ -78,11 +78,7 @@ class SampleReader(Protocol):
 
 
 class ReplacingReader(SampleReader, Protocol):
-    """A reader that can replace a sample that cannot be decoded.
-
-    replacement: `index` is the sample that cannot be decoded: `requested`, or its earlier replacement.
-    interrupt: end waits for storage.
-    """
+    """A reader that can replace a sample that cannot be decoded. See `SampleStore`."""
 
     def replacement(self, requested: int, index: int, reason: str) -> Sample: ...
     def interrupt(self) -> None: ...
@@ -106,7 +102,7 @@ class UndecodableError(ValueError):
 
 
 def decoder_id() -> int:
-    """Return a number for the decoder's version, which decides whether a file is an image. Stored with cached files."""
+    """Return a number for the version of the decoder that decides whether a file is an image."""
     import PIL
 
     # Not simplejpeg's, whose bits are Pillow's, nor torch's: pixels are not on disk.
@@ -114,22 +110,17 @@ def decoder_id() -> int:
 
 
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
-    """Decode an image to RGB. As `decode_sized`, without the size of the image."""
     return decode_sized(data, short_side)[0]
 
 
 def decode_sized(data: bytes, short_side: int | None = None) -> tuple[npt.NDArray[np.uint8], int, int]:
-    """Decode an image to RGB.
+    """Decode an image to RGB. Raise UndecodableError if the bytes are not a complete image.
 
     Args:
         short_side: scale the shorter side down to this many pixels; smaller images keep their size.
 
     Returns:
         uint8 [H, W, 3], C-contiguous, upright, read-only; and the height and width of the upright image before scaling.
-
-    Raises:
-        UndecodableError: if the bytes are not a complete image.
-        ValueError: if Pillow is set to accept damaged images.
     """
     with _opened(data) as image:
         turned, stored = _orientation(image), image.size  # the conversion may drop the orientation
@@ -158,11 +149,7 @@ def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArr
 
 
 def probe(data: bytes) -> tuple[int, int]:
-    """Return (height, width) of the upright image, of a JPEG from its header.
-
-    Raises:
-        UndecodableError: if the bytes are not an image.
-    """
+    """Return (height, width) of the upright image, of a JPEG from its header alone."""
     with _opened(data) as image:
         turned = _orientation(image)  # first: it may change the size
         return _upright_size(image.size, turned)
@@ -214,10 +201,10 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
 
 
 def _plain_jpeg(image: Image.Image, data: bytes) -> npt.NDArray[np.uint8] | None:
-    """Decode a JPEG file to the size that Pillow would, without its streams and copies; None if only Pillow can."""
     if simplejpeg is None or image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return None
     try:
+        # the size and the bits that Pillow gives, without its streams and copies
         width, height = image.size  # after draft()
         pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
     except ValueError:  # simplejpeg also refuses images of which libjpeg only warns
@@ -237,14 +224,14 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _gray_bits(image: Image.Image) -> int:
-    """Return the number of bits of a gray value if they are 12 or 16, else 0."""
+    # 12 or 16; 0 for other images
     if image.format == "TIFF" and image.mode.startswith("I;16"):
         return int(image.tag_v2[_BITS_PER_SAMPLE][0])  # type: ignore[attr-defined]
     return 16 if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")) else 0
 
 
 def _upright_size(size: tuple[int, int], orientation: int) -> tuple[int, int]:
-    """Return (height, width) of an image of (width, height)."""
+    # Pillow's sizes are (width, height), and ours are (height, width)
     return size if orientation in _TRANSPOSED else size[::-1]
 
 
@@ -264,7 +251,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of the pixels. Loads the image, unless it is a JPEG, for `draft`."""
+    # do not load a JPEG: `draft` works only before that
     if image.format not in ("JPEG", "MPO"):
         image.load()  # finds an orientation behind the pixels (PNG), or turns the image upright (TIFF)
     try:

@@ -8,7 +8,7 @@
         <split>.manifest                     list of the samples
         <split>.lmdb/                        the files
 
-Another version of the layout uses another folder. It ignores this one and leaves it to `cache clear`.
+Another version of the layout ignores this folder and leaves it to `cache clear`.
 """
 
 import contextlib
@@ -37,17 +37,15 @@ NETWORK_FILE_SYSTEMS = (
 
 
 def source_name(source: str) -> str:
-    """The source as an absolute path or a URL without a trailing slash."""
+    """Return the source as an absolute path, or as a URL without a trailing slash."""
     return source.rstrip("/") if "://" in source else os.path.abspath(source)
 
 
 def file_name(split: str) -> str:
-    """The name of a split, as part of a file name."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", split)
 
 
 def cache_path(config: CacheConfig) -> Path:
-    """Return the path of the cache folder of the source, which need not exist."""
     name = source_name(config.source)
     hashed = name if config.format != "bytes" else f"{name} as bytes"
     folder = f"v{VERSION}-{hashlib.blake2b(hashed.encode(), digest_size=8).hexdigest()}"
@@ -92,19 +90,16 @@ def wrap_os_errors(folder: Path) -> Iterator[None]:
 
 
 def is_read_only(folder: Path) -> bool:
-    """Whether `folder` is a cache that this user can read but not write: one that was filled before."""
+    """Whether `folder` is a filled cache that this user can read but not write."""
     return (folder / "cache.json").is_file() and not os.access(folder, os.W_OK)
 
 
 def make_private_dir(folder: Path) -> None:
-    """Create `folder`, accessible by this user only. If it exists, check its owner and restrict its mode.
-
-    Raises:
-        DataError: if it belongs to another user, so that its contents cannot be trusted.
-    """
+    """Create `folder`, accessible by this user only. If it exists, check its owner and restrict its mode."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     about = folder.lstat()
+    # another user's files cannot be trusted
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise DataError(f"{folder} is not a folder of this user: remove it, or give another cache_dir.")
     if about.st_mode & 0o077:
@@ -112,12 +107,12 @@ def make_private_dir(folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file atomically: write a temporary file, then rename it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with open(file, "wb") as stream:
             stream.write(data)
+        # atomic
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -126,10 +121,11 @@ def write_private(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on a file or an existing folder on this node; the kernel releases it if the process dies.
+    """Hold an exclusive lock on a file or an existing folder on this node.
 
-    Logs that it waits for another process, unless `quiet`. In a folder that cannot be written there is no file to lock.
+    Unless `quiet`, it logs that it waits for another process.
     """
+    # a folder that cannot be written has no file to lock
     if not path.is_dir() and not os.access(path.parent, os.W_OK):
         yield
         return
@@ -140,6 +136,7 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
     waits.daemon = True
     try:
         try:
+            # the kernel releases the lock if this process dies
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not quiet:
@@ -153,7 +150,7 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the type of the file system of `folder`, "" if unknown; of a plain "fuse", with the name of its device."""
+    """Return the type of the file system of `folder`, or "". A plain "fuse" gets the name of its device."""
     longest, kind = "", ""
     with contextlib.suppress(OSError):
         real = os.path.realpath(folder)

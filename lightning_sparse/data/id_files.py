@@ -32,10 +32,8 @@ _BLOCK, _SCANNED = 1 << 20, 1 << 22  # ids written, and searched for ends of doc
 class TokenFile:
     """A file of token ids, as its JSON file describes it.
 
-    Args:
-        tokens: number of ids in the file; 0 if unknown.
-        checksum: of the ids, 0 if unknown.
-        end: id at the end of each document; None if unknown.
+    tokens: number of ids, 0 if unknown. checksum: of the ids, 0 if unknown. end: id at the end of each document, if
+    known.
     """
 
     path: Path
@@ -51,12 +49,7 @@ class TokenFile:
 
     @classmethod
     def of(cls, name: str, describe: Callable[[], bytes], size: int | None) -> TokenFile:
-        """Return a file.
-
-        Args:
-            name: its path or URL.
-            describe: returns the contents of the JSON.
-            size: of the file in bytes; None if unknown.
+        """Return a file from its path or URL `name`, its JSON, and its size in bytes (None if unknown).
 
         Raises:
             ValueError: if the JSON does not describe the file.
@@ -90,7 +83,6 @@ class TokenFile:
 
 
 def check_vocab_size(size: int) -> None:
-    """Raise ValueError if a file cannot store ids of a vocabulary of this size."""
     whole({"vocab_size": size}, "vocab_size", low=1, high=2**32, hint="it is the number of ids")
 
 
@@ -105,11 +97,7 @@ class VocabularyError(ValueError):
 
 
 class IdWriter:
-    """Writes ids to a file, and can remove the ids of an unfinished document.
-
-    Args:
-        name: name of the text or file that the ids come from, for errors.
-    """
+    """Writes ids to a file, and can remove the ids of an unfinished document. Errors mention `name`."""
 
     def __init__(self, stream: BinaryIO, vocab_size: int, name: str) -> None:
         self._stream, self._vocab_size, self.name = stream, vocab_size, name
@@ -118,7 +106,6 @@ class IdWriter:
         self._kept = (0, 0)
 
     def write(self, ids: NDArray[Any]) -> None:
-        """Write ids. Raises: VocabularyError: if one is not in the vocabulary."""
         for first in range(0, len(ids), _BLOCK):
             some = ids[first : first + _BLOCK]
             if not 0 <= some.min() <= some.max() < self._vocab_size:
@@ -148,10 +135,7 @@ class IdWriter:
 def id_writer(target: Path, name: str, vocab_size: int, end: int | None, about: dict[str, Any]) -> Iterator[IdWriter]:
     """Write ids to a ``.bin`` file and its description to a JSON file. The files appear when they are complete.
 
-    Args:
-        name: as `IdWriter`.
-        end: id at the end of each document; None if there is none.
-        about: other entries of the description, which the caller may add until the block ends.
+    The caller may add entries of the description to `about` until the block ends.
     """
     temporary, json_file = target.with_name(f"{_unfinished(target)}{os.getpid()}.tmp"), target.with_suffix(".json")
     try:
@@ -174,7 +158,7 @@ def id_writer(target: Path, name: str, vocab_size: int, end: int | None, about: 
 
 
 def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> dict[str, int]:
-    """Return the checksum of each file, by the identity of the file. Reads only files that are not `known`.
+    """Return the checksum of each file, by the identity of the file. Read only files that are not `known`.
 
     Raises:
         ValueError: if a checksum differs from the checksum in the JSON file.
@@ -202,7 +186,7 @@ def _checksum(path: Path) -> int:
 
 
 def _unfinished(target: Path) -> str:
-    """Return the prefix of temporary files that processes of this host write, and then rename to `target`."""
+    # the host, because only this host can tell whether the process that wrote a temporary file has ended
     return f"{target.name}.{socket.gethostname()}."
 
 
@@ -227,7 +211,6 @@ def prepare(
 
     Raises:
         ValueError: if there is no text, a text is not UTF-8, or an id is not in the vocabulary.
-        OSError: if a file cannot be read or written.
     """
     out = Path(out) if Path(out).suffix == ".bin" else Path(f"{out}.bin")
     check_vocab_size(vocab_size)
@@ -261,14 +244,13 @@ def prepare(
 
 
 class Spans(NamedTuple):
-    """Parts of a corpus: the position of the first id of each, in order, and the number of its ids."""
+    """Parts of a corpus, in order: position of the first id, and number of ids."""
 
     begins: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
 
 def token_files(paths: Sequence[Path]) -> list[TokenFile]:
-    """Return files with one vocabulary size."""
     files = [TokenFile.at(path) for path in paths]
     for file in files:
         if file.vocab_size != files[0].vocab_size:
@@ -280,12 +262,7 @@ def token_files(paths: Sequence[Path]) -> list[TokenFile]:
 
 
 class Corpus:
-    """The concatenated ids of files. Thread-safe.
-
-    Args:
-        path: where the files come from.
-        files: as `files_of` or `token_files` returns them.
-    """
+    """The concatenated ids of files. Thread-safe. `path` is their origin."""
 
     def __init__(self, path: str | Path, files: Sequence[TokenFile]) -> None:
         self.path, self.files, self.vocab_size = path, files, files[0].vocab_size
@@ -303,11 +280,7 @@ class Corpus:
         return all(file.end is not None for file in self.files)
 
     def read(self, begin: int, count: int) -> NDArray[Any]:
-        """Return `count` ids from the position `begin`. All must be in one file.
-
-        Raises:
-            DataError: if an id is not in the vocabulary, or the file has become shorter.
-        """
+        """Return `count` ids from the position `begin`. All must be in one file."""
         number = bisect_right(self._begins, begin) - 1
         file = self.files[number]
         ids = self._read(number, begin - self._begins[number], count)
@@ -319,9 +292,9 @@ class Corpus:
         return ids
 
     def _read(self, number: int, first: int, count: int) -> NDArray[Any]:
-        """Read, not map: a mapped file that becomes shorter ends the process with SIGBUS."""
         file = self.files[number]
         size = file.dtype.itemsize
+        # read, not map: a mapped file that becomes shorter ends the process with SIGBUS
         if number < len(self._open):
             data = os.pread(self._open[number], count * size, first * size)
         else:
@@ -335,14 +308,13 @@ class Corpus:
         return np.frombuffer(data, file.dtype)
 
     def documents(self) -> Spans:
-        """Read all ids, and return all documents, each with its end. The end of a file also ends a document."""
+        """Read all ids and return all documents, each with its end. The end of a file also ends a document."""
         ends = [self._document_ends(number) for number in range(len(self.files))]
         all_ends = np.concatenate(ends)
         begins = np.concatenate([[0], all_ends[:-1]])
         return Spans(begins, all_ends - begins)
 
     def _document_ends(self, number: int) -> NDArray[np.int64]:
-        """Return the position after each document of a file."""
         file, ends = self.files[number], [np.zeros(0, np.int64)]
         for first in range(0, file.tokens, _SCANNED):
             ids = self._read(number, first, min(_SCANNED, file.tokens - first))

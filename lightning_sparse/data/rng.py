@@ -1,8 +1,7 @@
 """Counter-based random numbers: a pure function of seed and counters, without state.
 
-``bits(seed, a, b, ...)`` mixes 64-bit counters with the finaliser of SplitMix64 (Steele et al. 2014), vectorised in
-numpy. ``numpy.random`` is not used because its streams may change between versions: a run that resumes after an update
-of numpy must see the same order of samples.
+``bits`` mixes 64-bit counters with the finalizer of SplitMix64 (Steele et al. 2014). The streams of ``numpy.random``
+may change between versions, but a run that resumes after an update of numpy must see the same order of samples.
 """
 
 import numpy as np
@@ -31,14 +30,12 @@ def uniform(seed: int, *counters: ArrayLike) -> NDArray[np.float64]:
 
 
 def shuffled(values: NDArray[np.int64], seed: int, *counters: int) -> NDArray[np.int64]:
-    """Shuffle distinct `values`. The order depends only on the set of values, the seed and the counters.
-
-    Sorts one random key per value. The lowest bits of a key are the position of its value.
-    """
+    """Shuffle distinct `values`. The order depends only on the set of values, the seed and the counters."""
     if len(values) < 2:
         return values.copy()
     values = np.sort(values)
     width = np.uint64(int(len(values) - 1).bit_length())
+    # One random key per value. The lowest bits of a key are the position of its value, so one sort suffices.
     keys = bits(seed, *counters, values) >> width << width | np.arange(len(values), dtype=np.uint64)
     keys.sort()
     return values[(keys & ((np.uint64(1) << width) - np.uint64(1))).astype(np.int64)]

@@ -44,11 +44,11 @@ from lightning_sparse.topology import Topology, find_nodes
 
 
 def find_topology(node_rank: int | None = None, local_rank: int | None = None) -> Topology:
-    """Find which ranks share a host, as disks and memory do, also where a node of the gradients has several hosts: a
-    rack, for example. A collective."""
+    """Find which ranks share a host, as disks and memory do. A collective."""
     if not is_distributed():
         return Topology(((0,),), 0)
     topology = find_nodes(node_rank=node_rank, local_rank=local_rank)
+    # a node of the gradients, such as a rack, may have several hosts
     names, hosts = on_all(socket.gethostname), dict[tuple[int, str], list[int]]()
     for index, node in enumerate(topology.nodes):
         for rank in node:
@@ -57,10 +57,7 @@ def find_topology(node_rank: int | None = None, local_rank: int | None = None) -
 
 
 def broadcast_manifest(config: CacheConfig, split: str) -> Manifest:
-    """Return the samples of a split, as rank 0 lists them. A collective.
-
-    Each node keeps the list in its cache, where its ranks map it. It is sent only if it is missing on a node.
-    """
+    """Return the samples of a split, as rank 0 lists them. A collective."""
     own: list[Manifest] = []  # on rank 0
 
     def lead() -> str:
@@ -71,6 +68,7 @@ def broadcast_manifest(config: CacheConfig, split: str) -> Manifest:
     found = own[0] if own else cached_manifest(config, split)
     if found is not None and found.identity != identity:
         found = None
+    # Each node keeps the list in its cache, where its ranks map it. It is sent only if a node lacks it.
     if all(on_all(lambda: found is not None)):
         assert found is not None
         return found
@@ -79,10 +77,7 @@ def broadcast_manifest(config: CacheConfig, split: str) -> Manifest:
 
 
 def common_format(config: CacheConfig, manifest: Manifest, placement: Placement) -> Format:
-    """Return the format of the memory tier: "decoded" if the samples of each node fit. A collective.
-
-    Nodes with different formats could not read each other's samples.
-    """
+    """Return the format of the memory tier: "decoded" if the samples of each node fit. A collective."""
 
     def own() -> Format:
         if placement.device_index != 0:
@@ -92,6 +87,7 @@ def common_format(config: CacheConfig, manifest: Manifest, placement: Placement)
 
     if config.format != "auto":
         return config.format
+    # nodes with different formats could not read each other's samples
     return "decoded" if all(format == "decoded" for format in on_all(own)) else "jpeg"
 
 
@@ -111,8 +107,8 @@ class DataOptions:
         batch_size: Number of samples per device and step.
         val_fraction: Fraction of train/ to validate on, instead of val/, equal in every run.
         with_indices: Add the indices of its samples to each batch. An index is a row of the list, or a place in the
-            sorted folder; with a limit, a place among the selected samples. A sample that replaces a corrupt one has
-            the index of the corrupt one.
+            sorted folder; with a limit, a place among the selected samples. A replacement has the index of the corrupt
+            sample.
         limit: Number or fraction of the training samples to use, for a trial. They are spread evenly over the classes,
             and equal in every run. Others are not read.
     """
@@ -137,14 +133,11 @@ class DataOptions:
 
     @property
     def sizes(self) -> dict[int, int] | None:
-        """Image sizes by first epoch; None if the samples are not images."""
         return self.samples.sizes if isinstance(self.samples, ImageOptions) else None
 
 
 @dataclass
 class Subset:
-    """Samples of a store to train or validate on."""
-
     store: SampleStore
     samples: Indices
 
@@ -152,9 +145,6 @@ class Subset:
 @dataclass
 class Session:
     """The open data of a run.
-
-    Args:
-        device: device of the batches.
 
     Attributes:
         train, val, test: samples for training, validation and test; None if there are none.
@@ -212,9 +202,9 @@ class Session:
             self._no_val = str(error)
 
     def _open_evaluation(self, split: str, run: bytes) -> Subset:
-        """Open a split with the class numbers of train/. A collective."""
         manifest = broadcast_manifest(self.options.cache, split)
         self._check_labels(manifest)
+        # the class numbers of train/
         if self.train is not None:
             classes, whole = _labels_of(self.train.store.manifest)
         else:
@@ -226,8 +216,8 @@ class Session:
         return Subset(self._open_store(manifest, run), np.arange(len(manifest)))
 
     def _check_labels(self, manifest: Manifest) -> None:
-        """Raise ValueError if samples lack labels. Those to test on need none."""
         columns = manifest.label_columns
+        # test samples need no labels
         if manifest.split == "test" and not columns:
             return
         if not columns and isinstance(self.options.samples, ImageOptions):
@@ -269,14 +259,7 @@ class Session:
         return self._stores[-1]
 
     def check_classes(self, used: int | None) -> int:
-        """Return the number of classes. A collective.
-
-        Args:
-            used: number of classes that this rank made its model for; None if it has not asked.
-
-        Raises:
-            ValueError: if it is another one on any rank.
-        """
+        """Return the number of classes; compare it with the `used` number of each rank's model. A collective."""
         subset = self.train or self.val or self.test
         classes = subset.store.manifest.num_classes if subset is not None else used or 0
         others = {rank: other for rank, other in enumerate(on_all(lambda: used)) if other not in (None, classes)}
@@ -318,11 +301,7 @@ class Session:
         return loader
 
     def eval_loader(self) -> EvalLoader:
-        """Return the loader of this rank's samples to test on, if the session is for a test, else to validate on.
-
-        Raises:
-            ValueError: if there are no samples to validate on.
-        """
+        """Return the loader of this rank's samples to test on, in a test, or else to validate on."""
         split, subset = ("val", self.val) if self.test is None else ("test", self.test)
         if subset is None:
             raise ValueError(
@@ -357,7 +336,6 @@ class Session:
 
     @cached_property
     def tiers(self) -> TierLog:
-        """Counts of the training samples, over all nodes."""
         assert self.train is not None
         store, reports = self.train.store, self.topology.device_index == 0  # one rank per node
         return TierLog(
@@ -397,9 +375,9 @@ class Session:
         self._loaders, self._pipelines = {}, {}
 
     def _pipeline(self, split: str, store: SampleStore) -> Pipeline:
-        """Training and validation have a pipeline each: one has batches in progress while the other one runs."""
         if split in self._loaders:  # Lightning requests a new loader: stop the old one
             self._loaders.pop(split).close()
+        # one pipeline per split: training has batches in progress while validation runs
         if split not in self._pipelines:
             share = len(os.sched_getaffinity(0)) // self.topology.num_devices - 1  # of the CPU cores; one for training
             cores = max(1, min(_MAX_THREADS, share))
@@ -443,12 +421,8 @@ def open_session(
 
     Args:
         position: node rank and local rank of this process, if known.
-        device: device of the batches; default: the CPU.
         stage: stage of the Trainer: "fit", "validate", "test" or "predict".
         formats, backend: values of the continued run; see `Session`.
-
-    Raises:
-        ValueError, DataError: if the source or the cache cannot be used.
     """
     ensure_log_handler()
     topology = find_topology(*position)
@@ -462,15 +436,14 @@ def open_session(
 
 
 def _labels_of(train: Manifest) -> tuple[tuple[str, ...], bool | None]:
-    """Return the names of the classes, and whether labels are whole numbers; None if there are no labels."""
+    # names of the classes, and whether labels are whole numbers; None if there are no labels
     return train.classes, train.labels.dtype.kind != "f" if train.labels.size else None
 
 
 def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]:
-    """Return the result of `_labels_of` for train/ if it is not open; ((), None) if a source to test on has no
-    train/."""
     try:
         names, number = classes_of(config, "train")
+    # a source to test on may have no train/
     except MissingFolderError:
         return (), None
     if names or number > 0:  # names are numbered; of other labels, only whole numbers tell the number of classes
@@ -479,11 +452,11 @@ def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:
-    """Return (validation samples, other samples), equal in all runs and for all seeds."""
     if not fraction:
         return np.arange(0), np.arange(count)
     if count < 2:
         raise ValueError(f"val_fraction={fraction}: {count} sample(s) are too few to split; at least 2 are needed.")
+    # equal in all runs and for all seeds
     order = shuffled(np.arange(count), 0, 0)
     held_out = min(count - 1, max(1, round(fraction * count)))
     return np.sort(order[:held_out]), np.sort(order[held_out:])

@@ -8,7 +8,7 @@
             <hash of a shard's path>.json    their description, and the shard's path, size and time on storage
             shards.json                      the list of the shards, for when storage does not answer
 
-Each file gets its name when it is complete. So after a killed run, the next run continues with the missing shards.
+Each file gets its name when it is complete, so a run continues where a killed run stopped.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Shard(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """Skipped documents. empty: their number. corrupt: for each, where it is, and why it cannot be read."""
+    """Skipped documents. empty: their number. corrupt: place and error of each."""
 
     empty: int = 0
     corrupt: tuple[str, ...] = ()
 
 
 def id_suffix(path: str) -> str:
-    """Return the suffix of a file of ids in lower case; "" for other files."""
+    """Return the suffix of a file of ids in lower case, or ""."""
     suffix = PurePosixPath(path).suffix.lower()
     return suffix if suffix in ID_SUFFIXES else ""
 
@@ -89,11 +89,7 @@ def id_suffix(path: str) -> str:
 def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[str]]:
     """Return the shards of a folder, in the order of their paths, and the paths of the ignored files.
 
-    Args:
-        files: all files that are not hidden.
-
-    Raises:
-        ValueError: if there are no shards, or both ids and text, or shards of several splits.
+    Raise ValueError if there are no shards, both ids and text, or several splits.
     """
     found = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
     by_path = {shard.path: shard for shard in found}
@@ -114,7 +110,7 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
 
 
 def _check_splits(source: str, paths: Sequence[str]) -> None:
-    """Raise ValueError if the names of the shards, or of their folders, say that some are held out."""
+    # names of shards or of their folders may say that some are held out
     splits: dict[str, str] = {}  # split -> path of its files alone
     for path in paths:
         parts = path.split("/")
@@ -135,21 +131,15 @@ def _json_of(path: str) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first names, for a message."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def local_files(folder: Path) -> list[Entry]:
-    """Return all visible files below a local folder, as `Storage.listing` does."""
     return LocalStorage(str(folder)).listing("", "visible", lambda: None)[0]
 
 
 class ShardFile(io.RawIOBase):
-    """A file on storage, read in parts.
-
-    Args:
-        progress: called with the size of each part that was read.
-    """
+    """A file on storage, read in parts. `progress` is called with the size of each part."""
 
     def __init__(self, storage: Storage, shard: Shard, progress: Progress) -> None:
         self._storage, self._shard, self._progress = storage, shard, progress
@@ -199,13 +189,7 @@ class ShardFile(io.RawIOBase):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The shards of a source.
-
-    Args:
-        config: where they are, and where the cache is.
-        only: name of the only shard to use, or a pattern of names with ``*``; "": all of the folder.
-        tokenizer, vocab_size: as `TokenDataModule`.
-    """
+    """The shards of a source. `only` is the name of the only shard, or a pattern with ``*``; "": all of the folder."""
 
     config: CacheConfig
     only: str
@@ -227,7 +211,6 @@ class TokenSource:
 
     @cached_property
     def folder(self) -> Path:
-        """Return the path of the cache folder of the ids, which need not exist."""
         key = f"{self.encoder.identity} {self.encoder.end} {self.vocab_size}"
         return cache_path(self.config) / f"tokens-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
@@ -236,7 +219,6 @@ class TokenSource:
             make_private_dir(self.folder)
 
     def size_of_vocabulary(self, shards: Sequence[Shard]) -> int:
-        """Return the given one, or that of the tokenizer, or of the JSON file of the first shard."""
         if self.vocab_size is not None:
             return self.vocab_size
         if text_suffix(shards[0].path):
@@ -251,16 +233,10 @@ class TokenSource:
             return _described(storage, shards[0], None).vocab_size
 
     def file(self, shard: Shard) -> Path:
-        """Return where the ids of a shard are kept."""
         return self.folder / f"{hashlib.blake2b(os.fsencode(shard.path), digest_size=12).hexdigest()}.bin"
 
     def listed(self) -> list[Shard]:
-        """List the shards. If storage does not answer, return the last list.
-
-        Raises:
-            ValueError: if there are none, or if they have different kinds.
-            DataError: if storage does not answer.
-        """
+        """List the shards. If storage does not answer, return the last list."""
         name = hashlib.blake2b(self.only.encode(), digest_size=4).hexdigest() if self.only else "shards"
         file = self.folder / f"{name}.json"
         kept: list[Shard] | None = None
@@ -314,12 +290,7 @@ class TokenSource:
             return False
 
     def make(self, shard: Shard, storage: Storage, progress: Progress) -> LeftOut:
-        """Write the ids of a shard to the cache, unless another process has done it. Return the skipped documents.
-
-        Raises:
-            ValueError: if the shard cannot be used.
-            DataError: if storage or the cache folder cannot be used.
-        """
+        """Write the ids of a shard to the cache, unless another process has done it. Return the skipped documents."""
         target = self.file(shard)
         with wrap_os_errors(target.parent), locked(target.with_suffix(".lock")):
             if self.is_kept(shard):
@@ -347,14 +318,7 @@ class TokenSource:
 
 
 def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWriter, *, skip: bool) -> LeftOut:
-    """Encode the documents of a text shard, and write their ids, each with its end. Return the skipped documents.
-
-    Args:
-        skip: skip documents that cannot be read.
-
-    Raises:
-        ValueError: if a document cannot be read and `skip` is False, or an id is not in the vocabulary.
-    """
+    """Encode the documents of a text shard, and write their ids, each with its end. Return the skipped documents."""
     empty, corrupt = 0, list[str]()
     try:
         for place, blocks in documents(name, file):
@@ -382,8 +346,6 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
 
 
 def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:
-    """Return a ``.bin`` file on storage, as its JSON file describes it."""
-
     def read_json() -> bytes:
         (found,) = storage.read([_json_of(shard.path)])
         if isinstance(found, Unreadable):
@@ -421,7 +383,6 @@ def _copy_npy(name: str, file: BinaryIO, writer: IdWriter) -> None:
 
 
 def check_cache_dir(path: str, cache_dir: str) -> None:
-    """Raise ValueError if the cache folder is in a folder of shards."""
     is_folder = "://" not in path and Path(path).is_dir()
     if is_folder and Path(cache_dir).resolve().is_relative_to(Path(path).resolve()):
         raise ValueError(
@@ -443,8 +404,7 @@ def files_of(path: str | Path) -> list[TokenFile]:
     """Return the file at `path`, or all ``.bin`` below that folder, in the order of their paths.
 
     Raises:
-        ValueError: if there is no file, a shard is of another kind, a file does not match its JSON, or the files have
-            different vocabularies.
+        ValueError: if there is no file, or a file cannot be used in place.
     """
     path = Path(path)
     if path.is_file() and (id_suffix(path.name) or text_suffix(path.name)) not in ("", ".bin"):
@@ -481,18 +441,12 @@ def _bins_below(folder: Path) -> list[Path]:
 
 
 def log_unused_files(path: str) -> None:
-    """Log the ignored files of a folder that is used in place."""
     if os.path.isdir(path):
         log_ignored(path, shards_of(path, local_files(Path(path)))[1], "ids or text")
 
 
 def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list[int]:
-    """Return the checksums of files that are used in place. A cache folder keeps them, so each file is read once.
-
-    Raises:
-        ValueError: as `verified_checksums`.
-        DataError: if the cache folder cannot be used.
-    """
+    """Return the checksums of files that are used in place. A cache folder keeps them, so each file is read once."""
     if cache_dir is None:
         return [*verified_checksums(files, {}).values()]
     record, known = Path(cache_dir) / "checksums.json", dict[str, int]()
@@ -510,11 +464,7 @@ MAX_WORKERS = 16
 
 
 class Workers:
-    """Processes that write missing shards to the cache. The first call of `done` starts them.
-
-    Args:
-        quiet: show no progress bar.
-    """
+    """Processes that write missing shards to the cache. The first call of `done` starts them."""
 
     def __init__(self, source: TokenSource, shards: Sequence[Shard], *, quiet: bool = False) -> None:
         self._source, self._shards, self._quiet = source, shards, quiet
@@ -534,6 +484,7 @@ class Workers:
 
     def _start(self) -> None:
         missing = [shard for shard in self._shards if not self._source.is_kept(shard)]
+        # large shards first, distributed in turn, so that the processes end at about the same time
         missing.sort(key=lambda shard: -shard.size)
         total, name = sum(shard.size for shard in missing), f"tokens of {self._source.config.source}"
         hidden = self._quiet or not missing
@@ -582,7 +533,6 @@ class Workers:
 
 
 def make_shards(connection: Connection) -> None:
-    """Run in a tokenizer process: write shards to the cache."""
     source, shards = connection.recv()
     end_with_parent(connection)
     try:

@@ -37,19 +37,14 @@ UNREADABLE = (  # errors of the readers for damaged contents and wrong suffixes
 
 
 class Document(NamedTuple):
-    """A document of a shard.
-
-    Args:
-        place: where it is in the shard, such as "line 3".
-        blocks: yields the document in UTF-8; raises one of `UNREADABLE` if it cannot be read.
-    """
+    """A document of a shard. `place` is such as "line 3". `blocks` yields UTF-8; it raises one of `UNREADABLE`."""
 
     place: str
     blocks: Iterator[bytes]
 
 
 def text_suffix(name: str) -> str:
-    """Return the suffix of a text shard in lower case, without the suffix of its compression; "" for other files."""
+    """Return the suffix of a text shard in lower case, without that of its compression, or ""."""
     path = PurePosixPath(name.lower())
     is_compressed = path.suffix in _OPENERS
     suffix = PurePosixPath(path.stem).suffix if is_compressed else path.suffix
@@ -64,9 +59,6 @@ def documents(name: str, file: BinaryIO) -> Iterator[Document]:
     `text` of a ``.json`` file.
 
     If the contents are damaged or do not match the suffix, reading the last document raises the error.
-
-    Raises:
-        ImportError: if pyarrow is missing.
     """
     kinds: dict[str, Callable[[Any], Iterator[Document]]] = {
         ".txt": lambda file: iter([Document("", _blocks_of(file))]),
@@ -88,18 +80,18 @@ def documents(name: str, file: BinaryIO) -> Iterator[Document]:
 
 
 def _readable(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield blocks. For damaged contents, some readers such as bz2 raise OSError, which elsewhere means an error of the
-    cache folder: raise ValueError instead."""
     try:
         yield from blocks
     except (OSError, NotImplementedError) as error:
         if isinstance(error, UNREADABLE):
             raise
+        # For damaged contents, some readers such as bz2 raise OSError, which elsewhere means an error of the cache
+        # folder.
         raise ValueError(" ".join(str(error).split())) from error
 
 
 def _failing(error: Exception) -> Iterator[bytes]:
-    """Raise the error when the document is read."""
+    # raised when the document is read, not when it is listed
     for each in (error,):
         raise each
     yield b""
@@ -174,7 +166,6 @@ class Tokenizer:
     Args:
         identity: differs between tokenizers that may give different ids.
         encode: yields the ids of a document in blocks. Its input is UTF-8.
-        vocab_size: number of ids.
         end: id at the end of each document.
     """
 
@@ -188,8 +179,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     """Return the tokenizer ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<tokenizer.json>"``.
 
     Raises:
-        ValueError: if no tokenizer has this name, its package is not installed, or it has no token for the end of a
-            document.
+        ValueError: if the tokenizer is unknown, or has no token for the end of a document.
     """
     kind, _, which = name.partition(":")
     if name == "bytes":
@@ -280,7 +270,6 @@ def _end_of(tokenizer: Any, file: Path) -> tuple[str, int]:
 
 
 def _named_end(config: Path) -> str | None:
-    """Return the end-of-text token in a configuration; None if it has none."""
     if not config.exists():
         return None
     token: dict[str, str] | str | None = json.loads(config.read_bytes()).get("eos_token")
@@ -306,19 +295,15 @@ def encode_in_blocks(
 ) -> Iterator[Ids]:
     """Yield the ids of a document in blocks. They equal the ids of the whole document.
 
-    The first and last ids of a text depend on the text around it. So each block is encoded together with characters
-    before and after it, and their ids are left out. If possible, a block ends between a word and a space.
-
-    Args:
-        blocks: the document in UTF-8.
-        encode: returns the ids of a text and their positions.
-        encode_whole: returns the ids of a text, for documents of one block.
+    `encode` returns the ids of a text and their positions. `encode_whole` returns the ids of a document of one block.
     """
     text, done, size = "", 0, BLOCK  # text that is still needed; number of its characters that are encoded
     is_first = True
     for more in _decoded(blocks):
         text += more
         while len(text) - done > size + OVERLAP:
+            # The first and last ids of a text depend on the text around it. So encode each block with characters before
+            # and after it, and drop their ids.
             ids, begins = _after(text[: done + size + OVERLAP], done, encode)
             last = _place_to_cut(text, begins, done, done + size)
             yield ids[: np.searchsorted(begins, last)]
@@ -332,7 +317,7 @@ def encode_in_blocks(
 
 
 def _after(text: str, done: int, encode: Callable[[str], Encoded]) -> Encoded:
-    """Return the ids and positions of the tokens after the first `done` characters, which are already encoded."""
+    # keep the tokens after the first `done` characters, which are already encoded
     ids, begins = encode(text)
     first = int(np.searchsorted(begins, done))
     if done and (first == len(begins) or begins[first] != done):  # a token crosses the end of the last block
@@ -350,13 +335,13 @@ def _place_to_cut(text: str, begins: NDArray[np.int64], done: int, last: int) ->
 
 
 def _decoded(blocks: Iterator[bytes]) -> Iterator[str]:
-    """Yield the text. Raises UnicodeDecodeError, with the position in the document, if it is not UTF-8."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     for block in chain(blocks, [b""]):
         begin = position - len(decoder.getstate()[0])  # includes the bytes of an incomplete character
         try:
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
+            # positions in the document, not in the block
             error.start, error.end = error.start + begin, error.end + begin
             raise
         position += len(block)

@@ -1,9 +1,7 @@
 """The DataModule of token ids, as a mixin that does not import Lightning, and masks for the documents of its batches.
 
-A file ``<name>.bin`` contains the ids, uint16 or uint32, little-endian, one after the other. ``<name>.json``
-describes it: ``{"dtype": "uint16", "vocab_size": 50257}``. The optional ``"end": 50256`` is the id at the end of each
-document. The files of a folder are read in the order of their paths. `shards` makes such files from text and from
-network storage.
+A file ``<name>.bin`` contains the ids, uint16 or uint32, little-endian. ``<name>.json`` describes it: ``{"dtype":
+"uint16", "vocab_size": 50257}``. The optional ``"end": 50256`` is the id at the end of each document.
 """
 
 from __future__ import annotations
@@ -57,11 +55,9 @@ Loader = TypeVar("Loader", TrainLoader, EvalLoader)
 
 
 def cu_seqlens(positions: Tensor) -> Tensor:
-    """Return where the documents of a batch begin, and its end, int32 [documents + 1], as kernels of attention with
-    variable lengths take them.
+    """Return the begins of the documents of a batch, and its end, int32 [documents + 1].
 
-    Args:
-        positions: of the tokens, [B, context], as a batch has them.
+    Variable-length attention kernels take this format. `positions` [B, context] are those of the batch.
 
     >>> cu_seqlens(torch.tensor([[0, 1, 0], [0, 1, 2]])).tolist()
     [0, 2, 3, 6]
@@ -71,8 +67,7 @@ def cu_seqlens(positions: Tensor) -> Tensor:
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """Return which tokens a token sees: itself and those before it in its document, bool [B, 1, context, context], the
-    `attn_mask` of ``scaled_dot_product_attention``. positions: as of `cu_seqlens`."""
+    """Return the `attn_mask` of ``scaled_dot_product_attention``, bool [B, 1, context, context]. See `cu_seqlens`."""
     numbers = (positions == 0).cumsum(1)
     return (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
 
@@ -81,23 +76,22 @@ class TokenDataModuleMixin(DataModuleMixin):
     """DataModule for token ids, and for text, which it tokenizes once.
 
     A sample is a window of ``context + 1`` tokens. The inputs of windows do not overlap. Each epoch uses every window
-    once, in an order that depends only on (seed, epoch). A resumed run continues with the next batch, also on another
+    once, in an order that depends only on (seed, epoch). A resumed run continues with the next batch, even on another
     number of nodes.
 
     ``.bin`` files on a local disk, such as `lightning_sparse.data.tokens.prepare` writes, are used in place. Other
-    sources need `cache_dir`: each host reads each file from storage once, tokenizes text, and keeps the ids in
-    `cache_dir`. Files of ids are ``.bin`` and ``.npy``; files of text are ``.txt``, ``.jsonl``, ``.tar`` and
-    ``.parquet``.
+    sources need `cache_dir`: each host reads each file from storage once, tokenizes text, and keeps the ids there.
+    Files of ids are ``.bin`` and ``.npy``; files of text are ``.txt``, ``.jsonl``, ``.tar`` and ``.parquet``.
 
     A batch is (inputs, targets), both int64 [B, context]. The targets are the inputs shifted by one token. Unless
-    documents are joined, a batch also contains the positions of the tokens in their documents, int64 [B, context].
-    `lightning_sparse.data.tokens.document_mask` makes an attention mask from the positions, and `cu_seqlens` makes the
-    ends of documents. A target in another document is -100, which torch's cross entropy ignores.
+    documents are joined, a batch also contains the positions of the tokens in their documents, int64 [B, context], for
+    `lightning_sparse.data.tokens.document_mask` and `cu_seqlens`. A target in another document is -100, which torch's
+    cross entropy ignores.
 
     Args:
         train: Path or fsspec URL of a file, a folder, or a pattern such as ``data/train-*.parquet``; or a mixture with
             weights. An epoch of the mixture ``{"s3://bucket/web": 0.7, "/data/books": 0.3}`` uses windows of each
-            source in this proportion, and ends when all windows of one source are used. The other sources continue in
+            source in this proportion. It ends when all windows of one source are used; the other sources continue in
             the next epoch.
         val: Path or URL of a file or folder to validate on.
         test: Path or URL of a file or folder to test on. Default: `val`.
@@ -105,14 +99,14 @@ class TokenDataModuleMixin(DataModuleMixin):
         documents: How windows treat the ends of documents: ``"joined"``, ``"separate"`` or ``"packed"``. ``"joined"``:
             windows continue across the ends of documents and files. ``"separate"``: the windows of "joined", with
             positions. ``"packed"``: windows contain whole documents; longer documents are cut.
-        limit: Number or fraction of the training samples to use, for a trial. All runs train on identical windows.
-            With a mixture, the number is approximate, because each source keeps its weight and at least one window.
+        limit: Number or fraction of the training samples to use, for a trial. All runs train on identical windows. With
+            a mixture, the number is approximate, because each source keeps its weight and at least one window.
         batch_size: Number of samples per device and step.
         val_fraction: Fraction of the tokens of each source of `train` to validate on, instead of `val`. It consists of
             random documents, equal for all seeds.
         seed: Seed of the order of samples.
-        cache_dir: Folder on a local disk of each node. It keeps the ids of text and of network storage. Runs may
-            share it.
+        cache_dir: Folder on a local disk of each node. It keeps the ids of text and of network storage. Runs may share
+            it.
         tokenizer: Tokenizer of text: ``"bytes"``, ``"tiktoken:<encoding>"`` or ``"tokenizers:<path of
             tokenizer.json>"``.
         vocab_size: Number of distinct ids. Required for ``.npy``. Default: from the tokenizer, or from the JSON file of
@@ -189,7 +183,7 @@ class TokenDataModuleMixin(DataModuleMixin):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids. Available before setup, to create the model: lists the shards, if it depends on them."""
+        """Number of token ids, available before setup to create the model. It may list the shards."""
         if self._vocab_size is None:
             source = self._sources[next(iter(self._weights))]
             self._vocab_size = source.size_of_vocabulary(source.listed())
@@ -199,12 +193,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         return class_repr(type(self), {"train": ", ".join(self._weights)})
 
     def setup(self, stage: str) -> None:
-        """Write missing ids to the cache, then open the files. A collective.
-
-        Raises:
-            ValueError: if a file cannot be used, or differs between ranks.
-            DataError: if storage or the cache folder cannot be used.
-        """
+        """Write missing ids to the cache, then open the files. A collective."""
         ensure_log_handler()
         self._average_exactly()
         self._close()
@@ -222,10 +211,10 @@ class TokenDataModuleMixin(DataModuleMixin):
                     )
 
     def _checksums(self, path: str) -> list[int]:
-        """Return the checksums of files that are used in place. One process per host reads the files. A collective."""
         topology = self._topology
         assert topology is not None
         on_first(lambda: log_unused_files(path))
+        # one process per host reads the files
         of_ranks = on_all(
             lambda: verified_in_place(files_of(path), self._cache_dir) if topology.device_index == 0 else []
         )
@@ -236,12 +225,6 @@ class TokenDataModuleMixin(DataModuleMixin):
         return (*self._weights, *self._paths.values())
 
     def _open(self, made: Mapping[str, Sequence[Path]], checksums: Mapping[str, Sequence[int]]) -> list[str]:
-        """Open the files. Return the fingerprints in the order of the options, because paths may differ between ranks.
-
-        Args:
-            made: by path, the files in the cache, if the path is not used in place.
-            checksums: by path, the checksums of the files that are used in place.
-        """
         kind = PackedStream if self._documents == "packed" else TokenStream
         streams = {}
         for path in self._all_paths:
@@ -272,6 +255,7 @@ class TokenDataModuleMixin(DataModuleMixin):
             fraction = limited_count(self._limit, whole) / whole
             parts = [limited(part, fraction) for part in parts]
         self._streams["train"] = mixed(parts, weights, self._seed)
+        # in the order of the options, because paths may differ between ranks
         return [streams[path].fingerprint for path in self._all_paths]
 
     def train_dataloader(self) -> TrainLoader:
@@ -290,7 +274,6 @@ class TokenDataModuleMixin(DataModuleMixin):
         return self._resume(self._replace("train", loader))
 
     def _log_epoch(self, stream: TokenWindows, sampler: Sampler) -> None:
-        """Log the size of an epoch, and warn if its windows deviate from the options."""
         if self._topology is None or self._topology.rank != 0:
             return
         batch, count = sampler.config.global_batch, len(stream)
@@ -313,11 +296,6 @@ class TokenDataModuleMixin(DataModuleMixin):
                     )
 
     def val_dataloader(self) -> EvalLoader:
-        """This rank's share of the windows to validate on, in order.
-
-        Raises:
-            ValueError: if there are none.
-        """
         return self._eval_loader("val")
 
     def test_dataloader(self) -> EvalLoader:
@@ -360,10 +338,10 @@ class TokenDataModuleMixin(DataModuleMixin):
 
 
 def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
-    """Return the files of ids of all shards. One process per host first makes the missing files. A collective."""
     shards = on_first(source.listed)
     workers = Workers(source, shards if topology.device_index == 0 else [], quiet=topology.rank != 0)
     try:
+        # One process per host makes missing files. All ranks poll, so that no collective reaches its timeout.
         while not all(on_all(lambda: workers.done(POLL_S))):
             pass
     finally:
@@ -387,12 +365,7 @@ def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:
 
 
 class TokenPipeline:
-    """Makes batches of windows, in a thread: pages of the files are read from disk when they are used.
-
-    Args:
-        pin: use pinned memory, for asynchronous copies to a GPU.
-        fixed: use the windows of epoch 0 in every epoch.
-    """
+    """Makes batches of windows, in a thread: pages of the files are read from disk when they are used."""
 
     def __init__(self, stream: TokenWindows, *, pin: bool = False, fixed: bool = False) -> None:
         self._stream, self._pin, self._fixed, self.prefetch_depth = stream, pin, fixed, _PREFETCH
@@ -402,6 +375,7 @@ class TokenPipeline:
 
     def close(self) -> None:
         """There is nothing to free."""
+        ...
 
     def _make(self, request: BatchRequest) -> tuple[Tensor, ...]:
         arrays = self._stream.windows(request.indices, 0 if self._fixed else request.epoch)

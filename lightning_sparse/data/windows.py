@@ -21,24 +21,18 @@ Arrays = tuple[NDArray[np.int64], ...]
 
 
 class TokenWindows(Protocol):
-    """Numbered windows of token ids. The windows of a stream are the same in every epoch."""
+    """Numbered windows of token ids. Only the windows of a `Mixture` depend on the epoch."""
 
     @property
-    def context(self) -> int:
-        """Number of tokens that a model sees."""
+    def context(self) -> int: ...
 
     def __len__(self) -> int: ...
 
     @property
-    def fingerprint(self) -> str:
-        """Hash that differs between different windows."""
+    def fingerprint(self) -> str: ...
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
-        """Return inputs and targets, and positions unless documents are joined; each int64 [B, context].
-
-        Raises:
-            DataError: if an id is not in the vocabulary, or a file has become shorter.
-        """
+        """Return inputs and targets, and positions unless documents are joined; each int64 [B, context]."""
 
 
 class TokenStream:
@@ -46,11 +40,7 @@ class TokenStream:
 
     Args:
         context: number of tokens that a model sees; a window has one more, the last target.
-        documents: as `TokenDataModule`.
         spans: parts of the corpus to use; default: all of it. Adjacent parts are joined.
-
-    Raises:
-        ValueError: if there are fewer tokens than a window has, or `documents` needs an end that is unknown.
     """
 
     least_document = 1
@@ -123,7 +113,6 @@ class TokenStream:
         return inputs, np.where(ends, IGNORED, targets), _positions(firsts)
 
     def _fill(self, row: NDArray[np.int64], begin: int, segment: int) -> list[int]:
-        """Fill a row with ids from a position of the stream. Return the places in the row where segments begin."""
         at, seams = 0, list[int]()
         while True:
             left = int(self._ends[segment]) - begin - at
@@ -151,10 +140,7 @@ def segments(spans: Spans, file_begins: NDArray[np.int64]) -> Spans:
 
 
 class PackedStream(TokenStream):
-    """Windows of whole documents. Documents that are longer than a window are cut; free space is padded.
-
-    A document of d tokens, including its end, has d - 1 inputs, because the end is only a target.
-    """
+    """Windows of whole documents. Documents that are longer than a window are cut; free space is padded."""
 
     least_document = 2
 
@@ -164,6 +150,7 @@ class PackedStream(TokenStream):
 
     def _cut(self, spans: Spans) -> None:
         documents = self.corpus.documents() if self._spans is None else spans
+        # a document of d tokens, including its end, has d - 1 inputs, because the end is only a target
         inputs = documents.lengths - 1
         begins, inputs = documents.begins[inputs > 0], inputs[inputs > 0]
         if not len(inputs):
@@ -196,9 +183,7 @@ class PackedStream(TokenStream):
 def pack(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """Return the window of each piece. The longest piece goes first, into the fullest window that has space for it.
 
-    Args:
-        lengths: lengths of the pieces, 1 to `capacity`.
-        capacity: length of a window.
+    Lengths of pieces are 1 to `capacity`, the length of a window.
 
     >>> pack(np.array([2, 5, 3, 4]), capacity=7)
     array([0, 0, 1, 1])
@@ -234,15 +219,12 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 def _positions(firsts: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the position of each token in its document, [B, context]. firsts: whether it is the first."""
     places = np.arange(firsts.shape[1])
     positions: NDArray[np.int64] = places - np.maximum.accumulate(np.where(firsts, places, 0), 1)
     return positions
 
 
 class SelectedWindows:
-    """A subset of windows, renumbered."""
-
     def __init__(self, whole: TokenWindows, indices: NDArray[np.int64]) -> None:
         self._whole, self._indices, self.context = whole, indices, whole.context
 
@@ -264,10 +246,6 @@ class Mixture:
 
     An epoch ends when all windows of one stream are used. The other streams continue in the next epoch where they
     stopped, and start over at their end. So each window of a stream is used once before any is used again.
-
-    Args:
-        weights: weights of the streams, above 0; only their ratios matter.
-        seed: seed of the order in which the windows of a stream are used.
     """
 
     def __init__(self, streams: Sequence[TokenWindows], weights: Sequence[float], seed: int) -> None:
@@ -308,18 +286,14 @@ class Mixture:
 
 
 def mixed(parts: Sequence[TokenWindows], weights: Sequence[float], seed: int) -> TokenWindows:
-    """Return the mixture of several parts; a single part stays as it is."""
     return parts[0] if len(parts) == 1 else Mixture(parts, weights, seed)
 
 
 def split(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWindows]:
     """Return windows to train on, and windows of about this fraction of the tokens to validate on.
 
-    Validation windows come from whole documents, drawn at random, but equally for all seeds. If the ends of documents
+    Validation windows come from whole documents, drawn at random but equally for all seeds. If the ends of documents
     are unknown, windows are drawn instead.
-
-    Raises:
-        ValueError: if there are too few tokens for a window of each.
     """
     corpus = stream.corpus
     if not corpus.has_ends:
@@ -347,15 +321,8 @@ def _split_windows(stream: TokenStream, fraction: float) -> tuple[TokenWindows, 
 def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Spans]:
     """Draw documents at random. Return the documents to train on, and the documents to validate on.
 
-    Documents are held out until their tokens are as close to the fraction as possible. The last drawn document is cut
-    only if the held-out tokens would exceed twice the fraction, or would leave too few tokens to train on. Then only
-    its end is held out.
-
-    Args:
-        least: number of tokens that each part must have.
-
-    Raises:
-        ValueError: if there are too few tokens.
+    Documents are held out until their tokens are as close to the fraction as possible. Each part must have `least`
+    tokens.
     """
     total = int(documents.lengths.sum())
     target = max(least, round(fraction * total))
@@ -365,6 +332,8 @@ def hold_out(documents: Spans, fraction: float, least: int) -> tuple[Spans, Span
     sums = np.cumsum(documents.lengths[order])
     last = max(int(np.abs(sums - target).argmin()), int(np.searchsorted(sums, least)))
     surplus = int(sums[last]) - target
+    # Cut the last drawn document only if the held-out tokens would exceed twice the fraction, or would leave too few to
+    # train on. Then only its end is held out.
     is_cut = surplus > target or total - int(sums[last]) < least
     trained, held = documents.lengths.copy(), np.zeros_like(documents.lengths)
     held[order[: last + 1]] = documents.lengths[order[: last + 1]]

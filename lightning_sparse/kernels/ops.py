@@ -1,9 +1,7 @@
 """The operators `torch.ops.lightning_sparse.*`.
 
-A Python function checks its arguments and calls its operator. The dispatcher then runs the compiled CPU or CUDA kernel,
-or plain torch if there is none, with bit-identical results. This file defines the operators' schemas and registers
-plain torch for all devices; the compiled library overrides it. `kernel_report` returns which implementations are in
-use, and why. LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
+The dispatcher runs the compiled CPU or CUDA kernel, or plain torch, with bit-identical results.
+LIGHTNING_SPARSE_KERNELS=torch disables the compiled library.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return values and ascending indices of the k largest |x| of a flat tensor.
 
-    Ties go to the lowest index. NaN ranks above Inf, and Inf above every finite value. Indices are int32 if x has fewer
-    than 2^31 elements, otherwise int64.
+    Ties go to the lowest index; NaN > Inf > finite. Indices are int32 if x has fewer than 2^31 elements, otherwise
+    int64.
 
     >>> mstopk(torch.tensor([1.0, -5.0, 2.0, 5.0]), 2)
     (tensor([-5.,  5.]), tensor([1, 3], dtype=torch.int32))
@@ -52,8 +50,7 @@ def compress(
     """Pack the k largest |acc|, where acc = residual + grad * scale, into a message.
 
     next_residual_S receives acc minus the decoded message, and 0 where acc is not finite. Non-finite elements are
-    selected first and counted in the message. residual_S defaults to 0, scale to 1; without next_residual_S, no
-    residual is written.
+    selected first and counted in the message. residual_S defaults to 0, scale to 1.
     """
     return compress_regions(grad_S, residual_S, next_residual_S, k, 1, value_dtype, scale)[0]
 
@@ -67,10 +64,7 @@ def compress_regions(
     value_dtype: torch.dtype,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Pack the k largest |acc| of each region of the shard into one message per region, as `compress` does.
-
-    `wire.Regions` defines the regions. A region of fewer than k elements sends all of them. Returns the messages as
-    rows of one length, uint8[num_regions, B].
+    """Pack the k largest |acc| of each region of the shard into one message per region, uint8[num_regions, B].
 
     >>> rows = compress_regions(torch.tensor([1.0, -5.0, 2.0, 5.0, 0.5]), None, None, 1, 2, torch.float32)
     >>> shard = torch.empty(5)
@@ -93,12 +87,12 @@ def accumulate(
 ) -> None:
     """Overwrite shard_S with the sum of the messages, added in row order.
 
-    With alpha, add alpha times each value of the messages to shard_S instead, which touches only the sent entries. If a
-    message counts non-finite elements or is malformed, the whole shard becomes NaN: raising an error would need a
-    device synchronization.
+    With alpha, add alpha times the values to shard_S instead, which touches only the sent entries. If a message counts
+    non-finite elements or is malformed, the whole shard becomes NaN.
     """
     code = wire.value_code(value_dtype)
     _check_accumulate(messages_MB, shard_S, k, 1, value_dtype)
+    # NaN, because raising an error would need a device synchronization
     if alpha is None:
         torch.ops.lightning_sparse.accumulate(messages_MB, shard_S, k, 1, code)
     else:
@@ -106,10 +100,7 @@ def accumulate(
 
 
 def accumulate_regions(messages_MB: Tensor, shard_S: Tensor, k: int, value_dtype: torch.dtype) -> None:
-    """Overwrite each of M regions of shard_S with its message, a row of the result of `compress_regions`.
-
-    A region whose message counts non-finite elements or is malformed becomes NaN.
-    """
+    """Overwrite each of M regions of shard_S with its message from `compress_regions`; an invalid message gives NaN."""
     code = wire.value_code(value_dtype)
     num_regions = messages_MB.shape[0] if messages_MB.dim() == 2 else 1
     _check_accumulate(messages_MB, shard_S, k, num_regions, value_dtype)
@@ -125,8 +116,7 @@ def round_rows(
 ) -> Tensor:
     """Return acc = residual + grad * scale as bfloat16[M, R]: M = num_rows, R = ceil(S / M), padded with zeros.
 
-    next_residual_S receives the rounding error, and 0 where the rounded value is not finite: acc was not, or lies
-    beyond the largest bfloat16. residual_S defaults to 0, scale to 1; without next_residual_S, no residual is written.
+    next_residual_S receives the rounding error, and 0 where the rounded value is not finite.
 
     >>> left = torch.empty(3)
     >>> round_rows(torch.tensor([1.0, 256.5, -3.0]), None, left, 2)
@@ -144,8 +134,7 @@ def round_rows(
 def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     """Return the sum of bfloat16 rows, made in fp32 and in row order, as bfloat16[R].
 
-    Adds the rounding error, or 0 where the sum is not finite, to residual_R. It may be shorter than a row, whose other
-    elements are padding.
+    Add the rounding error, or 0 for non-finite sums, to residual_R, which may be shorter than a row.
     """
     _check_sum_rows(rows_MR, residual_R)
     row: Tensor = torch.ops.lightning_sparse.sum_rows(rows_MR, residual_R)
@@ -155,8 +144,7 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
 def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
     """Write the interpolation shared_S + (own_S - shared_S) * ahead into a model, rounded to its dtypes.
 
-    The model consists of flat pieces, which lie one behind the other in own_S and shared_S. With ``ahead`` 1, the model
-    receives own_S itself.
+    The model consists of flat pieces, in the order of own_S.
     """
     _check_models(own_S, shared_S, model, ahead)
     torch.ops.lightning_sparse.lerp_into(own_S, shared_S, model, ahead)
@@ -180,7 +168,7 @@ write_between, add_change = lerp_into, accumulate_delta
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The implementation per device type, "compiled" or "plain torch"; the reasons for plain torch, and a fix."""
+    """The implementation per device type ("compiled" or "plain torch"), reasons for plain torch, and a fix."""
 
     cpu: str
     cuda: str
@@ -193,7 +181,6 @@ class KernelReport:
 
 
 def kernel_report() -> KernelReport:
-    """Return which kernel implementations this process uses."""
     return _report
 
 
@@ -283,7 +270,6 @@ def _check_k(k: int, numel: int) -> None:
 
 
 def _check_count(name: str, count: int, most: int | None = None) -> None:
-    """Check the number of regions or rows, which the shard's elements may limit."""
     if not isinstance(count, (int, torch.SymInt)) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{name}={count!r}: it must be an integer of at least 1")
     if most is not None and count > min(most, wire.MAX_REGIONS):
@@ -297,7 +283,8 @@ _library: Any = torch.library.Library("lightning_sparse", "FRAGMENT")  # type: i
 
 
 def _register(schema: str, fake: Callable[..., Any] = lambda *_: None) -> None:
-    """Define an operator that runs the function of its name in `plain`. `fake` returns an empty result, for tracing."""
+    # plain torch runs on all devices until the compiled library overrides it; `fake` returns an empty result, for
+    # tracing
     name = schema.partition("(")[0]
     _library.define(schema)
     # Selection is not differentiable; without no_grad, autograd would record the plain-torch operations.
@@ -341,8 +328,6 @@ TOOLKIT = f"install the CUDA toolkit (nvcc) for torch's CUDA version; put nvcc o
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
-    """Load the compiled library, whose operators then replace plain torch."""
-
     def plain_report(library: Path | None, reason: str, cure: str) -> KernelReport:
         name = None if library is None else str(library)
         return KernelReport("plain torch", "plain torch", name, (reason,), cure)

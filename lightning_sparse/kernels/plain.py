@@ -1,6 +1,6 @@
 """The operators in plain torch, for devices without compiled kernels, with bit-identical results.
 
-Functions have the names and signatures of the operators (see `ops`). They do not synchronize with the device.
+They do not synchronize with the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def mstopk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def select(bits: Tensor, k: int) -> Tensor:
-    """Indices of the k largest, ascending; ties go to the lowest index."""
+    """Return the indices of the k largest, ascending; ties go to the lowest index."""
     kth = kth_largest(bits, k, use_topk=bits.is_cuda)
     above, equal = bits > kth, bits == kth
     keep = above | (equal & (equal.cumsum(0) <= k - above.sum()))
@@ -145,12 +145,12 @@ def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: f
 
 
 def _blocks(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the pieces of a model with their parts of the flat models: on a CPU in blocks that fit into its cache."""
     sizes = [piece.numel() for piece in model]
     for tensors in zip(torch.split(own_S, sizes), torch.split(shared_S, sizes), model, strict=True):
         if own_S.is_cuda:
             yield tensors
         else:
+            # on a CPU in blocks that fit into its cache
             yield from zip(*(torch.split(tensor, CACHED) for tensor in tensors), strict=True)
 
 
@@ -165,16 +165,15 @@ def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round_into(rounded: Tensor, exact: Tensor, keep_error: bool) -> None:
-    """Write `exact` into `rounded`; then `exact` becomes the rounding error, or 0 where the result is not finite."""
     rounded.copy_(exact)
     rounded.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)  # NaN of one bit pattern
     if keep_error:
+        # now the rounding error, or 0 where the result is not finite
         exact -= rounded
         exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _refuse_shared_memory(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> None:
-    """Raise as the compiled operators do if an output overlaps an input."""
     spans = [_span(tensor) for tensor in inputs if tensor is not None]
     for begin, end in (_span(tensor) for tensor in outputs if tensor is not None):
         if any(begin < other_end and other_begin < end for other_begin, other_end in spans):

@@ -1,9 +1,8 @@
-"""Reference implementations in plain torch, the oracles of the kernel tests: MSTopK and an exact top-k.
+"""Reference implementations in plain torch, for the kernel tests: MSTopK and an exact top-k.
 
 MSTopK (Shi et al., MLSys 2021) selects about the k largest |x| without sorting. It bisects a threshold between the mean
 and the maximum of |x|. It keeps all elements above the last threshold that kept at most k. The rest comes from the band
-between this threshold and the last threshold that kept more than k. This version fixes four faults of published
-implementations; comments describe them where the code differs.
+down to the last threshold that kept more than k. Comments mark four faults of published versions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class Bracket(NamedTuple):
 
 
 def mstopk(x: Tensor, k: int, iterations: int = ITERATIONS) -> tuple[Tensor, Tensor]:
-    """Select with the paper's loop; return values and ascending indices."""
     _check(x, k)
     # Fault: a single NaN or Inf spoils the mean and the maximum. Here both ignore non-finite elements, which are
     # selected first.
@@ -49,12 +47,7 @@ def mstopk(x: Tensor, k: int, iterations: int = ITERATIONS) -> tuple[Tensor, Ten
 
 
 def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
-    """Bisect a = |x|, where non-finite elements are -1; needs 1 <= k < count(a >= 0).
-
-    Example: a = [1, 2, 3, 10], k = 1, iterations = 2. The mean 4 keeps one element, so the bracket is [0, 4].
-    Ratio 1/2 tries 2, which keeps three, so lower = 2. Ratio 3/4 tries 3, which keeps two, so lower = 3. Result:
-    lower 3, upper 4; [10] is certain, and the band [3] contributes nothing.
-    """
+    """Bisect a = |x|, where non-finite elements are -1; needs 1 <= k < count(a >= 0)."""
     mean, largest = (a.clamp(min=0.0).double().sum() / (a >= 0).sum()).float(), a.max()
     if int((a >= mean).sum()) > k:
         # Fault: the upper threshold starts at 0 and stays there if no threshold keeps 1..k elements (constant input;
@@ -78,17 +71,15 @@ def bisect(a: Tensor, k: int, iterations: int = ITERATIONS) -> Bracket:
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Exact top-k of |x| by a stable sort: ties go to the lowest index, NaN > Inf > finite; ascending indices."""
+    """Return the exact top-k of |x|, with the same order and ties as `ops.mstopk`."""
     _check(x, k)
     order = torch.sort(magnitude_bits(x), descending=True, stable=True).indices
     return gather(x, order[:k].sort().values)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """The fp32 bits of |x| as int32, which order like the magnitudes, with finite < Inf < NaN.
-
-    All NaN become equal, since their payloads differ between devices.
-    """
+    """Return the fp32 bits of |x| as int32, which order like the magnitudes, with finite < Inf < NaN."""
+    # all NaN become equal, since their payloads differ between devices
     return (x.detach().float().view(torch.int32) & 0x7FFF_FFFF).clamp(max=INF_BITS + 1)
 
 
@@ -97,7 +88,6 @@ def is_nonfinite(bits: Tensor) -> Tensor:
 
 
 def gather(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values at the indices, and the indices in the dtype of a result."""
     return x.detach()[indices], indices.to(index_dtype(x.numel()))
 
 

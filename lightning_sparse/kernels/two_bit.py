@@ -1,7 +1,7 @@
 """Values in two bits: a sign, and one of two levels of the value's block.
 
 The levels of a block are the mean magnitudes of its smaller and of its larger values, so the rounding errors of each
-level average to zero. Values that are all equal are sent exactly.
+level average to zero.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _ROUNDING = 16  # adding 2^(e + 16) leaves multiples of 2^(e - 36) in fp64, whos
 def encode(values_K: Tensor, block_K: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
     """Return the levels, fp32[2 * B], and the codes, four in a byte: uint8[ceil(K / 4)].
 
-    Bit 0 of a code tells the level, bit 1 the sign. Elements that are not finite do not affect the levels, and have
-    code 0.
+    Bit 0 of a code tells the level, bit 1 the sign. Non-finite elements do not affect the levels, and have code 0.
     """
     finite_K = values_K.isfinite()
     size_K = torch.where(finite_K, values_K.abs(), 0.0).double()
@@ -52,7 +51,7 @@ def encode(values_K: Tensor, block_K: Tensor, num_blocks: int) -> tuple[Tensor, 
 
 
 def decode(levels: Tensor, codes: Tensor, block_K: Tensor) -> Tensor:
-    """The fp32 values of K codes, at the levels fp32[2 * B] of their blocks."""
+    """Return the fp32 values of K codes, at the levels fp32[2 * B] of their blocks."""
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=codes.device)
     code_K = (codes[:, None] >> shifts & 3).flatten()[: block_K.numel()]
     level_K = levels[2 * block_K + (code_K & 1)]
@@ -60,7 +59,8 @@ def decode(levels: Tensor, codes: Tensor, block_K: Tensor) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2.0 ** exponent, exactly; exp2 and pow can be off by one ulp. fp64, since denormals need 2^163."""
+    """Return 2.0 ** exponent in fp64, exactly."""
+    # exp2 and pow can be off by one ulp. fp64, since denormals need 2^163.
     return ((exponent.long().clamp(-1000, 1000) + 1023) << 52).view(torch.float64)
 
 

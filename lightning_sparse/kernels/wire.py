@@ -13,15 +13,15 @@ so nodes all-gather messages without exchanging sizes first. Little-endian:
     32      8       i64  number of the exchange, which receivers compare (`write_step_id`); zero if the sender set none
     40      24      zero
     64      4*B     u32  pairs in each block of 65,536 elements, B = ceil(S / 65,536)
-    *       8*B     f32  lower and upper level of each block (two bits a value only)
+    *       8*B     f32  lower and upper level of each block (two-bit values only)
     *       F       u8   pairs in each cell, F = 17 * ceil(S / 4,096) (8-bit indices only)
     *       i*k     u8 index within its cell, or u16 index within its block; ascending inside each
     *       w*k/8   values, w = 32, 16 or 2 bits, in index order
 
 `*`: each section is zero-padded to 16 bytes, so that kernels can load vectors from the rows of [M, bytes] messages.
 
-Example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 432 (F = 425) + 1,008 + 2,000 = 3,520 bytes, 3.52 per
-pair; with two bits a value 64 + 16 + 16 + 432 + 1,008 + 256 = 1,792, 1.79 per pair. int32 and fp32 pairs would take 8.
+Example: S = 100,000, k = 1,000, bf16: 64 + 16 (B = 2, 8 bytes) + 432 (F = 425) + 1,008 + 2,000 = 3,520 bytes.
+With two bits per value: 64 + 16 + 16 + 432 + 1,008 + 256 = 1,792 bytes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ def message_layout(numel: int, k: int, value_dtype: torch.dtype) -> MessageLayou
 
 
 def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
-    """Size in bytes of a message with k pairs of a shard of `numel` elements."""
     return message_layout(numel, k, value_dtype).nbytes
 
 
@@ -113,12 +112,8 @@ def message_bytes(numel: int, k: int, value_dtype: torch.dtype) -> int:
 class Regions:
     """A shard cut into regions of almost equal size, with one message per region.
 
-    Args:
-        numel: S, elements of the shard.
-        num_regions: M, at most S.
-        k: pairs of a region; a smaller region sends all of its elements.
-
-    Worked example: S = 10, M = 3: [0, 3), [3, 6), [6, 10).
+    numel: S, elements of the shard. num_regions: M, at most S. k: pairs of a region, at most its elements. Example: S =
+    10, M = 3: [0, 3), [3, 6), [6, 10).
     """
 
     numel: int
@@ -130,7 +125,6 @@ class Regions:
         return slice(region * self.numel // self.num_regions, (region + 1) * self.numel // self.num_regions)
 
     def size(self, region: int) -> int:
-        """R, elements of that region."""
         place = self.place(region)
         return int(place.stop - place.start)
 
@@ -142,7 +136,7 @@ class Regions:
 
     @property
     def row_nbytes(self) -> int:
-        """B, the bytes of a row, which holds the longest message. The last region is the largest."""
+        # a row holds the longest message; the last region is the largest
         return self.nbytes(self.num_regions - 1)
 
 
@@ -185,11 +179,7 @@ def encode(
 
 
 def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return fp32 values, int64 indices and a 0-dim bool: valid, i.e. well-formed and without non-finite elements.
-
-    The indices of an invalid message are within bounds too, so a caller can scatter first and then overwrite the result
-    with NaN, without device synchronization.
-    """
+    """Return fp32 values, int64 indices and a 0-dim bool: valid, i.e. well-formed and without non-finite elements."""
     layout = message_layout(numel, k, value_dtype)
     if message.dtype != torch.uint8 or message.shape != (layout.nbytes,):
         raise ValueError(
@@ -207,6 +197,8 @@ def decode(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> tup
         values_K = two_bit.decode(levels, stored, block_K)
     else:
         values_K = stored[: value_dtype.itemsize * k].view(value_dtype).float()
+    # The indices of an invalid message are within bounds too. So a caller can scatter first and then overwrite the
+    # result with NaN, without device synchronization.
     return values_K, indices_K.clamp(0, numel - 1), valid
 
 
@@ -215,12 +207,12 @@ def write_step_id(message: Tensor, number: int) -> None:
 
 
 def read_step_ids(messages_MB: Tensor) -> Tensor:
-    """Return the number of the exchange of each message, int64[M]."""
+    """Return the exchange number of each message, int64[M]."""
     return messages_MB[:, _MARK].contiguous().view(torch.int64).view(-1)
 
 
 def nonfinite_of(message: Tensor) -> int:
-    """Return how many elements of the whole shard were not finite when the message was made. Waits for the device."""
+    """Return the number of non-finite elements in the shard. Waits for the device."""
     return int(message[_NONFINITE].view(torch.int32))
 
 
@@ -230,10 +222,7 @@ def indices_of(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) ->
 
 
 def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
-    """Return the places of the messages' pairs in the shard, int64[M * k], without device synchronization.
-
-    A region of fewer than k elements sends all of them; its last element then occurs more than once.
-    """
+    """Return the places of the pairs in the shard, int64[M * k], without device synchronization."""
     small, large = (
         message_layout(regions.size(region), regions.pairs(region), regions.value_dtype)
         for region in (0, regions.num_regions - 1)
@@ -243,14 +232,14 @@ def indices_of_regions(messages_MB: Tensor, regions: Regions) -> Tensor:
     indices_Mk = _positions(messages_MB, large)[1]
     if small != large:  # regions have one of two sizes
         of_small = _positions(messages_MB, small)[1]
+        # a region of fewer than k elements sends all of them; its last element then occurs more than once
         of_small = torch.nn.functional.pad(of_small, (0, large.k - small.k), value=small.numel - 1)
         indices_Mk = torch.where(sizes_M1 < large.numel, of_small, indices_Mk)
     return (starts_M1 + indices_Mk.clamp(min=0).minimum(sizes_M1 - 1)).flatten()
 
 
 def _positions(messages_MB: Tensor, layout: MessageLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the blocks and indices of the pairs in messages of one layout, int64[M, k], and whether the messages are
-    well-formed, bool[M]; if one is not, its indices may lie outside the shard."""
+    """Return blocks and indices of pairs, int64[M, k], and whether messages are well-formed, bool[M]."""
     num_messages, device = messages_MB.shape[0], messages_MB.device
     pairs_Mk = torch.arange(layout.k, device=device).repeat(num_messages, 1)
 
@@ -276,17 +265,17 @@ def _positions(messages_MB: Tensor, layout: MessageLayout) -> tuple[Tensor, Tens
         indices_Mk = block_Mk * BLOCK + low_Mk
     ascending = (indices_Mk.diff(dim=1) > 0).all(1)
     valid = valid & ascending & (indices_Mk < layout.numel).all(1)
+    # indices of a malformed message may lie outside the shard
     return block_Mk.clamp(max=layout.num_blocks - 1), indices_Mk, valid
 
 
 def _starts(count: int, device: torch.device, per_span: int, span: int) -> Tensor:
-    """Return the first element of each of `count` blocks or cells, and the end; a span has `per_span` of them."""
+    # first element of each of `count` blocks or cells, and the end; a span has `per_span` of them
     number = torch.arange(count + 1, device=device)
     return number // per_span * span + number % per_span * CELL
 
 
 def _counts(indices_K: Tensor, starts: Tensor) -> Tensor:
-    """Count the ascending indices in each block or cell."""
     return torch.searchsorted(indices_K, starts).diff()
 
 

@@ -1,9 +1,8 @@
 """An emulated cluster on one machine: the nodes are network namespaces, joined by links with a limited rate.
 
-On loopback, sending fewer bytes saves no time. In the lab each node has a link of known rate to a common switch, and
-the kernel counts the bytes on it. torchrun starts the training script in each node. Use it for tests with a real
-topology, for demos, and to measure network costs. Compute times differ from a cluster, because all nodes share one CPU,
-one memory, and the GPUs of the machine. The lab imports only the standard library, so that the command starts fast.
+Each node has a link of known rate to a common switch, and the kernel counts the bytes on it. torchrun starts the
+training script in each node. Compute times differ from a cluster, because all nodes share one CPU, one memory, and the
+GPUs. The lab imports only the standard library, so that the command starts fast.
 """
 
 from lightning_sparse.lab.cluster import Cluster, LabConfig, RunResult

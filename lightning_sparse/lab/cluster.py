@@ -1,11 +1,7 @@
 """`Cluster`: create the network, run a command on every node, count bytes, clean up.
 
-Each node runs torchrun with this interpreter. torchrun starts L copies of the command with RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; the lab adds NODE_RANK, GLOO_SOCKET_IFNAME and
-the variables of `GPUPlan`.
-The command may be any program (``--no-python``); a ``.py`` file runs with this interpreter.
-
-If a node fails, the others are stopped after a few seconds. The earliest failure determines the exit code.
+torchrun starts the command L times per node. The lab adds NODE_RANK, GLOO_SOCKET_IFNAME and the variables of `GPUPlan`.
+A ``.py`` file runs with this interpreter.
 """
 
 from __future__ import annotations
@@ -51,9 +47,9 @@ class LabConfig:
         gbps: rate of each node's link in Gbit/s, per direction.
         rtt_ms: round-trip time between nodes in milliseconds, in addition to the time that the rate takes.
         network: if False, run on loopback: no root needed, no rates limited, no bytes counted.
-        storage: a folder that the nodes access only through a network file system.
+        storage: a folder that nodes access only through a network file system.
         storage_gbps: rate of the storage node's link in Gbit/s. Default: `gbps`.
-        cpu: if True, hide all GPUs.
+        cpu: hide all GPUs.
     """
 
     nodes: int = 2
@@ -86,7 +82,7 @@ class LabConfig:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a command. `traffic` is this run's traffic on each node's link; None without a network."""
+    """The result of a command. `traffic` is None without a network."""
 
     exit_code: int
     node_exit_codes: tuple[int, ...]
@@ -96,9 +92,9 @@ class RunResult:
 
     @property
     def bytes_between_nodes(self) -> int | None:
-        """Bytes sent between nodes, without traffic to and from the storage node."""
         if self.traffic is None:
             return None
+        # traffic to and from the storage node is not traffic between nodes
         storage_received = 0 if self.storage_traffic is None else self.storage_traffic.received
         return sum(node.sent for node in self.traffic) - storage_received
 
@@ -171,8 +167,7 @@ class Cluster:
         Raises:
             ValueError: if `command` is empty or not a program.
             TimeoutError: if it takes longer than `timeout` seconds; all processes are stopped.
-            RuntimeError: if the process that delays links has ended, and nothing passes any more, or if torch cannot
-                count the GPUs.
+            RuntimeError: if the process that delays links ends.
         """
         env = env or {}
         if not command:
@@ -200,6 +195,7 @@ class Cluster:
         seconds = time.monotonic() - started
         traffic = {host: now - before[host] for host, now in self.traffic().items()}
         return RunResult(
+            # of the earliest failure
             exit_code=next((code for code in launchers.codes.values() if code), 0),
             node_exit_codes=tuple(code for _, code in sorted(launchers.codes.items())),
             seconds=seconds,
@@ -212,17 +208,17 @@ class Cluster:
             raise RuntimeError(f"the process that delays links ended with {self._delay.returncode}: no link is up")
 
     def reshape(self, gbps: float) -> None:
-        """Change the rate of all links, also while a command runs (from another thread)."""
+        """Change the rate of all links, even while a command runs (from another thread)."""
         if self._network is not None:
             self._network.reshape(gbps)
 
     def switch_link(self, node: int, *, on: bool) -> None:
-        """Take a node's link down, or up again, also while a command runs (from another thread)."""
+        """Take a node's link down, or up again. As `reshape`."""
         if self._network is not None:
             self._network.switch_link(f"node{node}", on=on)
 
     def traffic(self) -> dict[str, NodeTraffic]:
-        """Bytes on each link since the lab was created, also while a command runs; empty without a network."""
+        """Return the bytes on each link since the lab was created; empty without a network."""
         return self._network.traffic() if self._network else {}
 
     def _nodes(self) -> list[str]:
@@ -235,11 +231,11 @@ class Cluster:
         return links
 
     def _start(self, command: list[str], description: str) -> subprocess.Popen[bytes]:
-        """Start a server of the lab, and wait until it is ready."""
         command = [*pdeathsig_prefix(), *command]
         env = self._environment({})
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
         assert process.stdout is not None
+        # a server of the lab prints this when it is ready
         if process.stdout.readline() != b"ready\n":
             raise RuntimeError(f"{description} did not start: `{' '.join(command)}` ended; its error is above")
         return process
@@ -257,7 +253,6 @@ class Cluster:
         return plan
 
     def _commands(self, command: list[str], env: Mapping[str, str]) -> list[tuple[list[str], dict[str, str]]]:
-        """Return the (command, environment) of each node's launcher."""
         if command[0].endswith(".py"):
             command = [sys.executable, *command]
         plan = self._plan_gpus(env)

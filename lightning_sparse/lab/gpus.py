@@ -2,10 +2,6 @@
 
 If the machine has a GPU for every rank, each node sees its own GPUs. Otherwise rank r uses GPU ``r % count``. So
 ``LOCAL_RANK % torch.cuda.device_count()`` is the device of a rank in every lab.
-
-NCCL refuses two ranks of one host on the same GPU, and treats all nodes of a lab as one host. So the lab sets
-``NCCL_HOSTID``: one value per node, or one value per rank if ranks share GPUs. NCCL then connects these hosts by
-sockets over the emulated network.
 """
 
 from __future__ import annotations
@@ -54,12 +50,7 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class GPUPlan:
-    """The GPUs of all ranks.
-
-    Args:
-        gpus: entries for `VISIBLE`; empty without GPUs.
-        cpu: hide all GPUs.
-    """
+    """The GPUs of all ranks. `gpus` are entries for `VISIBLE`; `cpu` hides all GPUs."""
 
     nodes: int
     devices: int
@@ -71,7 +62,6 @@ class GPUPlan:
         return not self.cpu and 0 < len(self.gpus) < self.nodes * self.devices
 
     def message(self) -> str:
-        """Return the message that the lab prints if ranks share GPUs."""
         gpus = "1 GPU" if len(self.gpus) == 1 else f"{len(self.gpus)} GPUs"
         return f"lab: {self.nodes * self.devices} ranks share {gpus}; NCCL uses sockets between them"
 
@@ -98,7 +88,8 @@ class GPUPlan:
         return variables
 
     def wrap_rank(self, command: list[str]) -> list[str]:
-        """Wrap the command of a rank, so that NCCL treats each rank as its own host if ranks share GPUs."""
         if not self.shared:
             return command
+        # NCCL refuses two ranks of one host on the same GPU, and treats all nodes of a lab as one host. With one
+        # NCCL_HOSTID per node, or per rank if ranks share GPUs, it connects them by sockets over the emulated network.
         return ["sh", "-c", 'export NCCL_HOSTID="$NCCL_HOSTID-$LOCAL_RANK"; exec "$@"', "sh", *command]

@@ -55,7 +55,7 @@ LOOPBACK_HINT = "Or use loopback without rate limits and byte counts: --no-net (
 
 
 class LabUnavailableError(RuntimeError):
-    """Raised if this machine or user cannot create network namespaces. The message names the cause."""
+    """This machine or user cannot create network namespaces."""
 
 
 def node_address(node: int) -> str:
@@ -63,7 +63,7 @@ def node_address(node: int) -> str:
 
 
 def unavailable_reason() -> str | None:
-    """Return why this process cannot create a lab, and the fix, without a full stop; None if it can."""
+    """Return why this process cannot create a lab, and the fix; None if it can."""
     if platform.system() != "Linux":
         return f"network namespaces need Linux, and this is {platform.system()}"
     if os.geteuid() != 0:  # first: /usr/sbin, where the tools are, is not on the PATH of every user
@@ -84,7 +84,7 @@ def unavailable_reason() -> str | None:
 
 @dataclass(frozen=True)
 class NodeTraffic:
-    """Bytes on one node's link since its creation, including frame headers, counted by the kernel at the switch."""
+    """Bytes on one node's link since its creation, including frame headers."""
 
     sent: int
     received: int
@@ -96,9 +96,7 @@ class NodeTraffic:
 class Network:
     """A switch with one link per host. `close` may be called at any time, and repeatedly.
 
-    Namespaces are named ``lslab.<pid>.<start>.<token>.<host>``, where host is ``switch``, ``node0``, ``node1``, ... or
-    ``storage``. The name holds the owner's process id and start time (`processes.RunName`), so that a later run can
-    remove the namespaces of labs that were killed.
+    Namespaces are named ``lslab.<pid>.<start>.<token>.<host>``.
     """
 
     def __init__(self, run: RunName, links: Sequence[tuple[str, str, float]], *, delayed: bool = False) -> None:
@@ -136,7 +134,6 @@ class Network:
         return [*self.enter(host), "unshare", "--uts", "sh", "-e", "-c", _NODE_SETUP_SCRIPT, "sh", host, hosts]
 
     def relay_command(self, seconds: float) -> list[str]:
-        """Return the command that delays all links."""
         # the end of each link, and the interface that represents it at the bridge
         pairs = [(host, f"{host}-relay") for host in self.addresses]
         script = f"from {__name__} import relay; relay({seconds:.6f}, {pairs})"
@@ -154,7 +151,7 @@ class Network:
             self._shape_ends("change", host, gbps)
 
     def switch_link(self, host: str, *, on: bool) -> None:
-        """Take a host's switch port down, or up again. Frames are dropped silently."""
+        # the switch port: frames are dropped silently
         _run(["ip", "-n", self.namespace("switch"), "link", "set", host, "up" if on else "down"])
 
     def close(self) -> None:
@@ -199,16 +196,13 @@ class Network:
             _run(["tc", "-n", place, "qdisc", verb, "dev", name, "root", *_shape(gbps)])
 
     def _ends(self, host: str) -> list[tuple[str, str]]:
-        """Return the (namespace, interface) of both ends of a link."""
         return [(self.namespace("switch"), host), (self.namespace(host), INTERFACE)]
 
 
 def relay(seconds: float, pairs: list[tuple[str, str]]) -> None:
-    """Copy frames between the interfaces of each pair, both ways, with a delay. Does not return.
+    """Copy frames between the interfaces of each pair, both ways, with a delay. Does not return."""
 
-    A program of the switch, for kernels without netem.
-    """
-
+    # a program of the switch, for kernels without netem
     def open_interface(name: str) -> socket.socket:
         opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # type: ignore[attr-defined, unused-ignore]
         # Frames keep the header of virtual networks, which has the pending checksums and segmentation. So large frames
@@ -240,6 +234,7 @@ def relay(seconds: float, pairs: list[tuple[str, str]]) -> None:
 
 def remove_leftovers() -> list[str]:
     """Remove the namespaces and processes of labs whose owner died; return the names of those runs."""
+    # the name holds the owner's process id and start time
     runs = {run for name in _namespaces_of("") if (run := RunName.parse(name)) is not None}
     dead = sorted(str(run) for run in runs if not run.owner_lives())
     for former in dead:

@@ -55,8 +55,6 @@ class _Source:
 
 
 class LabelledOutput:
-    """Writes the output of all ranks to `stream`."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
@@ -87,7 +85,6 @@ class LabelledOutput:
             self._progress(source, progress)
 
     def finish(self, node: int) -> None:
-        """Write the incomplete lines of a node that has ended."""
         for key, source in self._sources.items():
             if key[0] == node:
                 for row in (source.held, source.row):

@@ -1,9 +1,8 @@
 """The processes of a run: start one torchrun per node, signal them, and kill leftover processes.
 
-Launchers, file system mounts and scripts start processes in new sessions, so process groups do not cover them. Each run
-therefore has a name, which all its processes inherit in the environment variable `RUN_VARIABLE`;
-``/proc/<pid>/environ`` shows it. On exit, the lab signals its launchers, waits, then kills the remaining processes. If
-the lab itself is killed, a parent-death signal ends the launchers, and the next lab kills the rest.
+Processes start others in new sessions, so process groups do not cover them. Each run therefore has a name, which all
+its processes inherit in the environment variable `RUN_VARIABLE`. If the lab is killed, a parent-death signal ends the
+launchers, and the next lab kills the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class RunName:
 
     @classmethod
     def parse(cls, text: str) -> RunName | None:
-        """Parse the name of a namespace or run; None if it is not a lab's."""
         fields = text.removeprefix(cls.PREFIX).split(".")
         if not text.startswith(cls.PREFIX) or len(fields) < 3 or not (fields[0] + fields[1]).isdigit():
             return None
@@ -64,16 +62,15 @@ class RunName:
 
 
 def _start_time(pid: int) -> int | None:
-    """Start time of a running process in clock ticks since boot; None if there is no such process, or no /proc."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    # in clock ticks since boot
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _processes_of_runs() -> Iterator[tuple[int, str]]:
-    """Yield the (process, name of its run) of all processes of all runs."""
     mark = f"{RUN_VARIABLE}=".encode()
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -87,12 +84,10 @@ def processes_of(run: str) -> list[int]:
 
 
 def kill_processes(run: str, exclude: Collection[int] = ()) -> None:
-    """Kill all processes of a run except `exclude`, and wait for their end.
-
-    Scans ``/proc`` until two scans in a row find none: one scan can miss a process that forks and exits meanwhile.
-    """
+    """Kill all processes of a run except `exclude`, and wait for their end."""
     deadline = time.monotonic() + KILL_S
     empty_scans = 0
+    # two scans in a row: one scan can miss a process that forks and exits meanwhile
     while empty_scans < 2 and time.monotonic() < deadline:
         left = [pid for pid in processes_of(run) if pid not in exclude]
         for pid in left:
@@ -103,7 +98,7 @@ def kill_processes(run: str, exclude: Collection[int] = ()) -> None:
 
 
 def kill_orphans() -> None:
-    """Kill the processes of runs whose owner died, for example of a killed lab without namespaces."""
+    """Kill the processes of runs whose owner died."""
     for pid, name in _processes_of_runs():
         run = RunName.parse(name)
         if run is not None and not run.owner_lives():
@@ -118,7 +113,7 @@ def pdeathsig_prefix() -> list[str]:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and SIGHUP, so that context managers clean up as they do after Ctrl-C."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that context managers clean up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -129,7 +124,8 @@ def exit_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM during clean-up. Has no effect outside the main thread, which gets no signals."""
+    """Ignore SIGINT and SIGTERM during clean-up."""
+    # other threads get no signals
     is_main = threading.current_thread() is threading.main_thread()
     with _handled_by(signal.SIG_IGN, *([signal.SIGINT, signal.SIGTERM] if is_main else [])):
         yield
@@ -172,25 +168,19 @@ def run_torchrun() -> None:
 
 
 def redirect_to_pipe(command: list[str]) -> list[str]:
-    """Return the command of a rank with its output redirected to its pipe from `Launchers`.
-
-    The ranks of a node inherit the launcher's output, where their lines could interleave.
-    """
+    """Return the command of a rank with its output redirected to its pipe from `Launchers`."""
     if not PROC.is_dir():
         return command  # not Linux: lines can interleave
+    # the ranks of a node inherit the launcher's output, where their lines could interleave
     return ["sh", "-c", 'eval "exec >\\$LAB_OUTPUT_$LOCAL_RANK 2>&1"; exec "$@"', "sh", *command]
 
 
 class Launchers:
-    """The launchers of a run. `codes` maps ended nodes to exit codes, in the order of their ends.
-
-    Launchers forward signals to their ranks, so a Trainer receives Ctrl-C. Output is read until the end.
-    """
+    """The launchers of a run. `codes` maps ended nodes to exit codes, in the order of their ends."""
 
     def __init__(
         self, commands: Sequence[tuple[list[str], Mapping[str, str]]], devices: int, output: LabelledOutput
     ) -> None:
-        """commands: (command, environment) per node."""
         self.codes: dict[int, int] = {}
         self._output = output
         self._selector = selectors.DefaultSelector()
@@ -203,6 +193,7 @@ class Launchers:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                # launchers forward signals to their ranks, so a Trainer receives Ctrl-C
                 start_new_session=True,  # Ctrl-C reaches only the lab, which forwards it
             )
             self._processes.append(process)
@@ -249,7 +240,6 @@ class Launchers:
         self._output.close()
 
     def _rank_outputs(self, node: int, devices: int) -> dict[str, str]:
-        """Create a pipe for each rank of a node; return the environment variables with their paths."""
         variables = {}
         for device in range(devices if PROC.is_dir() else 0):
             read, write = os.pipe()
@@ -262,7 +252,6 @@ class Launchers:
         return [node for node in range(len(self._processes)) if node not in self.codes]
 
     def _step(self) -> None:
-        """Copy available output and record the launchers that ended."""
         # poll before reading: the pipe then holds all output of the processes that ended
         ended = [node for node in self._running() if self._processes[node].poll() is not None]
         for key, _ in self._selector.select(timeout=0 if ended else 0.1):

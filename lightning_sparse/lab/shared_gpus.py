@@ -1,9 +1,6 @@
 """The GPU of a rank in a lab where a node has fewer GPUs than ranks.
 
-The lab sets `VARIABLE` only on such nodes. It lists the CUDA device index of each local rank, such as ``0,0``. By
-itself, Lightning refuses ``devices=2`` on a node with one GPU, or gives cuda:1 to local rank 1. `patch_lightning`
-replaces two functions of Lightning, so that it finds one device per rank. `lightning_sparse._autoload` calls it if
-`VARIABLE` is set.
+Only on such nodes, the lab sets `VARIABLE` to the CUDA device index of each local rank, such as ``0,0``.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ def shared_gpus() -> list[int]:
 
 
 def gpu_of(local_rank: int) -> int:
-    """Return the CUDA device index of a local rank."""
     gpus = shared_gpus()
     return gpus[local_rank % len(gpus)] if gpus else local_rank
 
@@ -30,9 +26,9 @@ def gpu_of(local_rank: int) -> int:
 def patch_lightning(strategies: str) -> None:
     """Map the devices of one package of Lightning to the shared GPUs.
 
-    Args:
-        strategies: name of the package's module with strategies, such as "lightning.fabric.strategies".
+    `strategies` is the name of the package's module with strategies, such as "lightning.fabric.strategies".
     """
+    # Lightning refuses ``devices=2`` on a node with one GPU, or gives cuda:1 to local rank 1.
     cuda: Any = import_module(f"{strategies.rpartition('.')[0]}.accelerators.cuda")
     accelerator, count, gpus = cuda.CUDAAccelerator, cuda.num_cuda_devices, shared_gpus()
     if accelerator.get_parallel_devices.__module__ == __name__:

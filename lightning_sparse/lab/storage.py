@@ -1,8 +1,6 @@
 """A network file system for the lab: one node serves files, the others mount them with sshfs.
 
-Each connection gets its own ``sftp-server`` on a plain socket, which sshfs supports without ssh (``-o directport``):
-no keys, no daemon configuration, no encryption cost. The namespace isolates it from other users. Nodes mount the folder
-over itself in their own mount namespace, so a script reads its usual path, over the storage node's link.
+Nodes mount the folder over itself in their own mount namespace, so a script reads its usual path.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ SFTP_SERVERS = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-serve
 
 
 def unavailable_reason() -> str | None:
-    """Why this machine cannot serve and mount a folder; None if it can."""
     if shutil.which("sshfs") is None:
         return "sshfs not found: install it (apt-get install sshfs), or omit --storage."
     if sftp_server() is None:
@@ -34,7 +31,7 @@ def server_command(address: str) -> list[str]:
 
 
 def mount_prefix(address: str, folder: Path) -> list[str]:
-    """The command prefix that mounts the folder in a node and then runs the command."""
+    """Return the command prefix that mounts the folder in a node and then runs the command."""
     path = str(folder.resolve())
     options = f"directport={PORT},reconnect"
     mount = f"sshfs -o {options} {address}:{shlex.quote(path)} {shlex.quote(path)}"
@@ -56,5 +53,7 @@ def serve(address: str, port: int) -> None:
             connection, _ = listener.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sessions = [session for session in sessions if session.poll() is None]
+            # One sftp-server per connection on a plain socket, which sshfs supports without ssh (``-o directport``): no
+            # keys, no encryption cost. The namespace isolates it from other users.
             sessions.append(subprocess.Popen([server], stdin=connection.fileno(), stdout=connection.fileno()))
             connection.close()

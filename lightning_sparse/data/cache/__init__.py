@@ -1,1 +1,1 @@
-"""The tiers of a node, and the store that reads each sample from the nearest tier that has it."""
+"""The tiers of a node, and the store that reads from the nearest tier."""

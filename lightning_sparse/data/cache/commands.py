@@ -1,9 +1,4 @@
-"""Commands for the caches of a folder: fill the disk tier before a run, list and remove caches (`lightning-sparse
-cache`).
-
-`warm` continues an interrupted call. It lists the source again, and reads files that were added, changed or
-overwritten. Several threads read and decode, because decoding validates each file.
-"""
+"""Implement `lightning-sparse cache`: fill the disk tier before a run, list and remove caches."""
 
 from __future__ import annotations
 
@@ -68,7 +63,7 @@ def warm(
     prune: bool = False,
     verify: bool = False,
 ) -> WarmReport:
-    """Copy the files of a split to the disk tier of this node.
+    """Copy the files of a split to the disk tier of this node. It continues an interrupted call.
 
     Args:
         placement: with several nodes, copy only the files that the node owns.
@@ -80,8 +75,10 @@ def warm(
     placement, report = placement or Placement(), WarmReport(split)
     # files are kept as they are, and on disk alone
     config = replace(config, memory_gb=0, format="bytes" if config.format == "bytes" else "jpeg")
+    # a new list, to also read files that were added or changed
     store = SampleStore(config, load_or_list(config, split, relist=True), placement)
     # Ctrl-C closes the store before it waits for the threads, which may wait for storage
+    # several threads, because files are decoded to validate them
     with ThreadPoolExecutor(threads) as pool, contextlib.closing(store):
         owned = np.flatnonzero(store.owners == placement.node_index)
         keys = store.manifest.keys(owned.tolist())
@@ -114,7 +111,7 @@ def warm_splits(
     prune: bool = False,
     verify: bool = False,
 ) -> list[WarmReport]:
-    """Call `warm` for several splits; None: "train", and "val" and "test" if the source has them."""
+    """Call `warm` for several splits. Default: "train", and "val" and "test" if the source has them."""
     reports = []
     for split in splits or SPLITS:
         if splits or split == "train" or has_split(config, split):
@@ -126,7 +123,6 @@ def _fill(store: SampleStore, missing: npt.NDArray[np.int64], pool: ThreadPoolEx
     bar = tqdm(total=report.files, initial=report.present, desc=f"caching {report.split}", unit="file")
 
     def fetch(chunk: list[int]) -> tuple[int, dict[int, str]]:
-        """Return the number of files read, and why other files are corrupt."""
         if store.disk.full:
             return 0, {}
         corrupt = store.cache_files(chunk)
@@ -173,11 +169,7 @@ class CachedSource:
 
 
 def caches(cache_dir: str) -> list[CachedSource]:
-    """Return the caches of all sources and versions.
-
-    Raises:
-        ValueError: if there is no such folder.
-    """
+    """Return the caches of all sources and versions. Raise ValueError if there is no such folder."""
     root = Path(cache_dir)
     if not root.is_dir():
         raise ValueError(f"cache_dir={root} is not a folder. Give the cache_dir of your runs.")
@@ -197,11 +189,7 @@ def caches(cache_dir: str) -> list[CachedSource]:
 
 
 def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
-    """Remove the cache of a source, or of all sources; return the removed caches. Running jobs keep their open files.
-
-    Raises:
-        ValueError: if there is no such folder.
-    """
+    """Remove the cache of a source, or of all sources. Running jobs keep their open files."""
     removed = [cache for cache in caches(cache_dir) if source is None or cache.source == source_name(source)]
     for cache in removed:
         shutil.rmtree(cache.folder)

@@ -1,4 +1,4 @@
-"""Samples and bytes by tier: the evidence that each file crosses the storage link once."""
+"""Samples and bytes read from each tier. They show that each file crosses the storage link once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ class TierCounts:
     """Samples and bytes read from each tier, and errors. Supports + and -.
 
     Args:
-        memory_samples, memory_bytes: read from the memory of this node.
         peer_samples, peer_bytes: read from the memory of other nodes.
-        disk_samples, disk_bytes: read from local disk.
-        storage_samples, storage_bytes: read from network storage.
-        checksum_errors_memory, checksum_errors_disk: checksum failures; the sample was read from the next tier.
+        checksum_errors_memory, checksum_errors_disk: failures after which the next tier was read.
         changed: files that changed on storage after they were listed.
         replaced: corrupt files replaced by other samples (``on_corrupt="skip"``).
         served_samples, served_bytes: sent to other nodes from memory, by the server process.
@@ -55,12 +52,11 @@ class TierCounts:
 
     @property
     def samples(self) -> int:
-        """Samples read from the tiers, even for other nodes."""
+        # includes samples that were read for other nodes
         return self.memory_samples + self.peer_samples + self.disk_samples + self.storage_samples
 
     @property
     def memory_hits(self) -> float:
-        """Fraction of the samples that were in the node's own memory."""
         return self.memory_samples / max(1, self.samples)
 
 
@@ -73,9 +69,7 @@ assert len(NAMES) <= _ROW
 
 
 class Counter:
-    """The counts of this process and of all processes of a run on a node, and the logged topics.
-
-    Each process of the run opens it once per split. The numbers are in a segment of shared memory:
+    """The counts of all processes of a run on a node, and the logged topics, in shared memory.
 
     =================== ============= ==================================================
     part of the segment size          contents
@@ -84,11 +78,7 @@ class Counter:
     counters            256 x 16 x 8  one row per process
     =================== ============= ==================================================
 
-    Args:
-        name: name of the segment, from `run_name`; "": no other process uses it.
-
-    Attributes:
-        is_first: no other process of the run had opened it.
+    Each process opens it once per split, by its `run_name`; "": no other process uses it.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -111,11 +101,12 @@ class Counter:
         return TierCounts(*self._row[: len(NAMES)].tolist())
 
     def total(self) -> TierCounts:
-        """Return the counts of all processes, even if they have ended."""
+        # includes processes that have ended
         return TierCounts(*self._rows[:, : len(NAMES)].sum(0).tolist())
 
     def warn_once(self, topic: str, text: str) -> None:
-        """Log a warning once per topic, run and node, in the first process that reports it."""
+        """Log a warning once per topic, run and node."""
+        # not 0, which marks a free entry
         number = zlib.crc32(topic.encode()) + 1
         with self._segment.locked():
             logged = self._header[_TOPICS:]
@@ -129,7 +120,7 @@ class Counter:
 
 
 def run_name(run: bytes, node_index: int, split: str) -> str:
-    """Return the name of a run's counters. It contains a hash of the run's secret, because names are public."""
+    # a hash, because names are public and `run` is a secret
     return f"{hashlib.blake2b(run, digest_size=8, person=b'segment').hexdigest()}-n{node_index}-{file_name(split)}"
 
 
@@ -153,12 +144,7 @@ class TierSizes(NamedTuple):
 
 
 class TierLog:
-    """Counts by epoch.
-
-    Args:
-        read: returns this rank's counts so far; the counts of all ranks are added.
-        sizes: returns the contents of the tiers. If several nodes of a host share a disk tier, it counts once.
-    """
+    """Counts by epoch, summed over ranks."""
 
     def __init__(self, read: Callable[[], TierCounts], sizes: Callable[[], TierSizes]) -> None:
         self._read, self._sizes = read, sizes
@@ -173,8 +159,9 @@ class TierLog:
         return self.epochs[epoch]
 
     def summary(self) -> str:
-        """Return a table of the samples by tier and epoch, and a line about the contents of the tiers. A collective."""
+        """Return a table of the samples by tier and epoch. A collective."""
         held = on_all(self._sizes)
+        # several nodes of a host may share a disk tier
         disks = {node.folder: node for node in held}.values()
         sizes = (
             f"  in memory: {sum(node.memory for node in held):,} samples, "
@@ -185,7 +172,6 @@ class TierLog:
         return "\n".join(["samples by tier and epoch, all nodes:", *self._table(), sizes])
 
     def _table(self) -> list[str]:
-        """Return one line per epoch; for long runs, the first and last epochs."""
         epochs = list(self.epochs.items())
         shown = epochs if len(epochs) <= 8 else [*epochs[:3], *epochs[-3:]]
         lines = ["  epoch  " + "".join(f"{tier:>15}" for tier in TIERS) + "   hits in memory"]
@@ -200,7 +186,6 @@ class TierLog:
 
 
 def metrics(counts: TierCounts) -> dict[str, float]:
-    """Return values for a logger: bytes by tier, and the fraction of samples that were in memory."""
     numbers = asdict(counts)
     sizes = {f"data/{tier}_bytes": float(numbers[f"{tier}_bytes"]) for tier in TIERS}
     return {**sizes, "data/memory_hits": counts.memory_hits}

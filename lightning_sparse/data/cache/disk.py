@@ -1,8 +1,5 @@
 """Disk tier: the files of a split in one LMDB on local disk, shared by all processes of a node.
 
-LMDB uses one file instead of many inodes, any number of processes read it without locks, and a killed writer loses only
-the batch it was writing.
-
 A value is a header followed by the file:
 
 ====== ======== ====================================================================
@@ -40,6 +37,7 @@ from lightning_sparse.data.folders import make_private_dir
 if TYPE_CHECKING:
     import lmdb
 
+# Why LMDB: one file instead of many inodes, readers without locks, and a killed writer loses only its current batch.
 _FORMAT = b"lightning_sparse disk cache 2"
 BATCH_BYTES, BATCH_S = 8 << 20, 2.0  # at most this is lost when a process is killed
 RESERVE_BYTES, RESERVE_SHARE = 1 << 30, 0.05  # of the disk; stays free
@@ -59,25 +57,19 @@ class CachedFile(NamedTuple):
 
     @property
     def error(self) -> str | None:
-        """Why the file is corrupt; None if it is not."""
         return self.data.decode("utf-8", "replace") if self.height == 0 else None
 
 
 def corrupt_file(reason: str, decoder: int) -> CachedFile:
-    """The cache entry of a corrupt file, so that later runs do not read it again."""
+    """Return the entry of a corrupt file, so that later runs do not read it again."""
     return CachedFile(reason.encode(), 0, 0, decoder)
 
 
 class DiskCache:
-    """The disk tier of a split. Belongs to the process that creates it: forked and spawned processes create their own.
+    """The disk tier of a split. Forked and spawned processes must create their own.
 
-    Inserting stops at the size limit or when the disk is full. Nothing is evicted: each epoch reads every sample once
-    in random order, so eviction would remove samples before their next use.
-
-    Args:
-        folder: folder of the LMDB, readable by this user only.
-        limit_bytes: size limit; None: all free space except a reserve.
-        counter: counts checksum failures, and warns when inserting stops.
+    `limit_bytes`: None: all free space except a reserve. `counter` counts checksum failures, and warns when inserting
+    stops.
     """
 
     def __init__(
@@ -93,6 +85,8 @@ class DiskCache:
         self._pending: dict[bytes, tuple[FileKey, CachedFile]] = {}
         self._pending_bytes, self._pending_since = 0, 0.0
         self._removed = 0  # bytes of removed files whose space is not taken yet
+        # Nothing is evicted when the limit is reached: each epoch reads every sample once in random order, so eviction
+        # would remove samples before their next use.
         self.full = is_read_only(folder)
         self._pid = os.getpid()
         self._shared: _Shared | None = _opened(folder)
@@ -123,7 +117,7 @@ class DiskCache:
             return [value is not None and _matches(key, value) for key, value in zip(keys, values, strict=True)]
 
     def put(self, key: FileKey, stored: CachedFile) -> None:
-        """Cache a file. Files are written in batches. No effect once the cache is full."""
+        """Cache a file with the next batch. No effect once the cache is full."""
         with self._lock:
             if self.full:
                 return
@@ -136,12 +130,10 @@ class DiskCache:
         self.flush_old()
 
     def flush_old(self) -> None:
-        """Write the pending batch if it is older than `BATCH_S`."""
         if self._pending and time.monotonic() - self._pending_since >= BATCH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending batch. A full disk stops inserting, not the run."""
         import lmdb
 
         with self._lock:
@@ -150,6 +142,7 @@ class DiskCache:
             try:
                 reason = self._write(self._environment, self._pending)
             except lmdb.Error as error:  # MapFullError, DiskError, ENOSPC, EIO, EDQUOT; LMDB drops the whole batch
+                # a full disk stops inserting, not the run
                 reason = f"the write failed ({error})"
             self._pending.clear()
             self._pending_bytes = 0
@@ -162,7 +155,6 @@ class DiskCache:
                 )
 
     def _write(self, environment: lmdb.Environment, batch: dict[bytes, tuple[FileKey, CachedFile]]) -> str | None:
-        """Write a batch in one transaction, up to the limit. Return why it was not written completely, or None."""
         room, reason = self._room()
         with environment.begin(write=True) as transaction:
             for digest, (key, stored) in batch.items():
@@ -178,7 +170,6 @@ class DiskCache:
         return None
 
     def _room(self) -> tuple[int, str]:
-        """Return (bytes that may still be written, reason to report when they run out)."""
         about = os.statvfs(self.folder)
         reserve = min(RESERVE_BYTES, int(about.f_blocks * about.f_frsize * RESERVE_SHARE))
         free = about.f_bavail * about.f_frsize - reserve
@@ -187,14 +178,14 @@ class DiskCache:
         return free + self._removed, f"only {about.f_bavail * about.f_frsize / 1e9:.2f} GB of the disk are free"
 
     def prune(self, keys: Iterable[FileKey]) -> int:
-        """Remove all files but these, in any version; return how many. LMDB's file does not shrink: later files of this
-        process take their space."""
+        """Remove all files but these, in any version; return how many."""
         keep = {key.digest() for key in keys}
         with self._lock, self._environment.begin(write=True, buffers=True) as transaction:
             sizes = {bytes(name): len(value) for name, value in transaction.cursor()}
             gone = [name for name in sizes if len(name) == DIGEST_BYTES and name not in keep]
             for name in gone:
                 transaction.delete(name)
+            # LMDB's file does not shrink: later files of this process take their space
             self._removed += sum(sizes[name] for name in gone)
             self.full = self.full and not gone
         return len(gone)
@@ -210,7 +201,7 @@ class DiskCache:
         return CachedFile(bytes(data), height, width, decoder)
 
     def entries(self) -> int:
-        """Number of cached files. Corrupt files count."""
+        # includes corrupt files, but not the format
         return int(self._environment.stat()["entries"]) - 1
 
     def bytes(self) -> int:
@@ -250,19 +241,13 @@ _lock = threading.Lock()
 
 
 class _Shared:
-    """An open environment, which is closed when nobody uses it any more."""
-
     def __init__(self, environment: lmdb.Environment) -> None:
         self.environment, self.pid = environment, os.getpid()
+        # closes the environment when no cache uses it any more
         weakref.finalize(self, environment.close).atexit = False
 
 
 def _opened(folder: Path) -> _Shared:
-    """Open the environment in `folder`, or share the open one.
-
-    Raises:
-        DataError: if the folder has another format, or its files are corrupt.
-    """
     # LMDB's locks belong to a process and a file: a process must not open an environment twice, because closing one
     # would release the locks of the other. A forked child must not use the environments of its parent.
     name = os.path.realpath(folder)
@@ -311,7 +296,7 @@ def _new_environment(folder: Path) -> lmdb.Environment:
 
 
 def _check_room(folder: Path) -> None:
-    """LMDB maps its lock file without allocating it: on a full disk, writing to it would end the process by SIGBUS."""
+    # LMDB maps its lock file without allocating it: on a full disk, writing to it would end the process by SIGBUS.
     about = os.statvfs(folder)
     if not (folder / "lock.mdb").exists() and about.f_bavail * about.f_frsize < LOCK_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -323,7 +308,6 @@ def is_read_only(folder: Path) -> bool:
 
 
 def _check(environment: lmdb.Environment, folder: Path, read_only: bool) -> None:
-    """Raise DataError if the files are truncated or have another format; write the format of a new environment."""
     if not read_only:
         environment.reader_check()  # free the slots of killed processes
     info, stat = environment.info(), environment.stat()

@@ -1,6 +1,6 @@
 """Memory tier: one segment of shared memory per node and split, used by all ranks of the node.
 
-Its name identifies samples and format, so all runs on a node that use the same samples and format share one copy.
+All runs on a node that use the same samples and format share one segment, found by its name.
 
 ====================  =====================  ==========================================================
 part of the segment   size                   contents
@@ -10,7 +10,7 @@ slots                 32 per sample          state, length, offset, height, widt
 payloads              up to the budget       one after the other; never moved or evicted
 ====================  =====================  ==========================================================
 
-If the samples do not fit, the tier keeps as many as fit, and every epoch reads the others from local disk.
+If the samples do not fit, every epoch reads the rest from local disk.
 """
 
 import hashlib
@@ -63,8 +63,6 @@ class _Header(IntEnum):
 
 
 class MemoryCache:
-    """The memory tier of a node and split, in a segment that `create` made."""
-
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._header = np.frombuffer(segment.map, np.int64, 512)
@@ -82,13 +80,13 @@ class MemoryCache:
     def get(self, indices: Sequence[int]) -> tuple[list[View | None], int]:
         """Return (views in order, None for missing samples; number of checksum failures).
 
-        Reads take no lock and copy nothing: a view of the segment is valid as long as it is referenced. The checksum
-        covers the payload, its shape and its index. If it does not match, the slot is emptied.
+        A view of the segment is valid as long as it is referenced.
         """
         from xxhash import xxh3_64_intdigest
 
         found: list[View | None] = []
         flipped, decoded, payloads = 0, self.format == "decoded", self._readable
+        # without a lock, and without a copy
         for index, slot in zip(indices, self._slots[indices].tolist(), strict=True):
             state, length, offset, height, width, checksum = slot
             if state != READY:
@@ -96,6 +94,8 @@ class MemoryCache:
                 continue
             data = payloads[offset : offset + length]
             if xxh3_64_intdigest(data.data, _seed(index, height, width)) != checksum:
+                # The checksum covers the payload, its shape and its index. Empty the slot, so that the sample is cached
+                # again.
                 self._states[index] = EMPTY
                 flipped += 1
                 found.append(None)
@@ -121,7 +121,6 @@ class MemoryCache:
         return True
 
     def _reserve(self, index: int, length: int) -> int | None:
-        """Reserve space for a payload; None if the slot is taken, the cache is full, or the lock is not free."""
         if self.full or not self._is_free(index):
             return None
         with self._segment.locked(self._patience_s) as held:
@@ -143,16 +142,16 @@ class MemoryCache:
         return offset
 
     def _is_free(self, index: int) -> bool:
-        """Whether a slot is empty, or was left half filled by a process that was killed."""
         state = self._states[index]
+        # a killed process leaves a slot half filled
         return bool(state == EMPTY or (state == FILLING and _has_ended(int(self._slots[index]["checksum"]))))
 
     def _allocate(self, end: int) -> bool:
-        """Allocate memory for the first `end` bytes of payloads, and for some that follow while there is enough."""
         reserved = int(self._header[_Header.RESERVED])
         if end <= reserved:
             return True
         free = segments.free_memory()  # some that was free when the budget was set may be in use now
+        # ahead, in steps of RESERVE_BYTES while there is enough memory
         wanted = min(self.capacity, max(end, reserved + min(RESERVE_BYTES, free)))
         if wanted - reserved > free:
             return False
@@ -164,7 +163,7 @@ class MemoryCache:
         return True
 
     def retry(self) -> None:
-        """Keep samples again: if there was not enough memory for all, some may be free now."""
+        # memory that was short in the last run may be free now
         self._header[_Header.FULL] = self.capacity == 0
 
     @property
@@ -184,7 +183,6 @@ class MemoryCache:
 
 
 def create(name: str, format: Format, slots: int, capacity: int) -> MemoryCache:
-    """Create a segment for `slots` samples and `capacity` bytes of payloads."""
     header = np.zeros(512, np.int64)
     header[_Header.FORMAT] = _FORMATS.index(format)
     header[_Header.SLOTS], header[_Header.CAPACITY] = slots, capacity
@@ -212,8 +210,10 @@ def _seed(index: int, height: int, width: int) -> int:
 
 
 def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format, short_side: int) -> int:
-    """Return the bytes that the node's samples need in memory: an estimate for "decoded" and for files whose sizes
-    storage does not list, else exact."""
+    """Return the bytes that the node's samples need in memory.
+
+    This is an estimate for "decoded" and for files whose sizes storage does not list.
+    """
     sizes = np.where(manifest.sizes < 0, UNKNOWN_BYTES, manifest.sizes)[owned]
     if format == "decoded" and len(manifest.probed):
         decoded = np.array([3 * np.prod(decode.scaled((w, h), short_side)) for _, h, w in manifest.probed.tolist()])
@@ -225,7 +225,6 @@ def needed_bytes(manifest: Manifest, owned: npt.NDArray[np.bool_], format: Forma
 
 
 def _allowed(config: CacheConfig) -> tuple[int, str]:
-    """Return the bytes that a segment may take, and the reason for this limit."""
     free = segments.available_memory()
     if config.memory_gb is None:
         return int(free * DEFAULT_SHARE), "half of the free memory"
@@ -237,8 +236,8 @@ def _allowed(config: CacheConfig) -> tuple[int, str]:
 def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_]) -> Format:
     """Return the format in which this node keeps its samples.
 
-    With "auto", it is the format of another run on this node. Without such a run, it is "decoded" if all samples fit,
-    which saves decoding in each epoch, and "jpeg" otherwise.
+    With "auto", it is the format of another run on this node. Otherwise it is "decoded" if all samples fit, which saves
+    decoding in each epoch, and else "jpeg".
     """
     if config.format != "auto":
         return config.format
@@ -252,9 +251,7 @@ def format_for(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bo
 def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], counter: Counter) -> MemoryCache:
     """Open the memory tier, which an earlier run on this node may have filled. One process calls it at a time.
 
-    Args:
-        owned: bool [samples], samples that this node keeps.
-        counter: counter of this run.
+    `owned`, bool [samples], selects the samples that this node keeps.
     """
     format = format_for(config, manifest, owned)
     name, needed = (

@@ -1,8 +1,7 @@
 """Memory that processes of a node share.
 
-A segment is a file in memory without a folder (`memfd_create`). The kernel frees it when no process has it, or views of
-it, open, so nothing is ever left behind. A process finds a segment by its name among the open files of this user's
-processes (``/proc/<pid>/fd``).
+A segment is a file in memory without a folder (`memfd_create`). The kernel frees it when no process has it or views of
+it open. A process finds it by name among the open files of this user's processes (``/proc/<pid>/fd``).
 """
 
 import contextlib
@@ -25,14 +24,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # of a segment that is prepare
 
 
 class Segment:
-    """A mapped segment. Belongs to the process that opened it. It is closed when it is collected, too.
-
-    Args:
-        file: its descriptor.
-
-    Raises:
-        DataError: if the process may not map as much.
-    """
+    """A mapped segment, from its descriptor. It is also closed when it is collected."""
 
     def __init__(self, file: int) -> None:
         self.file, size = file, os.fstat(file).st_size
@@ -47,8 +39,7 @@ class Segment:
 
     @contextlib.contextmanager
     def locked(self, patience_s: float | None = None) -> Iterator[bool]:
-        """Exclude other threads and processes; yield whether that was possible within `patience_s`. The kernel releases
-        the lock when its holder dies."""
+        """Exclude other threads and processes; yield whether that succeeded within `patience_s`."""
         if not self._thread_lock.acquire(timeout=-1 if patience_s is None else patience_s):
             yield False
             return
@@ -63,6 +54,7 @@ class Segment:
 
     def _lock(self, patience_s: float | None) -> bool:
         if patience_s is None:
+            # the kernel releases the lock when its holder dies
             fcntl.flock(self.file, fcntl.LOCK_EX)
             return True
         end = time.monotonic() + patience_s
@@ -93,10 +85,10 @@ def find(name: str) -> Segment | None:
 
 
 def create(name: str, size: int, header: bytes) -> Segment:
-    """Create a segment of `size` bytes that begins with `header`, without taking memory for the rest of it."""
     file = os.memfd_create(_PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(file, 0o600)
+        # takes no memory until pages are written
         os.ftruncate(file, size)
         os.pwrite(file, header, 0)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
@@ -107,7 +99,7 @@ def create(name: str, size: int, header: bytes) -> Segment:
 
 
 def sizes(name: str = "") -> list[tuple[int, int]]:
-    """Return (size, bytes that are taken) of each segment `name` of this user; "": of all segments."""
+    """Return (size, allocated bytes) of each segment `name` of this user; "": of all segments."""
     found = {}
     for path in _open_files(_PREFIX + name if name else ""):
         with contextlib.suppress(OSError):
@@ -123,7 +115,7 @@ def available_memory() -> int:
 
 
 def free_memory() -> int:
-    """Return the free memory, or the rest that the control groups of this process allow, if that is less."""
+    """Return the free memory of the system or of the control groups of this process, if that is less."""
     amounts = _left_to_control_groups()
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -132,7 +124,6 @@ def free_memory() -> int:
 
 
 def _open_files(name: str) -> Iterator[str]:
-    """Yield the paths in /proc of open segments with a name, or of all segments if `name` is ""."""
     wanted, prefix = _LINK.format(name), f"/memfd:{_PREFIX}"
     for process in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{process}/fd"
@@ -145,11 +136,6 @@ def _open_files(name: str) -> Iterator[str]:
 
 
 def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the bytes that each control group of this process may still use, from the innermost to the outermost.
-
-    Groups are nested: SLURM limits the memory of a job, and of its steps. The usage of a group includes file pages. The
-    kernel drops inactive file pages before it refuses memory.
-    """
     found = []
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
@@ -163,6 +149,7 @@ def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = 
             else:
                 continue
             inner = root / path.lstrip("/")
+            # Groups are nested: SLURM limits the memory of a job, and of its steps.
             for group in (inner, *inner.parents):
                 with contextlib.suppress(OSError, ValueError):  # "max" means no limit
                     left = int((group / limit).read_text()) - int((group / used).read_text())

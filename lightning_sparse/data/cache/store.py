@@ -1,4 +1,4 @@
-"""`SampleStore`: reads each sample from the nearest tier that has it. Pipelines read from it.
+"""`SampleStore`: reads each sample from the nearest tier that has it.
 
 ::
 
@@ -7,11 +7,8 @@
                      local disk                  decoded if the format is "decoded", then kept in memory
                      network storage             validated by decoding, then kept on disk and in memory
 
-Each sample has an owner, the node that keeps it in memory and serves it to other nodes.
-
-If a tier fails, the next one is read: a flipped bit, a dead peer or a full disk cost time and are counted, but do not
-end the run. Only two errors do: a corrupt file on storage, unless ``on_corrupt="skip"``, and storage that does not
-respond.
+The owner of a sample is the node that keeps it in memory and serves it to other nodes. If a tier fails, the store
+counts the failure and reads the next tier.
 """
 
 import contextlib
@@ -52,8 +49,6 @@ RANDOM_TRIES, MAX_REPLACEMENTS = 32, 100  # candidates to replace a corrupt samp
 
 @dataclass(frozen=True)
 class Placement:
-    """Position of this process among the ranks. Raises ValueError if there is no such node."""
-
     node_index: int = 0
     num_nodes: int = 1
     device_index: int = 0
@@ -66,13 +61,7 @@ class Placement:
 
 
 def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the node that owns each sample. A pure function.
-
-    Each class is shuffled and distributed over the nodes in turn; the next class continues at the next node. So the
-    samples of each class, and all samples, are spread evenly: nodes differ by at most one sample.
-
-    Args:
-        labels: class of each sample.
+    """Return the node that owns each sample. A pure function. Nodes differ by at most one sample, also in each class.
 
     >>> owners(np.array([0, 0, 0, 1, 1, 1]), num_nodes=2, seed=1).tolist()
     [1, 0, 0, 0, 1, 1]
@@ -84,22 +73,15 @@ def owners(labels: npt.NDArray[np.int64], num_nodes: int, seed: int) -> npt.NDAr
 
 
 def owners_of(manifest: Manifest, num_nodes: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the node that owns each sample of a manifest. A pure function.
-
-    All samples of a row group have one owner, so that only one node reads it; unless there are fewer groups than nodes.
-    """
+    """Return the node that owns each sample of a manifest. A pure function."""
+    # one owner per row group, so that only one node reads it
     if manifest.has_row_groups and len(manifest.shards) >= num_nodes:
         return owners(np.zeros(len(manifest.shards), np.int64), num_nodes, seed)[manifest.shard_of]
     return owners(manifest.class_ids, num_nodes, seed)
 
 
 class Tiers:
-    """The open tiers of a process. A forked process has another `pid`, and opens its own.
-
-    Args:
-        owned: bool [samples], samples that this node owns.
-        run: secret of the run.
-    """
+    """The open tiers of a process. A forked process opens its own."""
 
     def __init__(
         self, config: CacheConfig, manifest: Manifest, placement: Placement, owned: npt.NDArray[np.bool_], run: bytes
@@ -159,21 +141,15 @@ class Tiers:
 
 
 def new_run() -> bytes:
-    """Return a new secret that identifies a run; its keys are derived from it. One rank makes it and shares it."""
+    """Return a new secret that identifies a run. One rank creates it and shares it."""
     return secrets.token_bytes(32)
 
 
 class SampleStore:
-    """Reads the samples of a split. One per split and process; `get` is thread-safe.
+    """Reads the samples of a split. `get` is thread-safe.
 
-    It can be pickled: a spawned or forked process opens the tiers itself.
-
-    Args:
-        placement: position of this process; default: a single process.
-        run: secret from `new_run`, the same on all ranks; default: a new one.
-
-    Raises:
-        DataError: if a folder of the cache cannot be used.
+    The store can be pickled: a spawned or forked process opens the tiers itself. `run` is a secret from `new_run`, the
+    same on all ranks.
     """
 
     def __init__(
@@ -223,11 +199,11 @@ class SampleStore:
         ]
 
     def _read_lower_tiers(self, tiers: Tiers, indices: list[int]) -> dict[int, Sample | str]:
-        """Read samples that are not in memory. A str is the reason why a file is corrupt."""
         found: dict[int, Sample | str] = {}
         if tiers.peers is not None:
             foreign = [index for index in indices if not self._owned[index]]
             for requested, index, view in tiers.peers.fetch(foreign, self.owners[foreign]):
+                # a str is the reason why a file is corrupt
                 found[requested] = view if isinstance(view, str) else self._sample(index, view)
                 if not isinstance(view, str):
                     tiers.counter.add(peer_samples=1, peer_bytes=view.data.nbytes)
@@ -240,7 +216,6 @@ class SampleStore:
         return found
 
     def _from_files(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
-        """Read from local disk, then from network storage. Samples are kept in the tiers above."""
         absent = dict.fromkeys(indices)
         for index, found in self._on_disk(tiers, indices):
             del absent[index]
@@ -263,7 +238,6 @@ class SampleStore:
                 yield index, found
 
     def _from_row_groups(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
-        """Read row groups from network storage, and keep all of their samples that this node owns."""
         groups = self.manifest.shard_of
         for group in np.unique(groups[indices]).tolist():
             requested = dict.fromkeys(index for index in indices if groups[index] == group)
@@ -281,6 +255,7 @@ class SampleStore:
         first, last = np.searchsorted(self.manifest.shard_of, [group, group + 1]).tolist()
         answers = tiers.storage.rows(*self.manifest.row_group(first), self.config.member or "")
         for index in range(first, last):
+            # keep all samples of the group that this node owns, because it is read as a whole
             if index in requested or self._owned[index] or self.config.shuffle == "local":
                 found = self._from_storage(tiers, index, answers[int(self.manifest.offsets[index])])
                 if index in requested:
@@ -288,7 +263,6 @@ class SampleStore:
         tiers.disk.flush()
 
     def _from_disk(self, tiers: Tiers, index: int, file: CachedFile) -> View | str | None:
-        """Return the sample of a cached file; None if it has to be read from storage."""
         known = file.decoder == tiers.decoder  # another decoder may decide otherwise
         if file.error is not None:
             return file.error if known and self.config.on_corrupt == "skip" else None
@@ -303,7 +277,6 @@ class SampleStore:
         return self._cache_in_memory(tiers, index, file, pixels)
 
     def _from_storage(self, tiers: Tiers, index: int, answer: StoredFile | Unreadable) -> View | str:
-        """Validate a file from storage, by decoding it if it is an image, and keep it."""
         key = self.manifest.key(index)
         if isinstance(answer, StoredFile):
             tiers.counter.add(storage_samples=1, storage_bytes=len(answer.data))
@@ -328,7 +301,6 @@ class SampleStore:
     def _cache_in_memory(
         self, tiers: Tiers, index: int, file: CachedFile, pixels: npt.NDArray[np.uint8] | None
     ) -> View:
-        """Return the sample of a file, and keep it in memory if this node keeps it."""
         if self.format == "decoded":
             assert pixels is not None
             view = View(pixels, pixels.shape[0], pixels.shape[1])
@@ -340,7 +312,6 @@ class SampleStore:
         return view
 
     def _version_read(self, tiers: Tiers, key: FileKey, file: StoredFile) -> FileKey:
-        """Return the key of a file as it was read. The disk must not keep a changed file under its listed key."""
         same_time = file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)
         if key.size in (-1, file.size) and same_time:
             return key
@@ -351,11 +322,14 @@ class SampleStore:
             f"{key.path} has changed since it was listed ({key.size:,} bytes then, {file.size:,} now); using its "
             f"current content. Run `lightning-sparse cache warm` to list the source again.",
         )
+        # the disk must not keep a changed file under its listed key
         return FileKey(key.path, file.size, file.mtime_ns)
 
     def differing(self, indices: Sequence[int]) -> list[int]:
-        """Read samples from network storage again, and update the disk cache. Return the samples that differed from the
-        cache, or that can no longer be read."""
+        """Read samples from storage again, and update the disk cache.
+
+        Return the samples that differed from the cache, or that can no longer be read.
+        """
         tiers, found = self._tiers(), []
         with tiers.reading():
             cached = tiers.disk.get(self.manifest.keys(indices))
@@ -369,7 +343,6 @@ class SampleStore:
         return found
 
     def _read_again(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
-        """Yield the answers of network storage, in the order of the samples."""
         if not self.manifest.has_row_groups:
             yield from self._answers(tiers, indices)
             return
@@ -388,21 +361,16 @@ class SampleStore:
         return {index: reason for index, reason in found.items() if isinstance(reason, str)}
 
     def replacement(self, requested: int, index: int, reason: str) -> Sample:
-        """Return a sample that replaces a requested sample, because a sample cannot be decoded.
+        """Return a sample that replaces a requested sample, because sample `index` cannot be decoded.
 
-        Args:
-            index: the sample that cannot be decoded: the requested sample, or its earlier replacement.
-
-        Raises:
-            CorruptSampleError: if ``on_corrupt="raise"``, or if the samples that could replace it are corrupt, too.
+        `index` is the requested sample or its earlier replacement. Raise CorruptSampleError if no sample can replace
+        it.
         """
         tiers = self._tiers()
         with tiers.reading():
             return self._replacement(tiers, requested, reason, index)
 
     def _replacement(self, tiers: Tiers, requested: int, reason: str, index: int | None = None) -> Sample:
-        """Return a valid sample of the same owner that replaces a corrupt sample, in each epoch and run. Random samples
-        are tried first, so that different samples replace corrupt neighbors."""
         index = requested if index is None else index
         path = self.manifest.paths[index]
         if self.config.on_corrupt == "raise":
@@ -412,6 +380,8 @@ class SampleStore:
         tiers.counter.warn_once(
             f"corrupt {index}", f"{path} cannot be used and is replaced by another sample: {reason}"
         )
+        # The replacement is the same in each epoch and run. Random samples are tried first, so that different samples
+        # replace corrupt neighbors.
         same_owner = np.flatnonzero(self.owners == self.owners[requested])
         drawn = (bits(self.config.seed, requested, np.arange(RANDOM_TRIES)) % len(same_owner)).astype(np.int64)
         following = np.roll(same_owner, -int(drawn[0]))[:MAX_REPLACEMENTS]
@@ -430,19 +400,9 @@ class SampleStore:
         return Sample(view.data, self.manifest.labels[index].tolist(), index, view.height, view.width)
 
     def serve(self, address: str | None = None, clients: int = 0) -> str:
-        """Start the server process that serves this node's samples; called by one rank per node.
+        """Start the server process of this node, and return its endpoint for `connect` on other nodes.
 
-        Args:
-            address: IP address to listen on; default: `node_address`.
-            clients: processes of other nodes that connect.
-
-        Returns:
-            The endpoint, to pass to `connect` on the other nodes.
-
-        Raises:
-            ValueError: if this node does not have `peer_address`.
-            DataError: if no port is free, or the limit of open files is too low for the clients.
-            RuntimeError: if the server does not start.
+        Call it on one rank per node. `clients` processes of other nodes will connect.
         """
         tiers = self._tiers()
         if tiers.server is None:
@@ -463,18 +423,17 @@ class SampleStore:
         tiers.peers = PeerClient(self._endpoints, self._run, self.format, tiers.counter.warn_once)
 
     def counters(self) -> TierCounts:
-        """Return the counts of this process since it opened the store."""
         return self._tiers().counter.read()
 
     def node_counters(self) -> TierCounts:
-        """Return the counts of all processes of the run on this node, including workers and ended processes."""
+        """Return the counts of the node, including workers and ended processes."""
         return self._tiers().counter.total()
 
     def sizes(self) -> TierSizes:
-        """Return the contents of this node's tiers. Files that wait to be written to disk do not count."""
         tiers = self._tiers()
         memory, disk = tiers.memory, tiers.disk
         folder = f"{socket.gethostname()}:{disk.folder.resolve()}"
+        # without files that wait to be written to disk
         return TierSizes(memory.cached, memory.bytes, disk.entries(), disk.bytes(), folder)
 
     @property

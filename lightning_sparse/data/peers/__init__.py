@@ -7,8 +7,7 @@ answer    "have", number, format, int64 [n, 4] of (requested index, index, heigh
           "pong", number                          or "fail", number, reason: the request failed
 ========  ==========================================================================================
 
-A node serves on the address of one interface, never of all. A process at its limit of open files can neither accept nor
-open connections.
+A node serves on the address of one interface, never of all.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, run: bytes) -> Keys:
-        """Derive the keys of a run from its secret."""
         import zmq
         from zmq.utils import z85
 
         pairs = []
+        # derived from the secret of the run
         for role in (b"server", b"client"):
             secret = z85.encode(hashlib.blake2b(run, digest_size=32, person=role).digest())
             pairs += [zmq.curve_public(secret), secret]
@@ -53,14 +52,10 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def node_address(given: str | None) -> str:
-    """Return an IP address of this node.
+    """Return an IP address of this node. `given` is an address or the name of an interface.
 
-    Args:
-        given: address or name of an interface. None: the interface that the environment names for the process group,
-            otherwise the interface that routes to the master.
-
-    Raises:
-        ValueError: if this node has no such interface.
+    None: the interface that the environment names for the process group, otherwise the interface that routes to the
+    master.
     """
     if given is not None:
         with contextlib.suppress(ValueError):
@@ -75,17 +70,10 @@ def node_address(given: str | None) -> str:
 
 
 def reachable(address: str, others: Sequence[str]) -> str:
-    """Return an address of this node that other nodes can reach.
-
-    On the master itself, its name may resolve to a loopback address (Debian's hosts file). Then, return the address of
-    the interface that routes to the other nodes.
-
-    Args:
-        address: address of this node, from `node_address`.
-        others: addresses of all nodes.
-    """
+    """Return an address of this node that other nodes can reach. `others` holds the addresses of all nodes."""
     if not ipaddress.ip_address(address).is_loopback:
         return address
+    # On the master itself, its name may resolve to a loopback address (Debian's hosts file).
     routes = (_address_towards(other) for other in others if not ipaddress.ip_address(other).is_loopback)
     return next((route for route in routes if not ipaddress.ip_address(route).is_loopback), address)
 
@@ -117,11 +105,8 @@ RESERVE = 64  # for the files of everything else
 
 
 def allow_connections(count: int) -> None:
-    """Raise the limit of open files of this process and of its children, so that it can open `count` more files.
-
-    Raises:
-        DataError: if the hard limit is too low.
-    """
+    """Raise the limit of open files of this process and of its children by `count`, if needed."""
+    # a process at its limit can neither accept nor open connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + count + RESERVE
     if soft == resource.RLIM_INFINITY or needed <= soft:

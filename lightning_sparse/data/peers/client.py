@@ -1,13 +1,10 @@
 """Reads samples from the memory of other nodes: requests over zmq, encrypted and authenticated with CURVE.
 
-Each node runs one server process (`server.py`). Keys are derived from the secret of the run, which only its ranks hold:
-a server answers only clients that hold the client key, and a client connects only to servers that hold the server key.
+Keys are derived from the secret of the run, which only its ranks hold. A server answers only clients with the client
+key, and a client connects only to servers with the server key.
 
-A process has one connection per node. One thread holds them, because zmq's sockets must not be shared: `fetch`, which
-many threads call, gives it requests and waits for answers.
-
-A slow server still answers pings. A server that sends nothing for `DEAD_S` is considered dead: the caller reads from
-local disk and network storage, and the client retries the server after a pause.
+A server that sends nothing for `DEAD_S`, not even answers to pings, is considered dead. The caller then reads from
+lower tiers, and the client retries the server after a pause.
 """
 
 from __future__ import annotations
@@ -36,8 +33,6 @@ REQUEST_SAMPLES = 32  # samples per request: several requests in flight overlap 
 
 
 class _Request(NamedTuple):
-    """A request to a node. answers: receives the frames of the answer, or None if the node does not answer."""
-
     node: int
     indices: bytes
     answers: SimpleQueue[tuple[int, list[zmq.Frame] | None]]
@@ -63,10 +58,7 @@ class PeerClient:
     def fetch(self, indices: Sequence[int], nodes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, View | str]]:
         """Yield (requested index, index, sample); a str is the reason why a file cannot be used.
 
-        Samples that no server sends are missing from the result.
-
-        Args:
-            nodes: owner of each sample.
+        Samples that no server sends are missing. `nodes` holds the owner of each sample.
         """
         now = time.monotonic()
         wanted: dict[int, list[int]] = {}
@@ -122,10 +114,9 @@ class PeerClient:
 
 
 class _Connections:
-    """One connection per node, held by a thread that sends requests and distributes answers.
+    """One connection per node, which one thread holds, because zmq's sockets must not be shared.
 
-    Args:
-        give_up: called with a node that does not answer, and the reason.
+    `give_up` is called with a node that does not answer, and the reason.
     """
 
     def __init__(self, endpoints: Mapping[int, str], keys: Keys, give_up: Callable[[int, str], None]) -> None:
@@ -148,7 +139,6 @@ class _Connections:
         self._thread.start()
 
     def send(self, requests: Sequence[_Request]) -> None:
-        """Send requests. Each gets one answer."""
         with self._lock:
             if not self._closed and requests:
                 self._to_send.extend(requests)
@@ -249,11 +239,11 @@ class _Connections:
                 self._drop(node, "does not respond", poller)
 
     def _drop(self, node: int, reason: str, poller: zmq.Poller) -> None:
-        """Close the connection to a node, and answer all requests to it with None."""
         socket = self._open.pop(node, None)
         if socket is not None:
             poller.unregister(socket)
             socket.close(linger=0)
         self._give_up(node, reason)
         for number in [number for number, request in self._requests.items() if request.node == node]:
+            # its `fetch` waits for one answer to each request
             self._requests.pop(number).answers.put((node, None))

@@ -1,7 +1,7 @@
-"""Serves the samples of this node to other nodes, in a process of its own that takes no time from the ranks.
+"""Serves the samples of this node to other nodes, in a separate process that takes no time from the ranks.
 
-The child receives a store and answers with its endpoint. `THREADS` threads read the samples, and one handles all
-messages, so that a server that waits for storage still answers pings.
+`THREADS` threads read the samples. Another thread handles all messages, so that a server that waits for storage still
+answers pings.
 """
 
 import contextlib
@@ -35,13 +35,11 @@ class PeerServer:
 
     Args:
         store: a `SampleStore`; the process opens its own copy.
-        address: IP address to listen on.
         ports: first and last port to try; None: any free port.
         clients: processes that connect.
 
     Raises:
         DataError: if no port is free, or the limit of open files is too low for the clients.
-        RuntimeError: if the process does not start. It writes the error to standard error.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class PeerServer:
         self.endpoint = answer
 
     def stop(self) -> None:
-        """Ask the process to end."""
         self._child.hang_up()
 
     def close(self) -> None:
@@ -77,11 +74,6 @@ class PeerServer:
 
 
 def _bind(context: Any, keys: Keys, address: str, ports: tuple[int, int] | None) -> tuple[Any, str]:
-    """Return an encrypted socket on a free port, and its endpoint.
-
-    Raises:
-        DataError: if none of the ports is free.
-    """
     import zmq
 
     router = context.socket(zmq.ROUTER)
@@ -103,14 +95,11 @@ def _bind(context: Any, keys: Keys, address: str, ports: tuple[int, int] | None)
 
 
 class _Listener:
-    """Stops accepting connections for a while after a failure, such as at the limit of open files.
-
-    zmq would try again at once, forever, and occupy a core. Open connections are not affected.
-    """
-
     def __init__(self, router: Any, endpoint: str) -> None:
         import zmq
 
+        # After a failure, such as at the limit of open files, zmq would try to accept again at once, forever, and
+        # occupy a core. So stop accepting for a while. Open connections are not affected.
         self._router, self._endpoint = router, endpoint
         self.failures = router.get_monitor_socket(zmq.EVENT_ACCEPT_FAILED)
         self._accept_at: float | None = None
@@ -123,11 +112,9 @@ class _Listener:
             self.failures.recv_multipart()
 
     def wait_ms(self) -> int | None:
-        """Return how long to wait before `resume`; None if it accepts connections."""
         return None if self._accept_at is None else max(0, int(1000 * (self._accept_at - time.monotonic())) + 1)
 
     def resume(self) -> None:
-        """Accept connections again, after the pause."""
         import zmq
 
         if self._accept_at is None or time.monotonic() < self._accept_at:
@@ -203,15 +190,14 @@ def _answer(store: SampleReader, number: bytes, requested: bytes) -> list[Any]:
 
 
 def _samples(store: SampleReader, indices: Sequence[int]) -> Sequence[Sample | str]:
-    """Read samples; a str is the reason why a file cannot be used."""
     try:
         return store.get(indices)
     except CorruptSampleError as error:
+        # one by one, so that only the corrupt sample becomes a reason
         return [error.reason] if len(indices) == 1 else [_samples(store, [index])[0] for index in indices]
 
 
 def run_server(connection: Connection) -> None:
-    """Run in the server process: answer requests until the parent ends."""
     store, run, address, ports = connection.recv()
     store.hit_counter = "served"
 

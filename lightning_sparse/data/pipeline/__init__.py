@@ -1,1 +1,1 @@
-"""Samples to batches: which samples a rank sees, how batches are made of them, and the iterables that hand them out."""
+"""Samples to batches. Imports neither `cache` nor `peers`."""

@@ -1,7 +1,6 @@
 """Batches through DALI. The only module that imports it.
 
 One thread reads samples from the store. Another thread runs DALI, which takes the arrays without a copy (``no_copy``).
-DALI resizes, flips and normalizes them on its own threads or on the GPU:
 
 ===================  =========================================  ==============================================
 samples              CPU                                        GPU
@@ -36,13 +35,7 @@ _PREFETCH = 2  # batches in each of the two queues: samples read, batches made
 
 
 class DaliPipeline:
-    """Makes batches with DALI.
-
-    Args:
-        batch_size: largest number of samples in a request.
-        threads: number of DALI's threads.
-        device: index of the GPU; None: CPU.
-    """
+    """Makes batches with DALI. `batch_size` is the largest number of samples in a request; `device` None is the CPU."""
 
     def __init__(
         self,
@@ -132,11 +125,9 @@ def _input(name: str, dtype: Any, ndim: int, **options: Any) -> Any:
 
 
 def crop_all(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
-    """Return a copy of the crop of each decoded image.
-
-    This is faster than DALI's slice, and on a GPU only the crop is uploaded. A region of interest of the resize would
-    use pixels from outside the crop at its edges.
-    """
+    """Return a copy of the crop of each decoded image."""
+    # Faster than DALI's slice, and only the crop is uploaded to a GPU. A region of interest of the resize would use
+    # pixels from outside the crop at its edges.
     crops = zip(*(crop.tolist() for crop in prepared.crops[:4]), strict=True)
     return [
         image[top : top + height, left : left + width].copy()
@@ -145,11 +136,8 @@ def crop_all(prepared: PreparedBatch) -> list[NDArray[np.uint8]]:
 
 
 def readable_by_dali(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return JPEG files of one or three components, and all others (CMYK, GIF, PNG with a palette, ...) as PPM.
-
-    A file that DALI cannot read would end its pipeline. DALI finds the orientation in other places than Pillow, so the
-    EXIF blocks of a JPEG are replaced by one with the orientation that Pillow finds.
-    """
+    """Return JPEG files of one or three components, and all others (CMYK, GIF, PNG with a palette, ...) as PPM."""
+    # a file that DALI cannot read would end its pipeline
     segments = jpeg_segments(file.data)
     frame = next((begin for kind, begin, _ in segments if kind in _FRAMES), None)
     if frame is None or file[frame + 9] not in (1, 3):
@@ -158,6 +146,8 @@ def readable_by_dali(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return np.concatenate([np.frombuffer(header, np.uint8), pixels.reshape(-1)])
     if all(kind != _APP1 for kind, *_ in segments):
         return file
+    # DALI finds the orientation in other places than Pillow: one EXIF block with Pillow's orientation replaces all
+    # others
     kept = [file[begin:end] for kind, begin, end in segments if kind != _APP1]
     block = np.frombuffer(_EXIF + bytes([orientation(file.tobytes()), 0, 0, 0, 0, 0, 0]), np.uint8)
     return np.concatenate([file[:2], block, *kept, file[segments[-1][2] :]])
@@ -183,7 +173,7 @@ def jpeg_segments(file: memoryview) -> list[tuple[int, int, int]]:
 
 
 def _regions(prepared: PreparedBatch) -> dict[str, Any]:
-    """Return the pixels of each file that its crop at the short side is made of, and where the crop is in them."""
+    # The pixels of each file that its crop at the short side depends on, and the position of the crop in them.
     top, left, height, width, _ = prepared.crops
     scale, shape = np.stack(prepared.scale, 1), np.stack([height, width], 1)
     begin = np.stack([top, left], 1) * scale

@@ -1,9 +1,8 @@
-"""Batches of images: crops, the choice of the backend, DALI or torch, and torch's.
+"""Batches of images: crops, the choice of the backend, and the torch backend.
 
-Both backends call `prepare`, so they use the same samples, labels and crops for the same request: DALI and torch cut
-the same region of a sample. Crops are a pure function of (seed, epoch, index), so the augmentation does not depend on
-the batch, the rank or the number of nodes. Their distribution is that of torchvision's RandomResizedCrop: ten attempts
-to draw an area and an aspect ratio that fit, else the largest crop in the center.
+Both backends call `prepare`, so they cut the same region of the same sample. Crops are a pure function of (seed, epoch,
+index), so they do not depend on the batch, the rank or the number of nodes. Their distribution is that of torchvision's
+RandomResizedCrop.
 """
 
 import weakref
@@ -43,11 +42,9 @@ class PreparedBatch(NamedTuple):
 
     Attributes:
         images: as cached: pixels, or JPEG files.
-        crops: to cut out and resize, in pixels of the images once they are decoded to `short_side`.
+        crops: in pixels of the images once they are decoded to `short_side`.
         sizes: heights [B] and widths [B] of the images as cached.
         scale: `sizes`, divided by those at `short_side`.
-        size: height and width of the images in the batch.
-        short_side: shorter side of decoded images, at most.
     """
 
     indices: NDArray[np.int64]
@@ -61,7 +58,6 @@ class PreparedBatch(NamedTuple):
 
 
 def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -> PreparedBatch:
-    """Read the samples of a request and compute their crops."""
     samples = store.get(request.indices.tolist())
     widths, heights = np.array([(sample.width, sample.height) for sample in samples], np.int64).reshape(-1, 2).T
     # also for JPEG files, crop the size that the decoded cache has, so that both formats give the same pixels
@@ -85,12 +81,7 @@ def prepare(store: SampleReader, request: BatchRequest, options: ImageOptions) -
 
 
 def random_crops(options: ImageOptions, epoch: int, indices: Integers, heights: Integers, widths: Integers) -> Crops:
-    """Draw random crops and flips.
-
-    Args:
-        indices: indices of the samples in the manifest [B].
-        heights, widths: sizes of the cached images [B].
-    """
+    """Draw random crops and flips for samples `indices` [B] of the manifest, with cached images of these sizes [B]."""
     count = 4 * _ATTEMPTS + 1
     drawn = uniform(options.seed + _SEED_OFFSET, epoch, indices[:, None], np.arange(count))
     area, aspect, down, right = np.moveaxis(drawn[:, 1:].reshape(-1, _ATTEMPTS, 4), 2, 0)
@@ -99,6 +90,7 @@ def random_crops(options: ImageOptions, epoch: int, indices: Integers, heights: 
     width = np.round(np.sqrt(area * aspect)).astype(np.int64)
     height = np.round(np.sqrt(area / aspect)).astype(np.int64)
     fits = (width > 0) & (width <= widths[:, None]) & (height > 0) & (height <= heights[:, None])
+    # the first of ten attempts that fits, else the largest crop in the center
     rows, first = np.arange(len(indices)), fits.argmax(1)
     width, height, down, right = (drawn_values[rows, first] for drawn_values in (width, height, down, right))
     top = (down * (heights - height + 1)).astype(np.int64)
@@ -133,24 +125,13 @@ Chosen = Literal["dali", "torch"]
 
 
 def has_dali() -> bool:
-    """Whether this process can use DALI."""
     return is_installed("nvidia.dali")
 
 
 def choose_backend(
     wanted: Backend, device: torch.device, *, has_dali: bool, kept: str | None = None
 ) -> tuple[Chosen, str]:
-    """Return the backend and the reason for it, a pure function.
-
-    On a CPU torch is faster (benchmarks/results/data-backends-*.json).
-
-    Args:
-        has_dali: whether all ranks have DALI.
-        kept: backend of the run that this one continues.
-
-    Raises:
-        ValueError: if DALI is wanted and not installed.
-    """
+    """Return the backend and the reason for it, a pure function. `kept`: backend of the run that this one continues."""
     if wanted == "dali" and not has_dali:
         raise ValueError(
             'backend="dali" needs DALI on all ranks: `pip install nvidia-dali-cuda130`, or use backend="auto".'
@@ -161,6 +142,7 @@ def choose_backend(
         return "torch", "DALI, which this run began with and which resizes slightly differently, is not installed"
     if kept is not None:
         return "dali" if kept == "dali" else "torch", "as in the run that this one continues"
+    # measured in benchmarks/results/data-backends-*.json
     if device.type != "cuda":
         return "torch", "on a CPU it is faster than DALI"
     if not has_dali:
@@ -171,13 +153,8 @@ def choose_backend(
 class TorchPipeline:
     """Makes batches with torch, in threads of this process.
 
-    Reading, decoding and resizing release the GIL, the memory tier is read without a copy, and nothing is pickled. Each
-    thread makes whole batches, and one more batch than threads is made ahead of the training step. For a GPU, batches
-    are made of uint8, a quarter of the bytes, and normalized there.
-
-    Args:
-        threads: number of batches made at the same time.
-        device: device to upload pixels to and to normalise them on; None: the CPU, in these threads.
+    Reading, decoding and resizing release the GIL, the memory tier is read without a copy, and nothing is pickled.
+    `device` normalizes uploaded uint8 pixels; None: the CPU, in these threads.
     """
 
     def __init__(
@@ -206,13 +183,13 @@ class TorchPipeline:
             batches.close()
 
     def _make(self, request: BatchRequest) -> Batch:
-        """Return float32 [B, 3, size, size], normalised; for another device, uint8 [B, size, size, 3]."""
         prepared = prepare(self._store, request, self._options)
         count, size = len(request.indices), request.size
         if self._device is None:
             images = torch.from_numpy(self._buffers.take((count, 3, size, size)))
             put: Callable[[NDArray[np.uint8], NDArray[Any]], None] = self._normalise
         else:
+            # the device normalizes: uint8 is a quarter of the bytes of float32
             images, put = torch.empty((count, size, size, 3), dtype=torch.uint8, pin_memory=self._pin), _copy
         for position, target in enumerate(images.numpy()):
             image = crop_and_resize(prepared, position, self._store.format)
@@ -228,7 +205,7 @@ class TorchPipeline:
             np.add(out, shift, out=out)
 
     def _uploaded(self, images: torch.Tensor, labels: torch.Tensor, device: torch.device) -> Batch:
-        """Return the same as `_normalise` gives, on the device. Called in the consumer's thread, for its stream."""
+        # in the consumer's thread, for its stream
         scale, shift = (torch.from_numpy(factors).to(device).view(3, 1, 1) for factors in (self._scale, self._shift))
         pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
         floats = pixels.to(torch.float32, memory_format=torch.contiguous_format)
@@ -240,19 +217,14 @@ def _copy(image: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
 
 
 class BufferPool:
-    """Memory for batches, reused when a batch and all views of it are collected.
-
-    New memory costs a page fault per 4 KB, which takes as long as resizing.
-
-    Args:
-        keep: largest number of unused blocks.
-    """
+    """Memory for batches, reused when a batch and all views of it are collected. It keeps `keep` unused blocks."""
 
     def __init__(self, keep: int) -> None:
+        # new memory costs a page fault per 4 KB, which takes as long as resizing
         self._free: deque[NDArray[np.float32]] = deque(maxlen=keep)
 
     def take(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Return an uninitialised array. Its block is not reused while the array or a tensor made from it exists."""
+        """Return an uninitialized array. Its block is not reused while the array or a tensor made from it exists."""
         size = int(np.prod(shape))
         try:
             block = self._free.pop()

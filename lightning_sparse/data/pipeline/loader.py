@@ -37,11 +37,8 @@ Share = Callable[[list[int], int], Iterator[int]]
 class BatchRequest(NamedTuple):
     """A request for one batch of this rank.
 
-    Attributes:
-        indices: indices of the samples in the manifest [B].
-        epoch: number of the epoch, for random transforms.
-        size: height and width of the images in the batch; 0 for other samples.
-        train: random transforms if True.
+    indices: of the samples in the manifest, [B]. epoch: for random transforms. size: height and width of images; 0 for
+    other samples. train: whether transforms are random.
     """
 
     indices: NDArray[np.int64]
@@ -53,8 +50,7 @@ class BatchRequest(NamedTuple):
 class Pipeline(Protocol):
     """Makes batches of requests, in order and ahead of time.
 
-    Attributes:
-        prefetch_depth: requests that it takes, at most, before it yields the batch of the first of them.
+    `prefetch_depth`: requests that it takes, at most, before it yields the batch of the first of them.
     """
 
     prefetch_depth: int
@@ -65,8 +61,7 @@ class Pipeline(Protocol):
         Work starts with the first next() and stops when the generator is closed.
         """
 
-    def close(self) -> None:
-        """Free threads and memory. Open iterators end."""
+    def close(self) -> None: ...
 
 
 def label_tensor(labels: Sequence[Any]) -> Tensor:
@@ -78,19 +73,13 @@ def label_tensor(labels: Sequence[Any]) -> Tensor:
 
 
 class _Loader:
-    """Iterates over the batches of a pipeline, with one open iterator at a time.
-
-    Args:
-        with_indices: end each batch with the indices of its samples, int64 [B].
-    """
-
     def __init__(self, pipeline: Pipeline, with_indices: bool) -> None:
         self._pipeline, self._with_indices = pipeline, with_indices
         self._done = 0  # batches of this epoch that were handed out
+        # at most one iterator is open
         self._open: Generator[Any, None, None] | None = None
 
     def _requests(self) -> Iterator[BatchRequest]:
-        """Start an iterator; return its requests."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -125,9 +114,8 @@ class TrainLoader(_Loader):
         sizes: image sizes by epoch; None for samples other than images.
         fingerprint: fingerprint of the manifest; the state of another data set is not restored.
         fixed: use the samples of epoch 0 in every epoch (for ``overfit_batches``).
-        on_epoch: called with the number of each epoch that starts.
-        on_resume: called with the number of batches of the epoch that are done, if the state was saved by a run with
-            other ranks or batches, so that its own count does not apply; in ``set_epoch`` of that epoch.
+        on_resume: called in ``set_epoch`` of a resumed epoch, with the number of its batches that are done. Only if a
+            run with other ranks or batches saved the state, whose own count does not apply.
     """
 
     def __init__(
@@ -156,14 +144,14 @@ class TrainLoader(_Loader):
         self.prefetch_depth = pipeline.prefetch_depth
 
     def set_share(self, share: Share) -> None:
-        """Draw in each epoch what `share` yields, for elastic nodes. Samples at the end that fill no batch are
-        left out. How many batches there are is not known, so a loader that resumes begins its epoch anew."""
+        """Draw the samples that `share` yields in each epoch, for elastic nodes."""
         self._share = share
+        # the number of batches is unknown, so a loader that resumes begins its epoch anew
         self._before, self._done, self._resumes, self._corrected = (), 0, False, None
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
-        """Lightning calls set_epoch() of its sampler."""
+        # Lightning calls set_epoch() of its sampler
         return SimpleNamespace(sampler=self)
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,6 +173,7 @@ class TrainLoader(_Loader):
         (shard,) = self._sampler.epoch(0 if self._fixed else epoch).shards  # of one node
         size = size_at(self._sizes, epoch)
         drawn = share(shard.order.tolist(), epoch * len(shard.order))
+        # samples at the end that fill no batch are left out
         while len(batch := list(islice(drawn, self.batch_size))) == self.batch_size:
             yield BatchRequest(np.array(batch), epoch, size, True)
 
@@ -208,7 +197,7 @@ class TrainLoader(_Loader):
         return {"epoch": self._epoch, "segments": segments, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a run stopped, also with other nodes, another batch size or another shuffle."""
+        """Continue where a run stopped, even with other nodes, another batch size or another shuffle."""
         if self._share is not None:
             self._epoch = state["epoch"]
             return
@@ -227,12 +216,7 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """Batches of a rank for evaluation, not shuffled.
-
-    Args:
-        batches: indices of the samples of each batch.
-        size: height and width of the images; 0 for other samples.
-    """
+    """Batches of a rank for evaluation, not shuffled. `batches` has the sample indices of each batch."""
 
     def __init__(
         self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int = 0, with_indices: bool = False
@@ -255,7 +239,7 @@ EXIT_S = 10.0  # a program that ends, which would abort otherwise
 
 
 def prefetch(items: Iterable[T], depth: int, name: str) -> Generator[T, None, None]:
-    """Yield `items` in order, prefetching up to `depth` of them in a thread. As `prefetch_map`."""
+    """Yield `items` in order, prefetching up to `depth` of them in a thread."""
     return prefetch_map(lambda item: item, items, depth, name)
 
 
@@ -264,12 +248,8 @@ def prefetch_map(
 ) -> Generator[R, None, None]:
     """Yield ``make(item)`` in the order of `items`, made ahead of time. Exceptions are raised in order, too.
 
-    Threads start with the first next(). Closing the generator stops them after their current items, and closes `items`
-    if that is a generator. Ctrl-C does not wait for the current items.
-
-    Args:
-        depth: results that are made, or being made, and not yielded yet.
-        threads: number of items that are made at the same time.
+    Closing the generator stops its threads after their current items, and closes `items` if that is a generator.
+    `depth` limits the results that are made, or being made, and not yielded yet.
     """
     ahead = _Ahead(make, items, depth, threads)
     workers = [
@@ -285,6 +265,7 @@ def prefetch_map(
             ahead.free.release()
             yield made
     except KeyboardInterrupt:
+        # Ctrl-C does not wait for the current items
         patience = 0.0
         raise
     finally:
@@ -297,9 +278,7 @@ def prefetch_map(
 class _Ahead(Generic[T, R]):
     """State that the threads of a generator share.
 
-    Attributes:
-        results: in the order of the items; None at their end.
-        free: results that may be made.
+    results: in the order of the items; None at their end. free: results that may be made.
     """
 
     def __init__(self, make: Callable[[T], R], items: Iterable[T], depth: int, threads: int) -> None:
@@ -310,7 +289,6 @@ class _Ahead(Generic[T, R]):
         self.free = threading.Semaphore(depth)
 
     def work(self) -> None:
-        """Take items and make results of them, until there are none, or `stop`."""
         while (taken := self._take()) is not None:
             item, result = taken
             try:
@@ -320,9 +298,9 @@ class _Ahead(Generic[T, R]):
             del taken, item, result  # while waiting for the next one
 
     def _take(self) -> tuple[T, Future[R]] | None:
-        """Return the next item, and where its result goes; None if there is none."""
         self.free.acquire()
         result: Future[R] = Future()
+        # under this lock, results keep the order of the items
         with self._turn:
             if self._stopped.is_set():
                 if isinstance(self._items, Generator):
@@ -342,13 +320,13 @@ class _Ahead(Generic[T, R]):
         return None
 
     def stop(self) -> None:
-        """End the threads after their current items."""
         self._stopped.set()
+        # wake the threads that wait for a free place
         self.free.release(self._threads)
 
 
 def _end(stop: Callable[[], None], thread: "weakref.ref[threading.Thread]") -> None:
-    """Called when the program ends; or when the thread is collected, which has ended then."""
+    # None: the thread was collected, so it has ended
     if (alive := thread()) is not None:
         stop()
         alive.join(EXIT_S)

@@ -1,8 +1,8 @@
-"""Batches through functions of the user's own, in the worker processes of a DataLoader.
+"""Batches through user functions, in the worker processes of a DataLoader.
 
-Functions draw random numbers from the generators of Python, numpy and torch, which are global to a process: in threads
-they would disturb each other and the training. In a worker, the generators are seeded for each sample from (seed,
-epoch, index), so a sample does not depend on the number of workers or ranks, or on the samples before it.
+User functions draw from the generators of Python, numpy and torch, which are global to a process: in threads they would
+disturb each other and the training. A worker seeds them for each sample from (seed, epoch, index), so a sample does not
+depend on the number of workers or ranks, or on earlier samples.
 """
 
 from __future__ import annotations
@@ -43,12 +43,7 @@ _ATTEMPTS = 100  # samples that are tried in place of one that cannot be decoded
 
 
 class WorkerPipeline:
-    """Makes batches in worker processes.
-
-    Args:
-        workers: number of processes; 0: the process that asks for batches.
-        pin: use pinned memory, for asynchronous copies to a GPU.
-    """
+    """Makes batches in worker processes; 0 workers: in the calling process. `pin` uses pinned memory."""
 
     def __init__(self, store: ReplacingReader, options: SampleOptions, *, workers: int = 1, pin: bool = False) -> None:
         self._current = _Current()
@@ -93,11 +88,9 @@ class WorkerPipeline:
             ) from error
 
     def _start_workers(self, loader: DataLoader[Any]) -> None:
-        """Start the workers before they get requests.
-
-        A forked worker may hang before it reaches Python code: before Python 3.11.10, fork() may copy a lock that
-        another thread holds, such as Gloo's (https://github.com/python/cpython/issues/112275). Start again then.
-        """
+        # Start the workers before they get requests. A forked worker may hang before it reaches Python code: before
+        # Python 3.11.10, fork() may copy a lock that another thread holds, such as Gloo's
+        # (https://github.com/python/cpython/issues/112275). Start again then.
         self._current.requests = ()
         for _ in range(_STARTS):
             try:
@@ -137,7 +130,7 @@ class WorkerPipeline:
         )
 
     def close(self) -> None:
-        """End the workers. Waits for them, so that the last one to close the memory tier is the training."""
+        """End the workers. Waits for them, so that the training process closes the memory tier last."""
         loader, self._loader = self._loader, None
         iterator = None if loader is None else loader._iterator
         workers = iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else []
@@ -187,7 +180,6 @@ class _Batches(Dataset[Any]):
         return (batch, label_tensor(labels)) if np.size(labels) else (batch,)
 
     def _decoded(self, sample: Sample, epoch: int) -> tuple[Any, Any]:
-        """Return a decoded sample and its label; of another sample, if it is corrupt and ``on_corrupt="skip"``."""
         requested, reason = sample.index, ""
         for _ in range(_ATTEMPTS):
             _seed(int(bits(self._options.seed + _SEED_OFFSET, epoch, sample.index)[0]))
@@ -207,8 +199,7 @@ def _close(pipeline: weakref.ref[WorkerPipeline]) -> None:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Return whether the DataLoader raised the error for a lost worker. Errors of workers have the worker's
-    traceback."""
+    # errors that a worker raises have its traceback; errors of the DataLoader for a lost worker have none
     text = str(error)
     unreachable = isinstance(error, (OSError, EOFError))  # a batch is fetched from the process that made it
     return "Traceback" not in text and (unreachable or "DataLoader worker (pid" in text)
@@ -227,14 +218,13 @@ def _loss(pid: int | None, status: int) -> str:
 
 
 def _watch(store: ReplacingReader, closed: Connection, starting: Connection, _: int) -> None:
-    """In a worker: report its start. End its waits for storage when it must end, or when the training process is
-    gone."""
     starting.send_bytes(b"x")
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent and not closed.poll(_PARENT_S):
             pass
+        # end its waits for storage: the worker must end, or the training process is gone
         store.interrupt()
 
     threading.Thread(target=watch, name="lightning_sparse watch", daemon=True).start()
@@ -248,7 +238,7 @@ def _seed(number: int) -> None:
 
 @contextlib.contextmanager
 def _own_generators() -> Iterator[None]:
-    """Restore the global generators, which the training uses if there are no workers."""
+    # the training uses the global generators if there are no workers
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

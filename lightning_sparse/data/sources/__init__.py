@@ -1,1 +1,1 @@
-"""Where samples come from: the layouts of a source, and network storage, which is read in a process of its own."""
+"""The layouts of a source, and network storage, which a separate process reads."""

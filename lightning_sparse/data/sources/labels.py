@@ -28,11 +28,7 @@ Columns = dict[str, Sequence[Any]]
 
 
 def columns_of_csv(file: str, data: bytes) -> Columns:
-    """Return the columns of a CSV file, values as text.
-
-    Raises:
-        ValueError: if the file is not CSV, rows have different numbers of values, or a value is missing.
-    """
+    """Return the columns of a CSV file, values as text."""
     try:
         rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True) if row]
     except (UnicodeDecodeError, csv.Error) as error:
@@ -49,7 +45,6 @@ def columns_of_csv(file: str, data: bytes) -> Columns:
 
 
 def columns_of_parquet(file: str, data: bytes) -> Columns:
-    """Return the columns of a Parquet file. Raises: ValueError: if it is not a Parquet file."""
     import pyarrow.parquet
 
     try:
@@ -81,15 +76,12 @@ def numbered(
 ) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
     """Return the labels, int64 or float64 [N, L], and the class names of the first label (none if it is a number).
 
-    Args:
-        text: whether values are text that may contain numbers, as in CSV files.
-
-    Raises:
-        ValueError: if a value is missing, or is neither a number nor the name of a class.
+    `text`: values are text that may contain numbers, as in CSV files.
     """
     arrays: list[npt.NDArray[Any]] = []
     classes: tuple[str, ...] = ()
     for position, (name, values) in enumerate(columns.items()):
+        # None: names of classes
         array = _numbers_in_text(file, name, values) if text else _numbers(file, name, values)
         if array is None and position:
             which = next((row for row, value in enumerate(values) if not _NUMBER.fullmatch(str(value).strip())), 0)
@@ -102,7 +94,6 @@ def numbered(
 
 
 def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArray[Any] | None:
-    """Return the values as numbers; None if they are names."""
     distinct = [*dict.fromkeys(values)]
     if all(map(_BOOLEANS.__contains__, distinct)):
         numbers: list[Any] = [_BOOLEANS[word] for word in distinct]
@@ -127,7 +118,6 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
 
 
 def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] | None:
-    """Return the values as numbers, lists as rows; None if they are names."""
     row, first = next(((row, value) for row, value in enumerate(values) if value is None), (0, values[0]))
     if first is None:
         raise _refused(file, column, row, "has no value: give each sample a label")
@@ -148,7 +138,6 @@ def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] 
 
 
 def _vectors(file: str, column: str, values: Sequence[list[Any]]) -> npt.NDArray[Any]:
-    """Return lists of equal length as rows."""
     for row, row_values in enumerate(values):
         if len(row_values) != len(values[0]) or not row_values:
             problem = f"is a list of {len(row_values)} value(s), but the list of the first row has {len(values[0])}"
@@ -189,5 +178,4 @@ def _of_names(file: str, column: str, values: Sequence[str]) -> tuple[npt.NDArra
 
 
 def _refused(file: str, column: str, row: int, problem: str) -> ValueError:
-    """Return the error for a value. row: counts from 0, without the header."""
     return ValueError(f"{file}: column {column}, sample {row + 1:,}: the label {problem}.")

@@ -1,15 +1,13 @@
 """Layouts: how the samples of a split are stored in its source.
 
-======================= ================================================================================================
-`SampleList`            named by a CSV or Parquet file with the columns path, relative to the source, label and, if a
-                        sample has several, more. The first label may be a name; the order is that of the list
-`ParquetFiles`          rows of ``<split>/*.parquet``, or of a repository of Hugging Face as it is cloned or downloaded:
-                        ``data/train-00000-of-00004.parquet``, ``data/validation-00000-of-00001.parquet``. Files of a
-                        configuration are in a folder of its name, which is then the source
-`TarShards`             members of ``<split>/*.tar``, shards of WebDataset
-`Files`                 ``<split>/*``, without labels
-`ClassFolders`          ``<split>/<class>/**/*``
-======================= ================================================================================================
+=================== ======================================================================================
+`SampleList`        named by a CSV or Parquet file with the columns path and labels, in its order
+`ParquetFiles`      rows of ``<split>/*.parquet``, or of a Hugging Face repository as it is downloaded:
+                    ``data/train-00000-of-00004.parquet``, ``data/validation-00000-of-00001.parquet``
+`TarShards`         members of ``<split>/*.tar``, shards of WebDataset
+`Files`             ``<split>/*``, without labels
+`ClassFolders`      ``<split>/<class>/**/*``
+=================== ======================================================================================
 """
 
 from __future__ import annotations
@@ -57,13 +55,7 @@ COMPANIONS = (
 
 @dataclass
 class Split:
-    """A split of a source, to be listed.
-
-    Args:
-        name: of the split, such as "train".
-        timeout: seconds to wait for storage.
-        quiet: as `Storage`; and show no progress bar.
-    """
+    """A split of a source, to be listed. `timeout` is in seconds; `quiet` as `Storage`, and without progress bar."""
 
     config: CacheConfig
     name: str
@@ -100,11 +92,7 @@ class Split:
         return listed._replace(files=sorted(listed.files))
 
     def shards(self, suffix: str) -> Listed | None:
-        """Return the shards if they have this suffix, else None. `Listed.ignored` contains the other files.
-
-        Raises:
-            ValueError: if there are other files that may be the samples.
-        """
+        """Return the shards if they have this suffix, else None. `Listed.ignored` contains the other files."""
         listed = self.files
         kind = None if listed is None else self._kind_of_shards([path for path, *_ in listed.files])
         if listed is None or kind != suffix:
@@ -121,7 +109,6 @@ class Split:
         return listed._replace(files=shards, ignored=ignored)
 
     def _kind_of_shards(self, paths: Sequence[str]) -> str | None:
-        """Return the suffix of the shards. Raises: ValueError: if shards are compressed."""
         packed = next((path for path in paths if path.lower().endswith(COMPRESSED)), None)
         if packed is not None:
             raise ValueError(
@@ -131,18 +118,13 @@ class Split:
         return next((kind for kind in SHARD_SUFFIXES if any(path.lower().endswith(kind) for path in paths)), None)
 
     def _is_companion(self, path: str, stems: Collection[str]) -> bool:
-        """Whether a file next to shards is not a sample. img2dataset writes a table of the samples next to each shard.
-
-        Args:
-            stems: paths of the shards without their suffixes.
-        """
         stem, dot, suffix = path.rpartition(".")
+        # img2dataset writes a table of the samples next to each shard
         if suffix.lower() == "parquet":
             return stem in stems
         return self.images or not dot or "/" in suffix or f".{suffix.lower()}" in COMPANIONS
 
     def below(self, folders: Sequence[str], *, images: bool) -> list[Listed]:
-        """List folders, with a progress bar."""
         return list(self.progress(self.storage.listing(folders, images=images), len(folders), "folder"))
 
     def progress(self, listed: Iterator[Any], total: int, unit: str) -> Iterable[Any]:
@@ -152,7 +134,7 @@ class Split:
         return bar
 
     def probed(self, files: Sequence[Location]) -> npt.NDArray[np.int64]:
-        """Return (size, height, width) of up to `PROBES` of these images. Corrupt images are left out."""
+        """Return (size, height, width) of up to `PROBES` of these images, without corrupt images."""
         some = [files[index] for index in np.unique(np.linspace(0, len(files) - 1, PROBES, dtype=int))] if files else []
         rows = []
         for file in self.storage.read(some):
@@ -164,7 +146,7 @@ class Split:
 
 @dataclass
 class Layout(ABC):
-    """How the samples of a split lie in its source. Further layouts are named in `listing.LAYOUTS`."""
+    """How the samples of a split lie in its source. `listing.LAYOUTS` names the subclasses."""
 
     split: Split
 
@@ -179,22 +161,13 @@ class Layout(ABC):
 
     @abstractmethod
     def manifest(self) -> Manifest:
-        """List the samples.
-
-        Raises:
-            ValueError: if there are none, or they cannot be used.
-            DataError: if storage cannot be listed.
-        """
+        """List the samples. Raise ValueError if there are none, or they cannot be used."""
 
 
 def build_manifest(
     source: str, split: str, listed: Listed, labels: npt.NDArray[Any], classes: tuple[str, ...], **others: Any
 ) -> Manifest:
-    """Return the manifest of samples that are files.
-
-    Args:
-        others: Other fields of `Manifest`. For samples in shards, also the fields that differ from the listed files.
-    """
+    """Return the manifest of samples that are files. `others` overrides fields of the listed files."""
     sizes, mtimes, tags = (np.array([file[column] for file in listed.files], np.int64) for column in (1, 2, 3))
     values = {
         "paths": [path for path, *_ in listed.files],
@@ -208,8 +181,6 @@ def build_manifest(
 
 
 class Files(Layout):
-    """Files of any kind in the folder of the split."""
-
     @classmethod
     def find(cls, split: Split) -> Files | None:
         return None if split.images or split.files is None else cls(split)
@@ -224,11 +195,7 @@ class Files(Layout):
 
 @dataclass
 class ClassFolders(Layout):
-    """Files in folders of classes, which are listed at the same time.
-
-    Args:
-        stamps: stamp of the folder of each class.
-    """
+    """Files in folders of classes, listed concurrently. `stamps` has the stamp of each class's folder."""
 
     stamps: dict[str, int]
 
@@ -271,12 +238,12 @@ class ClassFolders(Layout):
             )
 
     def _check_depth(self, below: Mapping[str, Listed]) -> None:
-        """Raise ValueError if the classes seem to be in a folder of the split, which would be the only class."""
         if len(below) > 1:
             return
         split = self.split.name
         ((name, listed),) = below.items()
         folders = sorted({path.rpartition("/")[0] for path, *_ in listed.files})
+        # the classes seem to be in a folder of the split, which would be the only class
         if len(folders) > 1 and f"{split}/{name}" not in folders:
             raise ValueError(
                 f"source={self.split.source}: {split}/{name}/ would be the only class, and its images are in folders "
@@ -285,7 +252,6 @@ class ClassFolders(Layout):
             )
 
     def _warn_of_shards(self, below: Mapping[str, Listed]) -> None:
-        """Log that shards in class folders are samples, if there is nothing else in these folders."""
         paths = [path for listed in below.values() for path, *_ in listed.files]
         if all(path.lower().endswith(SHARD_SUFFIXES) for path in paths):
             log.warning(
@@ -295,14 +261,9 @@ class ClassFolders(Layout):
             )
 
     def _check_beside(self) -> None:
-        """Log which files lie next to the folders of classes.
-
-        Raises:
-            ValueError: if a link is broken, since it may lead to a class, or if there are shards and samples are not
-                images.
-        """
         source, split = self.split.source, self.split.name
         files = [file for file in self.split.storage.files(split) if is_visible(file[0])]
+        # a broken link may lead to a class
         broken = [name for name, size, mtime, _ in files if not (size or mtime or "://" in source)]
         if broken:
             raise ValueError(
@@ -323,13 +284,7 @@ class ClassFolders(Layout):
 def manifest_of(
     source: str, split: str, stamps: Mapping[str, int], below: Mapping[str, Listed], **more: object
 ) -> Manifest:
-    """Return the manifest of folders of classes.
-
-    Args:
-        stamps: stamp of the folder of each class.
-        below: contents of the folder of each class, in order.
-        more: other fields of `Manifest`.
-    """
+    """Return the manifest of class folders, from their stamps and contents."""
     found = sorted((*file, label) for label, listed in enumerate(below.values()) for file in listed.files)
     folders = {f"{split}/{name}": stamp for name, stamp in stamps.items()}
     folders |= {path: stamp for listed in below.values() for path, stamp in listed.folders if path not in folders}
@@ -342,12 +297,8 @@ def manifest_of(
 class SampleList(Layout):
     """The samples that a list names.
 
-    Args:
-        file: the list.
-        digest: hash of its contents.
-        paths: of the samples, relative to the source.
-        labels: int64 or float64 [N, L].
-        names: names of the first label, in alphabetical order; empty if it is a number.
+    digest: hash of the list. paths: relative to the source. labels: int64 or float64 [N, L]. names: names of the first
+    label, sorted; empty if it is a number.
     """
 
     file: str
@@ -358,13 +309,7 @@ class SampleList(Layout):
 
     @classmethod
     def find(cls, split: Split) -> SampleList | None:
-        """Read the list of a split.
-
-        Raises:
-            MissingFolderError: if there are lists, but none of this split.
-            ValueError: if the list cannot be read, or is not a list of samples.
-            DataError: if storage does not respond.
-        """
+        """Read the list of a split. Raise MissingFolderError if there are only lists of other splits."""
         lists = split.config.lists
         if lists is None:
             return None
@@ -395,7 +340,6 @@ class SampleList(Layout):
         return self.names, count_classes(self.names, self.labels)
 
     def manifest(self) -> Manifest:
-        """Find the files, in the order of the list. Raises: ValueError: if the source does not have all of them."""
         split, source = self.split, self.split.source
         try:
             below = split.below(_highest(self.paths), images=False)
@@ -417,7 +361,7 @@ class SampleList(Layout):
 
 
 def _highest(paths: Sequence[str]) -> list[str]:
-    """Return the folders of `paths` that are not in another one of them.
+    """Return the folders of `paths` that are not inside other folders of `paths`.
 
     >>> _highest(["a/b/1.jpg", "a/b/c/2.jpg", "d/3.jpg"])
     ['a/b', 'd']
@@ -442,9 +386,8 @@ class _Sample(NamedTuple):
 class TarShards(Layout):
     """The samples of tar files, in order of shards and members.
 
-    Members whose names are equal up to the first dot belong to one sample: ``0001.jpg`` and ``0001.cls``. A member
-    ``.cls`` contains the label, a whole number; one of the others is the sample. Listing reads the headers once, and
-    each sample is then read by its place in the shard.
+    Members whose names are equal up to the first dot belong to one sample, such as ``0001.jpg`` and the label
+    ``0001.cls``.
     """
 
     listed: Listed
@@ -501,11 +444,6 @@ class TarShards(Layout):
         return found
 
     def _samples(self, number: int, shard: str, members: list[Member]) -> Iterator[_Sample]:
-        """Yield the samples in the members of a shard.
-
-        Raises:
-            ValueError: if no member, or more than one, can be the data of a sample.
-        """
         groups: dict[str, list[Member]] = {}
         for member in members:
             folder, slash, name = member[0].rpartition("/")
@@ -536,9 +474,9 @@ _MAX_CONFIGURATIONS = 64  # limit of the folders to search for configurations
 class ParquetFiles(Layout):
     """The rows of Parquet files, in order of files and rows.
 
-    A shard is a row group, ``<file>#<number>``, because it cannot be read in parts: it is read once, for all samples in
-    it that the node owns. A column of bytes, or of a struct with a field ``bytes``, as in image data sets of Hugging
-    Face, contains the samples; the column ``label`` or ``labels``, or the only one of whole numbers, the labels.
+    A shard is a row group, ``<file>#<number>``. It cannot be read in parts, so it is read once, for all samples that
+    the node owns. Samples are in a column of bytes, or of a struct with a field ``bytes``, as in image data sets of
+    Hugging Face. Labels are in the column ``label`` or ``labels``, or in the only column of whole numbers.
     """
 
     listed: Listed
@@ -594,11 +532,6 @@ class ParquetFiles(Layout):
     def _labels(
         self, files: list[str], contents: list[dict[str, Any]], total: int
     ) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
-        """Return the labels [N, L] and the names of the classes.
-
-        Raises:
-            ValueError: if files differ in the names, or only some of them have labels.
-        """
         names = tuple(contents[0]["names"])
         for file, content in zip(files, contents, strict=True):
             if tuple(content["names"]) != names:
@@ -615,26 +548,20 @@ class ParquetFiles(Layout):
         return labels, found or names
 
     def _check_columns(self, files: list[str], contents: list[dict[str, Any]]) -> None:
-        """Log that no column is used as label. Raises: ValueError: for images, except in the test split."""
         split, unclear = self.split, [name for content in contents[:1] for name in content["unclear"]]
         if not unclear:
             return
         problem = f"{files[0]} has no column label or labels, and {', '.join(unclear)} are whole numbers"
+        # images need labels, except to test on
         if split.images and split.name != "test":
             raise ValueError(f"source={split.source}: {problem}: rename the column of labels to label.")
         log.warning("%s/%s: samples have no labels, because %s", split.source, split.name, problem)
 
 
 def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -> Listed | None:
-    """Return the Parquet files of a split that has no folder, and their folder; None if the source is no such
-    repository.
+    """Return the Parquet files of a split that has no folder, and their folder; None if the source has no such files.
 
-    Args:
-        folders: folders of the source.
-
-    Raises:
-        ValueError: if it is unclear which files belong to the split, or some of them are missing.
-        MissingFolderError: if the repository has files of other splits only.
+    Raise MissingFolderError if the repository has files of other splits only.
     """
     has_folders = sorted(set(SPLITS) & folders.keys())
     if has_folders:
@@ -663,7 +590,6 @@ def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -
 
 
 def _folders(storage: Storage) -> dict[str, int] | None:
-    """Return the folders in the source; None if it cannot be listed."""
     try:
         return storage.names("")
     except MissingFolderError:
@@ -671,7 +597,6 @@ def _folders(storage: Storage) -> dict[str, int] | None:
 
 
 def _check_alone(storage: Storage, split: str, folder: str, folders: Iterable[str]) -> None:
-    """Raise ValueError if there are Parquet files of a split that has a folder, too."""
     files = _by_prefix(storage, "data") if "data" in folders else {}
     for prefix in _prefixes(split):
         if prefix in files:
@@ -682,7 +607,6 @@ def _check_alone(storage: Storage, split: str, folder: str, folders: Iterable[st
 
 
 def _check_no_configurations(storage: Storage, folders: Iterable[str]) -> None:
-    """Raise ValueError if the repository has several configurations, each in a folder of its own."""
     some = sorted(name for name in folders if not name.startswith("."))[:_MAX_CONFIGURATIONS]
     found = [name for name in some if _by_prefix(storage, name)]
     if found:
@@ -707,7 +631,6 @@ def _prefixes(split: str) -> tuple[str, ...]:
 
 
 def _check_complete(source: str, names: list[str]) -> None:
-    """Raise ValueError unless these are all files of one version of a split."""
     matches = [_FILE.fullmatch(name) for name in names]
     numbers = [(int(match[2]), int(match[3])) for match in matches if match is not None and match[2] is not None]
     if len(names) == 1 and not numbers:

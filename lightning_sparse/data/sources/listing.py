@@ -1,10 +1,9 @@
 """The samples of a split: found in the source, kept in the cache, and found again when the source has changed.
 
-Listing takes minutes over a network, so a run uses the list in the cache if the folders on storage have not changed. It
-compares the names of the classes and the stamps of all folders. A stamp changes when a file is added, removed or
-renamed, and when a path leads to another folder. It does not change when a file is overwritten in place, and object
-stores keep no times of folders. In these cases, `lightning-sparse cache warm` lists again. If storage does not answer,
-the run uses the list in the cache.
+A run uses the list in the cache if the classes and the stamps of all folders are unchanged, or if storage does not
+answer. A stamp changes when a file is added, removed or renamed, and when a path leads to another folder. It does not
+change when a file is overwritten in place, and object stores keep no times of folders: then run `lightning-sparse cache
+warm`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LAYOUTS: tuple[type[Layout], ...] = (SampleList, ParquetFiles, TarShards, Files,
 def _open_split(
     config: CacheConfig, split: str, kept: Manifest | None = None, *, quiet: bool = False
 ) -> Iterator[Split]:
-    """Yield a split whose storage can be asked, for a short time if there is a list in the cache."""
+    # a short time if the cache has a list
     timeout = config.storage_timeout if kept is None else min(CHECK_S, config.storage_timeout)
     asked = Split(config, split, timeout, quiet)
     with asked.storage:
@@ -51,22 +50,11 @@ def _open_split(
 
 
 def find_layout(split: Split) -> Layout:
-    """Return the layout of a split.
-
-    Raises:
-        MissingFolderError: if the source does not have the split.
-        ValueError: if it is not clear which samples are meant.
-    """
+    """Return the layout of a split. Raise MissingFolderError if the source does not have the split."""
     return next(found for kind in LAYOUTS if (found := kind.find(split)) is not None)
 
 
 def list_source(config: CacheConfig, split: str) -> Manifest:
-    """List the samples of a split on network storage, with a progress bar.
-
-    Raises:
-        ValueError: if the split could lead outside the source, or its samples cannot be used.
-        DataError: if storage cannot be listed.
-    """
     with _open_split(config, split) as asked:
         return find_layout(asked).manifest()
 
@@ -74,10 +62,7 @@ def list_source(config: CacheConfig, split: str) -> Manifest:
 def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Manifest:
     """Return the manifest from the cache if the source has not changed, or list the source and keep the list.
 
-    One process per node lists.
-
-    Args:
-        relist: list the source in any case.
+    `relist` lists the source in any case.
     """
     file = _file(config, split)
     if not file.parent.exists():
@@ -85,6 +70,7 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
             find_layout(asked)  # a missing source must leave no folder in the cache
     cache_folder(config)
     with wrap_os_errors(file.parent), locked(file.with_suffix(".lock")):
+        # under the lock: one process per node lists
         kept = None if relist else cached_manifest(config, split)
         if kept is not None and not _has_changed(config, kept):
             return kept
@@ -99,11 +85,7 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
 
 
 def has_split(config: CacheConfig, split: str) -> bool:
-    """Whether the source has a split with classes, or with any files if they are not images.
-
-    Raises:
-        DataError: if storage does not respond, and the cache has no other split.
-    """
+    """Whether the source has a split with classes, or with any files if they are not images."""
     if config.lists is not None:
         return split in config.lists
     if cached_manifest(config, split) is not None:
@@ -123,13 +105,7 @@ def has_split(config: CacheConfig, split: str) -> bool:
 
 
 def classes_of(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
-    """Return the names of the classes, none if labels are numbers, and the number of classes: those on storage, or if
-    storage does not answer, those in the cache.
-
-    Raises:
-        ValueError: as `list_source`.
-        DataError: if there are neither.
-    """
+    """Return the names of the classes (none if labels are numbers), and their number."""
     kept = cached_manifest(config, split)
     try:
         with _open_split(config, split, kept) as asked:
@@ -167,7 +143,6 @@ def store_manifest(config: CacheConfig, split: str, data: bytes) -> Manifest:
 
 
 def listed_splits(folder: Path) -> dict[str, int]:
-    """Return the number of listed samples of each split, of the lists in a cache folder that can be read."""
     found = {}
     for file in sorted(folder.glob("*.manifest")):
         with contextlib.suppress(DataError):  # corrupt; the run that uses it lists again
@@ -176,7 +151,6 @@ def listed_splits(folder: Path) -> dict[str, int]:
 
 
 def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
-    """Whether the source has changed since it was listed. False if storage does not answer."""
     try:
         with _open_split(config, kept.split, kept, quiet=True) as asked:
             change = _change(asked, kept)
@@ -189,11 +163,7 @@ def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
 
 
 def _change(split: Split, kept: Manifest) -> str:
-    """Return the change on storage since it was listed, or "".
-
-    Raises:
-        DataError: if storage does not answer, or does not have the split.
-    """
+    """Return the change on storage since it was listed, or ""."""
     named = SampleList.find(split)
     if (named.digest if named is not None else "") != kept.list_digest:
         return f"the list of {split.name} has changed"

@@ -1,10 +1,8 @@
 """The samples of a split, and the file that keeps them.
 
-The samples are the files ``<source>/<split>/<class>/**/*.jpg``, or the files that a list names. Classes are numbered
-by name, as in torchvision's ImageFolder; other splits use the numbers of train/ (`Manifest.relabel`). The size, the
-modification time and the tag of each file identify its listed version: a file that differs has changed on storage.
-
-A manifest file is written by `torch.save`. Processes map it, so that all processes of a node share one copy.
+Classes are numbered by name, as in torchvision's ImageFolder; other splits use the numbers of train/
+(`Manifest.relabel`). The size, the modification time and the tag of each file identify its listed version: a file that
+differs has changed on storage.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ VERSION = 5  # of manifest files
 class Paths:
     """Strings in one block of bytes. A million str objects per process would need gigabytes of memory per node.
 
-    Args:
-        joined: uint8, all strings one after the other.
-        ends: int64, end of each string in `joined`.
+    joined: uint8, all strings one after the other. ends: int64, end of each string in `joined`.
     """
 
     def __init__(self, joined: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
@@ -80,9 +76,7 @@ class Manifest:
     """The samples of one split.
 
     Args:
-        split: name of the folder in the source, such as "train".
         root: the source.
-        classes: names, in order.
         paths: paths of the files relative to the root, with forward slashes, sorted.
         labels: int64 [N], class of each sample; or int64 or float64 [N, L], the L columns of a list.
         sizes: int64, size of each file when it was listed; -1 if unknown.
@@ -90,14 +84,13 @@ class Manifest:
         fingerprint: hash of all of these; computed if "". Equal for a copy of the source that keeps times.
         tags: int64, changes when a path leads to another file, even of equal size and time; 0 if unknown.
         is_vector: whether the L labels of a sample are one list of numbers, such as a 0 or 1 for each class.
-        folders: paths of the folders of the split.
         folder_stamps: int64, changes with each folder; 0 if unknown.
         list_digest: hash of the list that names the samples; "" without a list.
         shards: paths of the tar files, or of the row groups, that the samples are in; none if they are files.
         shard_of: int64 [N], shard of each sample. `paths` are then <shard>/<member>.
-        offsets: int64 [N], where each sample begins in its shard (if it is sparse, see `storage_reader.Member`); of row
+        offsets: int64 [N], first byte of each sample in its shard (if sparse, see `storage_reader.Member`); of row
             groups, its row.
-        probed: int64 [n, 3], size, height and width of the images in n of the files, spread over all classes.
+        probed: int64 [n, 3], size, height and width of n images, spread over all classes.
 
     Raises:
         DataError: if a path could lead outside the source, or the fingerprint does not match.
@@ -172,18 +165,11 @@ class Manifest:
 
     @property
     def _columns(self) -> tuple[str, int] | None:
-        """(type, number) of the columns of labels; None for the classes of a folder."""
+        # None for the classes of a folder
         return None if self.labels.ndim == 1 else (self.labels.dtype.name, self.labels.shape[1])
 
     def relabel(self, classes: tuple[str, ...]) -> Manifest:
-        """Return this manifest with the class numbers of train/.
-
-        Args:
-            classes: names of the classes of train/, in order. This split need not have all of them.
-
-        Raises:
-            ValueError: if this split has other classes, too.
-        """
+        """Return this manifest with the class numbers of train/, whose `classes` may be more."""
         if classes == self.classes or not self.label_columns:
             return self
         if not (classes and self.classes):
@@ -208,14 +194,7 @@ class Manifest:
         return replace(self, classes=classes, labels=labels, fingerprint="")
 
     def with_labels_like(self, whole: bool) -> Manifest:
-        """Return this manifest with the type of train/'s labels, so that batches of all splits have one type.
-
-        Args:
-            whole: whether the labels of train/ are whole numbers.
-
-        Raises:
-            ValueError: if the labels of train/ are whole numbers, and these are not.
-        """
+        """Return this manifest with the type of train/'s labels, so that batches of all splits have one type."""
         if not self.labels.size or whole == (self.labels.dtype.kind != "f"):
             return self
         if whole:
@@ -236,7 +215,7 @@ class Manifest:
         return FileKey(self.paths[index], int(self.sizes[index]), int(self.mtimes_ns[index]), int(self.tags[index]))
 
     def keys(self, indices: Sequence[int]) -> list[FileKey]:
-        """Return the files of samples, faster than one by one."""
+        # faster than one by one
         columns = (column[indices].tolist() for column in (self.sizes, self.mtimes_ns, self.tags))
         return list(map(FileKey, map(self.paths.__getitem__, indices), *columns))
 
@@ -273,13 +252,10 @@ class Manifest:
 
     @classmethod
     def load(cls, source: Path | bytes) -> Manifest:
-        """Return the manifest in a file, which is mapped, or in the result of `to_bytes`.
-
-        Raises:
-            DataError: if it cannot be read, or is of another version.
-        """
+        """Return the manifest in a file or in the result of `to_bytes`. Raise DataError if it cannot be read."""
         try:
             if isinstance(source, Path):
+                # mapped, so that all processes of a node share one copy
                 content = torch.load(source, mmap=True, weights_only=True)
             else:
                 content = torch.load(io.BytesIO(source), weights_only=True)
@@ -299,12 +275,11 @@ class Manifest:
 
 
 def count_classes(classes: tuple[str, ...], labels: npt.NDArray[Any]) -> int:
-    """Return the number of classes: of their names, or of integer labels in the first column of a list."""
     if classes or labels.dtype.kind == "f" or labels.ndim == 1 or not labels.size:
         return len(classes)
     return int(labels[:, 0].max()) + 1
 
 
 def _as_int64(labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the bits of labels, int64 [N * L]."""
+    # the bits, not the values, of float64 labels
     return np.ascontiguousarray(labels).reshape(-1).view(np.int64)

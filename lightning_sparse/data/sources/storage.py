@@ -1,9 +1,8 @@
 """Reads files from network storage. Waits while storage does not respond, and raises an error after a timeout.
 
-A child process reads the files (see `storage_reader.py`). A request that fails because of the network (link down,
-server restarting) is retried until storage answers, or until `timeout` seconds pass without any answer. So is a request
-that begins and then fails each time, but for at most `timeout` seconds. Errors of the file itself (missing, no
-permission) are returned at once.
+A child process reads the files (see `storage_reader.py`). A request that fails because of the network is retried until
+`timeout` seconds pass without any answer. A request that begins and then fails each time is retried for at most
+`timeout` seconds. Errors of the file (missing, no permission) are returned at once.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ class MissingFolderError(DataError):
 
 
 class StoredFile(NamedTuple):
-    """A file as it is on storage now."""
-
     data: bytes
     size: int
     mtime_ns: int
@@ -55,10 +52,7 @@ Entry = tuple[str, int, int, int]  # path, size or -1, mtime in ns or 0, tag or 
 
 
 class Listed(NamedTuple):
-    """Contents of a folder, as `storage_reader.Listing`.
-
-    ignored: paths of visible files that are not listed.
-    """
+    """Contents of a folder, as `storage_reader.Listing`. ignored: paths of visible files that are not listed."""
 
     files: list[Entry]
     folders: list[tuple[str, int]]
@@ -86,12 +80,12 @@ class _Request:
     failing_since: float = 0.0
 
     def fails_always(self, timeout: float) -> bool:
-        """Count a failure. Return whether the request has failed for `timeout` seconds, in spite of progress, which
-        resets the timeout of the storage."""
+        """Count a failure. Return whether the request has failed for `timeout` seconds."""
         if self.in_progress and self.breaks == 0:
             self.failing_since = time.monotonic()
         self.breaks += self.in_progress
         self.in_progress = False
+        # the timeout of the storage does not apply, because progress resets it
         return self.breaks >= MIN_BREAKS and time.monotonic() - self.failing_since >= timeout
 
 
@@ -99,9 +93,8 @@ class Storage:
     """The files below a folder of network storage. Thread-safe. The reader process starts with the first request.
 
     Args:
-        source: folder or fsspec URL; this and the next two: default: those of the config.
+        source: folder or fsspec URL. Default, as of the next two: that of the config.
         timeout: seconds without an answer before reads raise StorageTimeoutError.
-        readers: files read at the same time.
         quiet: log interruptions at debug level; for all but one process of a node.
     """
 
@@ -146,7 +139,6 @@ class Storage:
             yield StoredFile(result, size, mtime_ns) if status == OK else Unreadable(result)
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
-        """Yield the contents of each Parquet file, as `storage_reader.row_groups`."""
         return self._ask("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
@@ -156,18 +148,10 @@ class Storage:
         ]
 
     def members(self, paths: Sequence[str]) -> Iterator[tuple[list[Member], list[str]]]:
-        """Yield the members of each tar file, and the names of ignored members, as `storage_reader.members`."""
         return self._ask("members", paths)
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
-        """Yield the files and the folders below each folder.
-
-        Args:
-            images: only images; else all visible files.
-
-        Raises:
-            MissingFolderError: if a folder cannot be listed; also `names`, `files` and `stamps`.
-        """
+        """Yield the files and the folders below each folder: only images, or all visible files."""
         return (Listed(*found) for found in self._ask("list", folders, "images" if images else "visible"))
 
     def names(self, folder: str) -> dict[str, int]:
@@ -185,7 +169,7 @@ class Storage:
         return list(self._ask("stamp", folders))
 
     def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
-        """Yield an answer for each path. All are requested at once."""
+        # all are requested at once
         for path, request in zip(paths, self._requested(kind, [(name, *more) for name in paths]), strict=True):
             status, result, _, _ = self._wait_for(request)
             if status != OK and kind in ("list", "stamp"):
@@ -200,7 +184,6 @@ class Storage:
             yield result
 
     def _similar_names(self) -> str:
-        """Return the names in the source, one of which may be the missing folder's."""
         status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))
         files, folders, _ = result if status == OK else ([], [], [])
         names = [*sorted(path for path, _ in folders if path), *sorted(path for path, *_ in files)]
@@ -235,7 +218,6 @@ class Storage:
             return requests
 
     def _restart_reader(self) -> None:
-        """Start a reader and send it all open requests."""
         self._abandon_reader()
         self._restart_after *= 2
         self._silent_since = time.monotonic() - self._silence()
@@ -247,7 +229,7 @@ class Storage:
         self._reader.send([request.message for request in self._requests.values()])
 
     def on_answers(self, answers: Sequence[Answer]) -> None:
-        """Called by the thread that listens to a reader."""
+        """Handle answers, in the thread that listens to a reader."""
         answered = []
         with self._lock:
             for number, status, result, size, mtime_ns in answers:
@@ -298,19 +280,18 @@ class Storage:
                 self._waiting -= 1
 
     def _reset_timeout(self) -> None:
-        """Storage answered, or receives the first request after a pause."""
+        # storage answered, or receives the first request after a pause
         self._silent_since, self._restart_after = time.monotonic(), RESTART_S
         self._restart_at = self._silent_since + RESTART_S
 
     def _silence(self) -> float:
-        """Return the seconds that storage has been silent, without those that a reader takes to start."""
         now = time.monotonic()
         start = self._starting_since
+        # the time that a reader takes to start is not silence of storage
         end = start if start is not None and now - start < START_S else now
         return max(0.0, end - self._silent_since)
 
     def _check_timeout(self) -> None:
-        """Retry, restart the reader, warn or raise, depending on how long storage has been silent."""
         with self._lock:
             self._check_open()
             now = time.monotonic()
@@ -349,8 +330,6 @@ _READER = Path(__file__).with_name("storage_reader.py")
 
 
 class ReaderProcess:
-    """The reader process, and the thread that listens to it."""
-
     def __init__(self, source: str, readers: int, owner: Storage) -> None:
         self._child = Child(_READER, str(readers), source)
         self._sending = threading.Lock()

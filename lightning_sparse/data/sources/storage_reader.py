@@ -1,12 +1,10 @@
-"""Reads network storage in a process of its own. A script that `storage.py` runs.
+"""Reads network storage in a separate process. A script that `storage.py` runs.
 
 A read from a dead mount cannot be interrupted, and its process cannot be killed until the mount responds. So the
-training process never reads network storage itself: this process does, and is abandoned if it hangs.
+training process never reads network storage: it starts this process, and abandons it if it hangs.
 
-It receives lists of requests on a socket (the file descriptor in argv), answers them in any order, and ends when the
-socket closes. A message has several answers, because for small files a message costs more than its contents. Messages
-are pickled. The first message has the options for fsspec, because other users can read argv. To start fast, the process
-imports only the standard library, and fsspec if the source is a URL. It sends hello after the import of fsspec.
+The process receives lists of requests on a socket (the file descriptor in argv), answers them in any order, and ends
+when the socket closes. Messages are pickled. To start fast, it imports only the standard library, and fsspec for a URL.
 
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it.
@@ -21,7 +19,7 @@ answer     number, status, result, size, mtime   OK: the result
                                                  RETRY: error of the network, may pass
                                                  UNUSABLE: why the source cannot be used
                                                  PROGRESS: listing goes on; an answer follows
-                                                 READY: started; the number is 0
+                                                 READY: fsspec is imported; the number is 0
 =========  ====================================  =======================================================
 """
 
@@ -75,17 +73,15 @@ folder, even of equal size and time."""
 
 
 class LocalStorage:
-    """A mounted folder."""
-
     turn: "contextlib.AbstractContextManager[Any]" = contextlib.nullcontext()  # threads may use it at the same time
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     def read(self, path: str, first: int = 0, last: "int | None" = None) -> tuple[bytes, int, int]:
-        """Return (contents, size, mtime in ns) of a file, or of its bytes first to last - 1. Links are followed, as
-        torchvision's ImageFolder does."""
+        """Return (contents, size, mtime in ns) of a file, or of its bytes first to last - 1."""
         # non-blocking: open() of a named pipe would wait for a writer
+        # follows links, as torchvision's ImageFolder does
         file = os.open(os.path.join(self.root, path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             about = os.fstat(file)
@@ -110,10 +106,7 @@ class LocalStorage:
         return _stamp(os.stat(os.path.join(self.root, path)), _volatile_devices())
 
     def listing(self, path: str, kind: str, progress: "Callable[[], None]") -> Listing:
-        """List a folder.
-
-        progress: called every `PROGRESS_S` seconds, if entries are read.
-        """
+        """List a folder. `progress` is called every `PROGRESS_S` seconds, if entries are read."""
         found: Listing = ([], [], [])
         add, clock = tuple(entries.append for entries in found), time.monotonic  # looked up once, not for each entry
         next_report = clock() + PROGRESS_S
@@ -127,11 +120,8 @@ class LocalStorage:
     def _walk(
         self, folder: str, kind: str, parents: "tuple[tuple[int, int], ...]", volatile: "frozenset[int]"
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the entries of a `Listing`, each with the place of its list.
-
-        parents: device and inode of the folders above, because links could form a loop.
-        """
         about = os.stat(os.path.join(self.root, folder))  # before it is listed: later changes have a later time
+        # links could form a loop
         own = (about.st_dev, about.st_ino)
         if own in parents:
             return
@@ -157,14 +147,12 @@ class LocalStorage:
                     yield 2, name
 
     def alive(self) -> bool:
-        """Whether the storage is mounted: an unmounted folder is empty."""
         with os.scandir(self.root) as entries:
+            # an unmounted folder is empty
             return next(entries, None) is not None
 
 
 class FsspecStorage:
-    """A URL that fsspec opens."""
-
     def __init__(self, url: str, options: "dict[str, Any]") -> None:
         # While another thread imports fsspec, an import of fsspec.core would make each wait for the other's lock, and
         # Python would give one of them a partially imported module.
@@ -188,7 +176,7 @@ class FsspecStorage:
         return self._fs.open(self._at(path), "rb", block_size=1 << 20)
 
     def stamp(self, path: str) -> int:
-        """0 if storage keeps neither times nor tags of folders."""
+        """Return 0 if storage keeps neither times nor tags of folders."""
         return _mtime_or_tag(self._fs.info(self._at(path)))
 
     def listing(self, path: str, kind: str, progress: "Callable[[], None]") -> Listing:
@@ -224,7 +212,6 @@ class FsspecStorage:
         return found
 
     def _entries(self, at: str, kind: str) -> "dict[str, dict[str, Any]]":
-        """Return the contents of a folder by name: entries in it, or below it."""
         if self._is_web:
             return dict(self._linked(at, below=kind != "here"))
         if kind == "here":
@@ -233,9 +220,9 @@ class FsspecStorage:
         return found
 
     def _linked(self, at: str, *, below: bool) -> "Iterator[tuple[str, dict[str, Any]]]":
-        """Yield the entries of a folder on a web server. Its index page also has links that sort or leave the page."""
         for entry in self._fs.ls(f"{at}/", detail=True):
             inner = html.unescape(entry["name"][len(at) + 1 :])
+            # an index page also has links that sort or leave the page
             if not inner.strip("/") or "/" in inner[:-1] or "?" in inner or "#" in inner or inner in ("./", "../"):
                 continue
             yield f"{at}/{inner}", entry
@@ -243,7 +230,7 @@ class FsspecStorage:
                 yield from self._linked(f"{at}/{inner.rstrip('/')}", below=True)
 
     def _name(self, path: str) -> str:
-        """Return a path as a mount would list it: web servers quote names."""
+        # as a mount would list it: web servers quote names
         return unquote(path, errors="surrogateescape") if self._is_web else path
 
     def alive(self) -> bool:
@@ -255,8 +242,7 @@ class FsspecStorage:
 
 
 def _is_thread_safe(fs: Any) -> bool:
-    """Whether threads may use an fsspec file system at the same time. Other file systems share one file or connection,
-    so reads at the same time would mix up their bytes."""
+    # Some file systems share one file or connection, so concurrent reads would mix up their bytes.
     wraps_another = any(hasattr(fs, name) for name in ("fo", "fs", "sync_fs", "target_protocol"))
     if wraps_another:
         return False
@@ -265,11 +251,7 @@ def _is_thread_safe(fs: Any) -> bool:
 
 
 def _root_of_archive(fs: Any) -> str:
-    """Return "." for a tar file whose members are named ./train/..., else "".
-
-    Raises:
-        ValueError: if only some members are named so.
-    """
+    """Return "." for a tar file whose members are named ./train/..., else ""."""
     if "tar" not in fs.protocol:
         return ""
     names = {name.partition("/")[0] for name in fs.ls("", detail=False)}
@@ -280,7 +262,7 @@ def _root_of_archive(fs: Any) -> str:
 
 
 def _whole_part(data: bytes, first: int, last: int) -> bytes:
-    """Return the data. Raises: UnreadableFileError: if it does not have the length of the requested part."""
+    """Return the data. Raise UnreadableFileError if it does not have the length of the requested part."""
     if len(data) != last - first:
         raise UnreadableFileError(
             f"storage returned {len(data):,} bytes for bytes {first:,} to {last:,}. If the file has become shorter, "
@@ -322,7 +304,7 @@ def _volatile_devices() -> "frozenset[int]":
 
 
 def _stamp(about: os.stat_result, volatile: "frozenset[int]") -> int:
-    """Return a hash of modification time, inode and status-change time. Users cannot set the status-change time."""
+    # users cannot set the status-change time
     own = () if about.st_dev in volatile else (about.st_ino, about.st_ctime_ns)
     return hash((about.st_mtime_ns, *own))
 
@@ -361,7 +343,7 @@ def _mtime_or_tag(about: "dict[str, Any]") -> int:
 
 
 class Source:
-    """The storage, opened by the first request that succeeds: it may take several if its server does not answer."""
+    """The storage, opened by the first request that succeeds, because its server may not answer the first ones."""
 
     def __init__(self, source: str, options: "dict[str, Any]") -> None:
         self._source, self._options, self._lock = source, options, threading.Lock()
@@ -384,7 +366,7 @@ Answer = tuple[int, str, Any, int, int]
 
 
 def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "Callable[[], None]") -> tuple[Any, ...]:
-    """(status, result, size, mtime)"""
+    """Return (status, result, size, mtime)."""
     try:
         storage = source.opened()
     except Exception as error:
@@ -427,11 +409,7 @@ def _described(error: Exception) -> str:
 
 
 class Answers:
-    """Sends answers, together with those that are made at the same time.
-
-    Args:
-        requests: what is left to answer.
-    """
+    """Sends answers, together with those that are made at the same time. `requests` are not answered yet."""
 
     def __init__(self, connection: Any, requests: SimpleQueue[Any]) -> None:
         self._connection, self._requests, self._lock = connection, requests, threading.Lock()
@@ -442,6 +420,7 @@ class Answers:
         with self._lock:
             self._made.append((number, status, result, size, mtime))
             self._size += size
+            # one message for several answers: for small files, a message costs more than its contents
             late = time.monotonic() - self._sent >= SEND_S
             if not (late or self._size >= SEND_BYTES or self._requests.empty() or status in (PROGRESS, READY)):
                 return
@@ -453,8 +432,9 @@ class Answers:
 
 
 def exit_now() -> NoReturn:
-    """End this process without waiting for other threads. One that hangs in the kernel keeps what the process has open,
-    so close what a shell may wait for: the output of the program."""
+    """End this process without waiting for other threads."""
+    # A thread that hangs in the kernel keeps the files of this process open. Close the program's output: a shell may
+    # wait for it.
     for output in range(3):
         with contextlib.suppress(OSError):
             os.close(output)
@@ -468,11 +448,8 @@ contents. For a sparse member, it is -1 minus the offset of the header, because 
 
 def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], list[str]]:
     """Return the members of a tar file, from its headers, and the names of ignored members: hidden members and devices.
-    A link stands for the member that it leads to.
 
-    Raises:
-        UnreadableFileError: if it is not a complete and uncompressed tar file, or if a member cannot be read by its
-            position in the file.
+    A link stands for the member that it leads to. Raise UnreadableFileError if the file is incomplete or compressed.
     """
     import tarfile
 
@@ -510,18 +487,14 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
 
 
 def _member_name(name: str) -> str:
-    """Return the name of a member without the ./ that `tar -C FOLDER .` puts before it."""
+    # `tar -C FOLDER .` puts ./ before each name
     while name.startswith("./"):
         name = name[2:].lstrip("/")
     return "" if name == "." else name
 
 
 def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
-    """Return (contents, size, 0) of a sparse member of a tar file, whose contents are in pieces.
-
-    Args:
-        offset: position of the header.
-    """
+    """Return (contents, size, 0) of a sparse member of a tar file, whose header is at `offset`."""
     import tarfile
 
     with file, contextlib.suppress(tarfile.TarError):
@@ -558,14 +531,10 @@ def check_end(file: Any, offset: int) -> None:
 
 
 def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[str, Any]:
-    """Return the contents of a Parquet file: (rows, bytes of the samples) of each row group, labels, names of classes,
-    and the possible columns of labels if there are several.
+    """Return (rows, bytes of the samples) of each row group of a Parquet file, its labels, and the names of classes.
 
-    Args:
-        column: name of the column of samples; "": the only column of bytes, or of a struct with a field `bytes`.
-
-    Raises:
-        UnreadableFileError: if it is not a Parquet file, or the column of samples is not clear.
+    If it is unclear which column has the labels, the result names the candidates. `column` has the samples; "": the
+    only column of bytes, or of a struct with a field `bytes`.
     """
     with _opened(file, progress) as parquet:
         schema = parquet.schema_arrow
@@ -589,8 +558,6 @@ def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> 
 
 
 class _Reporting:
-    """A file that reports each read. failed: whether one has failed."""
-
     def __init__(self, file: Any, progress: "Callable[[], None]") -> None:
         self._file, self._progress, self.failed = file, progress, False
 
@@ -609,7 +576,6 @@ class _Reporting:
 
 @contextlib.contextmanager
 def _opened(file: Any, progress: "Callable[[], None]") -> Iterator[Any]:
-    """Yield a Parquet file. Raises: UnreadableFileError: if it is none, or if what is read of it is damaged."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -631,8 +597,7 @@ def _opened(file: Any, progress: "Callable[[], None]") -> Iterator[Any]:
 
 
 def _columns(schema: Any, requested: str) -> tuple[str, str, list[str]]:
-    """Return the path of the column of samples and the name of the column of labels. If the latter is not clear, it is
-    "", and the names of the possible columns follow."""
+    """Return the path of the column of samples, the name of the column of labels ("" if unclear), and candidates."""
     from pyarrow import types
 
     kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
@@ -659,7 +624,7 @@ _PARSERS: "dict[str, Callable[..., Any]]" = {"members": members, "groups": row_g
 
 
 def _import_file_system(url: str) -> None:
-    """Import what opens a URL, which may take seconds. An error is that of the first request."""
+    # takes seconds; the first request reports an error
     with contextlib.suppress(Exception):
         import fsspec
 
@@ -672,6 +637,7 @@ def main(file: int, threads: int, source: str) -> None:
     requests: SimpleQueue[tuple[int, str, tuple[Any, ...]]] = SimpleQueue()
     answers = Answers(connection, requests)
     try:
+        # the options for fsspec come in the first message, because other users can read argv
         storage = Source(source, pickle.loads(connection.recv_bytes()))
     except (EOFError, OSError):
         exit_now()
