@@ -86,7 +86,6 @@ class Engine(ABC):
         return
 
     def warn_of_no_step(self) -> None:
-        """Warn once if batches were trained without an optimizer step."""
         return
 
     # -- weights that the world sees -----------------------------------------------------------------------------------

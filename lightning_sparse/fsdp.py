@@ -103,7 +103,6 @@ def explained_if_mixed() -> Iterator[None]:
 
 
 def options_for(precision: Any) -> dict[str, Any]:
-    """Return the options of ``fully_shard`` for a precision of Lightning."""
     if precision != "bf16-mixed":
         return {}
     return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -322,6 +321,7 @@ class ShardedGradients(Engine):
         average(buffers, all_reduce, ranks, is_first=self.topology.rank == 0)
 
     def step(self, optimizer: Optimizer | None = None) -> None:
+        """Update the statistics after the optimizer's step."""
         self.steps += 1
         if self.active:
             self.exchange.stats.end_round()

@@ -37,7 +37,7 @@ def number(
     optional: bool = False,
     hint: str = "",
 ) -> None:
-    """Check that an option is a finite number, from `low` or above `above`, to `high` or below `below`."""
+    """Check that an option is a finite number in the given range."""
     value = _value(config, name)
     if value is None and optional:
         return

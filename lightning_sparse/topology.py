@@ -61,7 +61,7 @@ class Traffic:
             self._ended += 1
 
     def counts(self) -> tuple[int, int]:
-        """Return how many collectives have begun, and how many have not ended, for example after a failure."""
+        """Return how many collectives have begun, and how many have not ended."""
         with self._lock:
             return self._begun, self._begun - self._ended
 
@@ -112,21 +112,22 @@ class Topology:
 
     @cached_property
     def num_devices(self) -> int:
-        """L."""
+        """L, the number of devices in this node."""
         return len(self.nodes[self.node_index])
 
     @cached_property
     def node_index(self) -> int:
-        """m."""
+        """m, the node of this rank."""
         return next(m for m, node in enumerate(self.nodes) if self.rank in node)
 
     @cached_property
     def device_index(self) -> int:
-        """l."""
+        """l, the index of this rank in its node."""
         return self.nodes[self.node_index].index(self.rank)
 
     @cached_property
     def kind(self) -> Kind:
+        """Only "hierarchical" has a slow link."""
         if self.world_size == 1:
             return "one rank"
         if self.num_nodes == 1:
