@@ -1,10 +1,7 @@
 """Data-parallel training for slow networks between nodes.
 
-Importing this package registers the strategies ``"mstopk_hier..."`` with Lightning; the entry point in `_autoload` does
-so even without the import. It imports neither torch nor Lightning.
-
-The public names exist once for each of Lightning's packages, whose classes do not mix. They are resolved on access
-(PEP 562):
+Importing this package registers the strategies ``"mstopk_hier..."`` with Lightning. It imports neither torch nor
+Lightning. The public names exist once for each of Lightning's packages, whose classes do not mix:
 
 | imported package | module |
 |---|---|
@@ -12,8 +9,6 @@ The public names exist once for each of Lightning's packages, whose classes do n
 | ``lightning.pytorch`` | ``lightning_sparse.flavours.lightning`` |
 | neither | the first of the two that is installed |
 | both | ImportError: import from one of the two modules |
-
-They are not cached, so that the result does not depend on the order of imports.
 """
 
 from __future__ import annotations
@@ -58,6 +53,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    # Not cached, so that the result does not depend on the order of imports.
     return getattr(import_module(_module_of(name)), name)
 
 
@@ -66,7 +62,6 @@ def __dir__() -> list[str]:
 
 
 def _module_of(name: str) -> str:
-    """Return the module that provides `name`."""
     imported = [root for root in _FLAVOURS if root in sys.modules]
     if len(imported) > 1:
         imports = " or ".join(f"`from {module} import {name}`" for module in _FLAVOURS.values())

@@ -1,14 +1,11 @@
 """Register the names of our strategies with Lightning without an import in the user's script.
 
-Lightning has no entry points for strategies, but torch calls those of the group ``torch.backends`` at the end of
-``import torch``; ours, in `lightning_sparse_autoload`, calls `autoload`. Importing Lightning there would slow down
-every ``import torch`` by seconds. Instead, `autoload` inserts a finder into ``sys.meta_path``. When the program imports
-a module of `FLAVOURS`, the finder wraps its loader, which registers our names after the module has run. The registry
-gets a factory, which imports our classes only for ``Trainer(strategy="mstopk_hier")``, say.
+Lightning has no entry points for strategies, but torch calls the entry points ``torch.backends`` at the end of its
+import. Ours puts a finder into ``sys.meta_path``, which registers our names after the program has imported a module of
+`FLAVOURS`. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point.
 
-This file runs in every ``import torch``, so it imports only the standard library and suppresses its errors: a failing
-entry point would break ``import torch``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point;
-``import lightning_sparse`` calls `autoload` too.
+This file runs in every import of torch, so it imports only the standard library and suppresses its errors: a failing
+entry point would break ``import torch``.
 """
 
 from __future__ import annotations
@@ -62,7 +59,8 @@ STRATEGIES = {
 
 
 def autoload() -> None:
-    """Register with the imported flavours now, and with the others when they are imported. Idempotent."""
+    """Register with the packages of Lightning, now or when they are imported. Idempotent."""
+    # Importing Lightning here would slow down every ``import torch`` by seconds.
     with contextlib.suppress(Exception):
         if not any(isinstance(finder, _StrategiesFinder) for finder in sys.meta_path):
             # First, so that it sees modules which other finders find.
@@ -73,21 +71,20 @@ def autoload() -> None:
 
 
 def _register(strategies: ModuleType | None) -> None:
-    """Add our names to the registry of one package of Lightning, except names that it already has.
-
-    In a lab whose ranks share GPUs, also map the package's devices to them.
-    """
     # The registry does not exist yet if the module is still being imported.
     registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
     if strategies is None or registry is None:
         return
     for base, (cls, does, suffixes) in CLASSES.items():
+        # A factory imports our classes only if the user chooses the strategy.
         factory = partial(_create, FLAVOURS[strategies.__name__], cls)
         for suffix, arguments in suffixes.items():
+            # `autoload` may run more than once, and a registered name raises an error.
             if f"{base}{suffix}" not in registry:
                 described = ", ".join(f"`{key}` {value!r}" for key, value in arguments.items())
                 description = f"{does}, with {described}" if described else does
                 registry.register(f"{base}{suffix}", factory, description=description, **arguments)
+    # In a lab, ranks share GPUs, so the package's devices are mapped to them.
     if "LIGHTNING_SPARSE_LAB_GPUS" in os.environ:
         from lightning_sparse.lab.shared_gpus import patch_lightning
 
@@ -99,8 +96,6 @@ def _create(module: str, cls: str, **arguments: Any) -> Any:
 
 
 class _StrategiesFinder:
-    """Delegates to the other finders, and wraps the loader of the spec they return."""
-
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in FLAVOURS:
             return None
@@ -115,12 +110,8 @@ class _StrategiesFinder:
 
 
 class _RegisteringLoader:
-    """Runs the module's own loader, then registers our names.
-
-    It wraps the loader rather than patching it, since modules can share a loader (zipimport).
-    """
-
     def __init__(self, loader: Any) -> None:
+        # Wrap the loader and do not patch it, because modules can share a loader (zipimport).
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:

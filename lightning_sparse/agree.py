@@ -1,7 +1,6 @@
 """Decisions of several ranks, from the values of all of them.
 
-``reduce`` is an all-reduce in place, ``reduce(tensor, op=...)``, over the deciding ranks: a method of
-`lightning_sparse.exchange.HierCommunicator`, whose errors name the ranks, or ``torch.distributed.all_reduce``.
+``reduce`` is an all-reduce in place, ``reduce(tensor, op=...)``, over the deciding ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def largest(number: float, reduce: Reduce, device: torch.device) -> float:
 
 
 def extremes(numbers: Sequence[int], reduce: Reduce, device: torch.device) -> tuple[list[int], list[int]]:
-    """Return the largest and the smallest of all ranks' numbers, elementwise. A collective."""
+    """Return the elementwise largest and smallest of all ranks' numbers. A collective."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     both = torch.stack([mine, -mine])
     reduce(both, op=dist.ReduceOp.MAX)
@@ -58,14 +57,14 @@ def fingerprint(tensor: Tensor | None) -> Tensor:
 
 
 def same_options(mine: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks unless all of them have equal options. A collective of the world."""
+    """Raise ValueError on all ranks unless all have equal options. A collective of the world."""
     stated: list[Mapping[str, Any]] = [mine] * dist.get_world_size()
     dist.all_gather_object(stated, dict(mine))
     compare(stated)
 
 
 def compare(options: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a rank has other options than rank 0: it would call other collectives, and hang."""
+    # A rank with other options would call other collectives, and hang.
     first = options[0]
     for rank, given in enumerate(options):
         different = [name for name in {**first, **given} if given.get(name) != first.get(name)]
@@ -75,15 +74,11 @@ def compare(options: Sequence[Mapping[str, Any]]) -> None:
 
 
 def is_distributed() -> bool:
-    """Return whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def on_first(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on all ranks. If it fails, raise on all ranks. A collective.
-
-    Without a process group, this process is the only rank.
-    """
+    """Call `make` on rank 0. Return its result, or raise its error, on all ranks. A collective."""
     if not is_distributed():
         return make()
     answer = [_result_of(make) if dist.get_rank() == 0 else (None, None)]
@@ -95,7 +90,7 @@ def on_first(make: Callable[[], T]) -> T:
 
 
 def on_all(make: Callable[[], T]) -> list[T]:
-    """Call `make` on each rank and return all results in rank order. If one fails, raise on all ranks. A collective."""
+    """Call `make` on each rank. Return all results in rank order, or raise on all ranks. A collective."""
     if not is_distributed():
         return [make()]
     own = _result_of(make)

@@ -7,9 +7,6 @@ gradients `lightning_sparse.gradients.HierState`         gradients, in a hook  D
 updates   `lightning_sparse.updates.LocalUpdates`        parameter updates     DDP of the node, or FSDP2
 shards    `lightning_sparse.fsdp.ShardedGradients`       gradients of shards   FSDP2
 ========= ============================================== ===================== ===============================
-
-A method that an engine does not need does nothing. A checkpoint has the `State` of each device: flat pieces of
-parameters, which another number of nodes or devices can load.
 """
 
 from __future__ import annotations
@@ -32,13 +29,15 @@ from lightning_sparse.topology import Topology
 class Engine(ABC):
     """Exchanges gradients or updates of one module between nodes.
 
+    Every rank calls the methods of training, weights and loading. A method that an engine does not need does nothing.
+
     Attributes:
         exchange: the exchange between nodes; exists if ``active``.
         active: whether nodes exchange anything; False on one node.
         requires_all_ranks: a restore needs the state of every rank. Otherwise, a rank without state starts anew.
         has_local_weights: each node trains local weights; validation uses the global weights.
         in_step: all nodes take the same steps.
-        batches: number of batches begun, if counted, to detect a node that skipped a step.
+        batches: number of batches begun, if counted. It shows whether a node skipped a step.
     """
 
     kind: ClassVar[str]
@@ -64,7 +63,7 @@ class Engine(ABC):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def before_backward(self, reason_for_dense: str = "") -> None:
-        """Prepare for a backward pass. Every rank calls it before each backward pass.
+        """Prepare for a backward pass.
 
         Args:
             reason_for_dense: reason to reduce the next round's gradients as DDP does; empty for none.
@@ -72,29 +71,27 @@ class Engine(ABC):
         return
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Prepare for a step of one optimizer, or of all."""
         return
 
     def step(self, optimizer: Optimizer | None = None) -> None:
-        """Follow a step of one optimizer, or of all. Every rank calls it, even if it skipped the step."""
+        """Follow a step of one optimizer, or of all. Call it even if this rank skipped the step."""
         return
 
     def send_unsent(self) -> None:
-        """Exchange steps for which ``step()`` was not called. Every rank calls it, after each batch."""
+        """Exchange steps for which ``step()`` was not called. Call it after each batch."""
         return
 
     def finish(self) -> None:
-        """Send all pending updates; afterwards all ranks have equal weights. Every rank calls it."""
+        """Send all pending updates; afterwards all ranks have equal weights."""
         return
 
     def warn_of_no_step(self) -> None:
-        """Warn once if batches were trained without an optimizer step."""
         return
 
     # -- weights that the world sees -----------------------------------------------------------------------------------
 
     def swap_in_global_weights(self, wait: bool = True) -> None:
-        """Write the global weights and averaged buffers into the module. Every rank calls it.
+        """Write the global weights and averaged buffers into the module.
 
         Args:
             wait: False writes the weights without messages in flight, keeps this rank's own buffers, and sends nothing.
@@ -102,20 +99,20 @@ class Engine(ABC):
         return
 
     def swap_in_local_weights(self) -> None:
-        """Restore this node's own weights. Every rank calls it."""
+        """Restore this node's own weights."""
         return
 
     def adopt_changes(self) -> None:
-        """Add changes of the shown global weights to the global weights. Every rank calls it."""
+        """Add changes of the shown global weights to the global weights."""
         return
 
     def average_changes(self) -> None:
-        """If nodes changed the global weights differently, replace them by their mean. Every rank calls it."""
+        """If nodes changed the global weights differently, replace them by their mean."""
         return
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Return a context in which the module holds the global weights and averaged buffers. Every rank enters it."""
+        """Return a context in which the module holds the global weights and averaged buffers."""
         self.swap_in_global_weights()
         try:
             yield
@@ -130,7 +127,6 @@ class Engine(ABC):
 
     @property
     def saves(self) -> bool:
-        """Whether there is state to save."""
         return self.active
 
     def metadata(self) -> dict[str, Any]:
@@ -138,29 +134,21 @@ class Engine(ABC):
         return {"steps": self.steps}
 
     def checkpoint_metadata(self) -> dict[str, Any]:
-        """Return the metadata, with the entries of all engines."""
         nodes = [list(node) for node in self.topology.nodes]
         told = {"version": VERSION, "kind": self.kind, "nodes": nodes, "config": self.config.to_dict()}
         return {**told, **(self.metadata() if self.saves else {})}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this device's part for ``torch.distributed.checkpoint.save`` and ``async_save``. Every rank calls it.
-
-        ``lightning_sparse.strategy.resume`` loads it.
-        """
+        """Return this device's part for ``torch.distributed.checkpoint.save`` and ``async_save``."""
         mine = {f"rank{self.topology.rank}": self.device_state()} if self.saves else {}
         return {"metadata": (self.checkpoint_metadata(),), **mine}
 
     def device_state(self) -> dict[str, Any]:
-        """Return the state of this device for a loop without Lightning."""
         return {"engine": for_folder(self.state())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse: ``torch.distributed.checkpoint.load`` must know the entries of a checkpoint before it reads them.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: ``lightning_sparse.strategy.resume`` loads the state."""
+        # ``torch.distributed.checkpoint.load`` must know the entries of a checkpoint before it reads them.
         raise ValueError(
             f"torch.distributed.checkpoint.load cannot load {type(self).__name__}, because it does not know the saved "
             f"nodes and pieces. Omit it, and call lightning_sparse.strategy.resume(engine, folder, key) afterwards."
@@ -176,19 +164,18 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
-        """Continue from this device's state, on the same nodes; None: with nothing pending. Every rank calls it."""
+        """Continue from this device's state, on the same nodes; None: with nothing pending."""
 
     @abstractmethod
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
-        """Continue from the states of all devices, by node, of another cluster or other options. Every rank calls
-        it."""
+        """Continue from the states of all devices of another cluster, by node."""
 
     def global_parts(self) -> list[Tensor]:
-        """Return tensors that are equal on devices with the same index of all nodes, for a check after a restore."""
+        """Return tensors that are equal on devices with the same index of all nodes, to check a restore."""
         return []
 
     def restart(self) -> None:
-        """Start from the weights in the module, with nothing pending. Every rank calls it."""
+        """Start from the weights in the module, with nothing pending."""
         return
 
     def owns_any(self, parameters: Collection[int]) -> bool:
@@ -196,10 +183,9 @@ class Engine(ABC):
         return any(id(p) in parameters for p in self.module.parameters())
 
     def tracks_optimizer(self, optimizer: Optimizer) -> bool:
-        """Return whether the engine follows the optimizer's steps."""
         return self.owns_any({id(parameter) for parameter in parameters_of(optimizer)})
 
-    # -- what a callback reports ---------------------------------------------------------------------------------------
+    # -- numbers for callbacks -----------------------------------------------------------------------------------------
 
     def norms(self) -> dict[str, Tensor]:
         """Return L2 norms of the unsent state, by name: 0-dim tensors, without a host wait."""
@@ -216,5 +202,5 @@ class Engine(ABC):
         return
 
     def detach(self, reused: Sequence[Optimizer] = ()) -> None:
-        """Release module and optimizers. ``reused`` optimizers get all their state: collectives of the node."""
+        """Release module and optimizers. ``reused`` optimizers get all their state."""
         self.end()

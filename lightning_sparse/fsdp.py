@@ -1,9 +1,4 @@
-"""FSDP2 inside each node, for models that are too large for one device: mesh, sharding, and gradients between nodes.
-
-FSDP2 gets the mesh of one node. In the backward pass of each module that it manages, it averages the gradients over the
-node's devices, and passes this device's shard [S], padded per parameter, to a hook. `ShardedGradients` replaces it by
-the mean over nodes, through a path of `lightning_sparse.exchange`. Unsent entries stay in the residual of the module.
-"""
+"""FSDP2 inside each node, for models that are too large for one device: mesh, sharding, and gradients between nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ from lightning_sparse.topology import Topology, device_type, undisturbed
 
 
 def mesh_of(topology: Topology) -> DeviceMesh:
-    """Return a mesh with the axes "replicate" (nodes) and "shard" (devices of a node), over the topology's groups.
+    """Return a mesh with the axes "replicate" (nodes) and "shard" (devices in each node).
 
     Raises:
         ValueError: if nodes have different numbers of devices.
@@ -59,7 +54,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     such as the layers of a Transformer. A sharded model stays unchanged.
 
     Args:
-        model: on the CPU, a device, or the meta device.
+        model: on the CPU, on a GPU, or on the meta device.
         mesh: from ``mesh_of``, or its axis "shard".
         **options: options of ``fully_shard``.
 
@@ -82,7 +77,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def by_hand(model: nn.Module) -> str:
-    """Return advice about sharding a model by hand, for an error message."""
     return (
         f"shard {type(model).__name__} as a whole with fully_shard(model, mesh=mesh['shard']). In a LightningModule, "
         f"import fully_shard and register_fsdp_forward_method from torch.distributed.fsdp, and write:\n"
@@ -95,7 +89,6 @@ def by_hand(model: nn.Module) -> str:
 
 @contextmanager
 def explained_if_mixed() -> Iterator[None]:
-    """Add advice to torch's error about parameters that are used without the ``forward()`` that gathers them."""
     try:
         yield
     except RuntimeError as error:
@@ -110,10 +103,6 @@ def explained_if_mixed() -> Iterator[None]:
 
 
 def options_for(precision: Any) -> dict[str, Any]:
-    """Return the options of ``fully_shard`` for a precision of Lightning.
-
-    With ``"bf16-mixed"``, weights are gathered in bf16, and gradients are summed in fp32.
-    """
     if precision != "bf16-mixed":
         return {}
     return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -143,7 +132,7 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield each module once. Lists and dicts have no ``forward()``, so yield the modules inside them."""
+    """Yield each module once, and the modules inside lists and dicts, which have no ``forward()``."""
     seen: set[int] = set()
     waiting = list(modules)[::-1]
     while waiting:
@@ -156,7 +145,7 @@ def with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _is_alone(part: nn.Module, model: nn.Module) -> bool:
-    """Return whether no other part of the model shares its parameters. FSDP2 would give each part its own copy."""
+    # FSDP2 would give each module its own copy of a shared parameter.
     uses = _uses(model)
     return all(uses[key] == count for key, count in _uses(part).items())
 
@@ -169,9 +158,7 @@ class FSDPParamGroup:
     """The parameters that FSDP2 reduces together.
 
     Args:
-        name: name of the module.
-        managed: parameters of the module, except parameters of FSDP2 modules inside it, by name and in order. Frozen
-            parameters take no part.
+        managed: parameters of the module by name, in order, except parameters of FSDP2 modules inside it.
 
     Attributes:
         numel: S, number of elements of this device's shards, each padded to the largest shard of all devices.
@@ -181,6 +168,7 @@ class FSDPParamGroup:
     def __init__(self, name: str, managed: dict[str, DTensor]) -> None:
         self.name = name
         self.parameters = parameters = {key: each for key, each in managed.items() if each.requires_grad}
+        # Frozen parameters take no part. A change during the fit would change the layout.
         self._trained = {key: (each, each.requires_grad) for key, each in managed.items()}
         self.numel = 0
         self._begins: list[int] = []
@@ -192,7 +180,7 @@ class FSDPParamGroup:
         self._spare_S: Tensor | None = None
 
     def check(self, numel: int) -> None:
-        """Raise ValueError unless the hook got the gradients of all parameters that were trainable at set-up."""
+        # The hook must get the gradients of all parameters that were trainable at set-up.
         changed = [name for name, (each, trained) in self._trained.items() if each.requires_grad != trained]
         if changed:
             raise ValueError(
@@ -226,7 +214,6 @@ class FSDPParamGroup:
         return self.residual_S
 
     def residuals(self) -> tuple[Tensor, Tensor]:
-        """Return this round's residual, and memory for the next residual."""
         residual_S = self.new_residual() if self.residual_S is None else self.residual_S
         if self._spare_S is None:
             self._spare_S = torch.empty_like(residual_S)
@@ -237,7 +224,6 @@ class FSDPParamGroup:
 
 
 def residual_of(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
-    """Yield the residual of a device for a range of a parameter."""
     return state.cut("residual", name, begin, end)
 
 
@@ -258,7 +244,6 @@ class ShardedGradients(Engine):
 
     Attributes:
         epoch: current epoch, for the density warm-up. Set it at the start of each epoch.
-        warmup: warm-up of the density.
 
     Raises:
         ValueError: for parameters that are sharded in another way, or an exchange that must measure first.
@@ -301,7 +286,7 @@ class ShardedGradients(Engine):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Return a context in which backward passes leave the exchange between nodes to the next pass outside."""
+        """Leave the exchange of the backward passes in this context to the next pass outside."""
         self._accumulating = True
         try:
             yield
@@ -327,8 +312,8 @@ class ShardedGradients(Engine):
 
     @torch.no_grad()
     def swap_in_global_weights(self, wait: bool = True) -> None:
-        """Average floating-point buffers, such as batch norm statistics, over all ranks. A collective of the world, if
-        there are any. Weights are equal anyway."""
+        """Average floating-point buffers over all ranks, if there are any. A collective of the world."""
+        # Weights are equal on all nodes anyway. Buffers such as batch norm statistics are not.
         buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
         if not self.active or not buffers:
             return
@@ -388,7 +373,8 @@ class ShardedGradients(Engine):
 
     @torch.no_grad()
     def _reduce(self, managed: FSDPParamGroup, flat_S: Tensor) -> None:
-        """Replace this node's gradients by the mean over nodes. FSDP2 calls it as a hook."""
+        # FSDP2 calls this hook in the backward pass of each module that it manages. It passes this device's shard [S]
+        # of the node's mean gradient, padded per parameter.
         self.exchange.refuse_capture()
         managed.check(flat_S.numel())
         if self._accumulating:
@@ -409,21 +395,14 @@ class ShardedGradients(Engine):
 
 
 def record_stream_use(tensor: Tensor) -> None:
-    """Tell the allocator that the current stream uses the tensor.
-
-    FSDP2's hook runs on another stream than the owner of its memory. Otherwise, the next reduce-scatter could reuse the
-    memory too early.
-    """
+    # FSDP2's hook runs on another stream than the owner of its memory. Otherwise, the next reduce-scatter could reuse
+    # the memory too early.
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def params_of(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
-    """Return the parameters that FSDP2 manages with a module, in the order in which it lays out their gradients.
-
-    Raises:
-        ValueError: for a parameter that is not sharded along dim 0 over one axis.
-    """
+    """Return the parameters that FSDP2 manages with a module, in the order in which it lays out their gradients."""
     found: dict[str, DTensor] = {}
 
     def visit(each: nn.Module) -> None:

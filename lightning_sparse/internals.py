@@ -56,12 +56,12 @@ default_timeout = torch.distributed.distributed_c10d.default_pg_timeout
 
 
 def current_backward() -> int:
-    """Return the id of the running backward pass of this thread; -1 outside."""
+    """Return the id of this thread's running backward pass; -1 outside."""
     return int(torch._C._current_graph_task_id())
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Register a callback for the end of the running backward pass of this thread."""
+    """Register a callback for the end of this thread's running backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -70,25 +70,19 @@ def default_store() -> Store:
 
 
 def nccl_options(parent: Any, max_ctas: int, timeout: timedelta | None) -> Any:
-    """Return the options of a parent group for a new NCCL group, with at most `max_ctas` blocks per kernel.
-
-    Args:
-        parent: a group with an NCCL backend.
-        timeout: timeout of the new group, because torch warns if its options differ. None: the default of NCCL.
-    """
+    """Return the parent group's options for a new NCCL group, with at most `max_ctas` blocks per kernel."""
     options = copy.deepcopy(parent._get_backend(torch.device("cuda")).options)
     options.config.max_ctas = max_ctas
+    # torch warns if the timeout in the options differs from the timeout of the new group.
     options._timeout = timeout or torch.distributed.distributed_c10d.default_pg_nccl_timeout  # type: ignore[attr-defined]
     return options
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> torch.distributed.ProcessGroup:
-    """Return a Gloo group that listens on the given address of this machine.
-
-    By default, Gloo uses the address of the host name, which may be a loopback address.
-    """
+    """Return a Gloo group that listens on a given address."""
     options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
+    # By default, Gloo uses the address of the host name, which may be a loopback address.
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]
     backend = torch.distributed.ProcessGroupGloo(store, rank, size, options)
     backend._set_sequence_number_for_group()
@@ -100,12 +94,12 @@ def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, host: str
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """Return the scale as a 0-dim tensor on its device, without the wait of ``get_scale()``; None before the first
-    step."""
+    """Return the scale as a 0-dim tensor on its device; None before the first step."""
+    # ``get_scale()`` would wait for the device.
     scale: Tensor | None = scaler._get_scale_async()
     return scale
 
 
 def runs_first(optimizer: Optimizer, hook: int) -> None:
-    """Move a post-step hook, given by its id, before hooks that were registered earlier."""
+    """Move a post-step hook, given by its id, before earlier hooks."""
     optimizer._optimizer_step_post_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]

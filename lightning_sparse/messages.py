@@ -12,7 +12,7 @@ from typing import Any
 log = logging.getLogger("lightning_sparse")
 SHOWN = 3  # number of names in a log line
 SLOW_AFTER = timedelta(seconds=10)
-"""After so long a rank says what it waits for."""
+"""Time after which a rank logs what it is waiting for."""
 CONNECT_SECONDS = 5.0
 """Time in which the ranks of a job usually connect."""
 
@@ -25,10 +25,9 @@ def ensure_log_handler() -> None:
 
 
 def log_ignored(where: str, names: Collection[str], kind: str) -> None:
-    """Log the number and the first names of ignored files, if there are any.
+    """Log the number and the first names of ignored files in the folder `where`, if there are any.
 
     Args:
-        where: the folder of the files.
         kind: kind of the files that are used, such as "images".
     """
     if names:
@@ -61,12 +60,7 @@ def log_if_slow(what: str) -> Iterator[None]:
 
 @contextmanager
 def log_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
-    """Log that this node waits for others, if the ranks do not connect within `CONNECT_SECONDS`.
-
-    Args:
-        nodes: number of nodes of the job.
-        environment: Lightning's cluster environment, which knows the address of rank 0.
-    """
+    """Log that this node waits for others, if the ranks do not connect within `CONNECT_SECONDS`."""
     if nodes == 1 or environment is None or environment.local_rank() != 0:
         yield
         return
@@ -78,7 +72,6 @@ def log_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
 
 @contextmanager
 def _later(seconds: float, function: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Call a function after some seconds, unless the block ends first."""
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
@@ -92,11 +85,8 @@ _OTHER = {"pytorch_lightning": ("lightning", "lightning.pytorch"), "lightning": 
 
 
 def class_repr(cls: type, options: Mapping[str, Any]) -> str:
-    """Return the repr of an object of one of our classes.
-
-    Lightning prints it in its error about an object of the other package. So it names the right class if the other
-    package is imported.
-    """
+    # Lightning prints the repr in its error about an object of the other package. So the repr names the right class if
+    # the other package is imported.
     other, root = _OTHER.get(cls.__module__.rpartition(".")[2], ("", ""))
     way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{cls.__name__}"
     said = ", ".join(f"{name}={value!r}" for name, value in options.items())
@@ -104,11 +94,7 @@ def class_repr(cls: type, options: Mapping[str, Any]) -> str:
 
 
 class LogOnce:
-    """Logs each line once.
-
-    Args:
-        rank: rank of this process. Rank 0 logs, and other ranks only lines about themselves.
-    """
+    """Logs each line once. Rank 0 logs, and other ranks only lines about themselves."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -1,11 +1,4 @@
-"""Properties of optimizers: whether they tolerate sparse gradients, and whether their step can be sharded.
-
-Error feedback sends an entry of the gradient once in many rounds, as the sum of its values. SGD is linear, so the sum
-moves the parameter as far as its terms would. Adam and similar optimizers divide by the size of recent gradients, so a
-sum of 100 steps moves the parameter by about 10 steps instead of 100. The loss is then worse than the single-node
-baseline (benchmarks/results/convergence-text-*.md; Aji et al., EMNLP 2019). LARS scales a layer as a whole, so the
-entries of a layer keep their proportions; the paper trains with it.
-"""
+"""Properties of optimizers: whether they tolerate sparse gradients, and whether their step can be sharded."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -26,6 +19,10 @@ _INNER = ("base_optimizer", "_base_optimizer", "optimizer", "inner_optimizer", "
 
 def gradient_scaling_of(optimizer: Optimizer) -> Scaling:
     """Return how an optimizer, or the optimizer inside it, responds to the size of a gradient."""
+    # Error feedback sends an entry of the gradient once in many rounds, as the sum of its values. SGD is linear, so the
+    # sum moves the parameter as far as its terms would. Adam and similar optimizers divide by the size of recent
+    # gradients, so a sum of 100 steps moves the parameter by about 10 steps instead of 100 (Aji et al., EMNLP 2019).
+    # LARS scales a layer as a whole, so the entries of a layer keep their proportions.
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls not in (Optimizer, object)]
     if any(word in name for name in names for word in _ADAPTIVE):
         return "adaptive"
@@ -48,7 +45,6 @@ def sparse_gradient_objection(optimizers: Iterable[Optimizer]) -> str:
 
 
 def sparse_gradient_warning(exchange: str, objected: str, way_out: str) -> str:
-    """Return the warning for a user who sends only some entries."""
     return f"exchange={exchange!r}: {objected}. Compare the loss with the single-node baseline, or use {way_out}"
 
 
@@ -75,18 +71,15 @@ def is_tested(optimizer: Optimizer) -> bool:
 
 
 def step_cost(optimizer: Optimizer, parameter: Tensor) -> int:
-    """Return the cost of a parameter's step: its elements, or the multiplications of Muon's Newton-Schulz step.
-
-    For a matrix of m rows and n >= m columns, these are two products of m x m x n and one of m x m x m.
-    """
+    """Return the cost of a parameter's step: its elements, or the multiplications of Muon's Newton-Schulz step."""
     if isinstance(optimizer, Muon) and parameter.dim() == 2:
         m, n = sorted(parameter.shape)
+        # Two products of m x m x n and one of m x m x m, for m rows and n >= m columns.
         return m * m * (2 * n + m)
     return parameter.numel()
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer that does not treat parameters independently."""
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _REFUSED:
             raise ValueError(

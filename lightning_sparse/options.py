@@ -1,4 +1,4 @@
-"""Checks of options, one line each, and constructors whose options are the fields of dataclasses.
+"""Checks of options, and constructors whose options are the fields of dataclasses.
 
 A check reads an option from an object or a mapping, and raises ValueError: ``name=value must be ...: hint.``
 """
@@ -37,7 +37,7 @@ def number(
     optional: bool = False,
     hint: str = "",
 ) -> None:
-    """Check that an option is a finite number, from `low` or above `above`, to `high` or below `below`."""
+    """Check that an option is a finite number in the given range."""
     value = _value(config, name)
     if value is None and optional:
         return
@@ -88,8 +88,7 @@ def _range(low: float | None, high: float | None, above: float | None = None, be
 def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: bool = False) -> Callable[[Init], Init]:
     """Decorate a constructor that takes the fields of `configs` among its ``**options``.
 
-    The signature and the docstring then contain the options, for LightningCLI and help(). The constructor supplies
-    fields without a default.
+    The signature and the docstring then contain the options, for LightningCLI and help().
 
     Args:
         without: fields that are not options.
@@ -102,6 +101,7 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
         for config in configs:
             types = get_type_hints(config)
             for field in fields(config):
+                # The constructor supplies fields without a default.
                 if field.default is not MISSING and field.name not in without:
                     option = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
                     parameters.setdefault(field.name, option.replace(annotation=types[field.name]))
@@ -115,7 +115,6 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
 
 
 def split_options(given: Mapping[str, Any], *configs: type) -> list[dict[str, Any]]:
-    """Return the options by config. Raise TypeError for an unknown option."""
     names = [{field.name for field in fields(config)} for config in configs]
     unknown = sorted(given.keys() - set().union(*names))
     if unknown:

@@ -1,8 +1,6 @@
-"""Which rank holds which elements of a parameter: order in memory, division of a step, shards of FSDP2.
+"""Which rank holds which elements of each parameter: memory order, division of the step, shards of FSDP2.
 
-All flat tensors of this package are in *memory order*, which can differ from the order of the dims (channels_last). A
-`Part` is a range of these elements. `partition` divides the parameters of an optimizer among ranks that hold all of
-them; all ranks compute the same result. `part_of` returns the shard of a parameter that FSDP2 has sharded.
+All flat tensors of this package are in *memory order*, which can differ from the order of the dims (channels_last).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ BALANCED = 1.1
 
 
 class Part(NamedTuple):
-    """Elements [begin, end) of a parameter, in memory order, and the rank of the scope that steps them."""
+    """Elements [begin, end) of one parameter, in memory order, and the rank of the scope that steps them."""
 
     owner: int
     begin: int
@@ -43,11 +41,7 @@ def dim_order(tensor: Tensor) -> list[int]:
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """Return a flat view of the tensor's memory, for any order of dims.
-
-    Raises:
-        ValueError: if its elements do not fill its memory.
-    """
+    """Return a flat view of the tensor's memory. Raise ValueError if the elements do not fill it."""
     in_memory = tensor.detach().permute(dim_order(tensor))
     if not in_memory.is_contiguous():
         raise ValueError(
@@ -58,7 +52,7 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def flatten_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Flatten the tensor in the memory order of the parameter; a view if the layouts match."""
+    """Flatten the tensor in the memory order of the parameter."""
     return tensor.detach().permute(dim_order(parameter)).reshape(-1)
 
 
@@ -73,11 +67,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def trainable_params(optimizer: Optimizer, known: Collection[int] = ()) -> list[Tensor]:
-    """Return the parameters that a step can change: frozen parameters only if they were trained before.
-
-    Args:
-        known: ``id()`` of each parameter that was trained before.
-    """
+    """Return the parameters that a step can change. ``known`` has the ``id()`` of those trained before."""
     return [p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None or id(p) in known]
 
 
@@ -94,14 +84,12 @@ def partition(
         loads: current cost of each rank, in the same unit; its length is the number of ranks.
         cuttable: whether a parameter's parts can be stepped separately.
 
-    Returns:
-        The parts of each parameter, ascending.
-
     >>> partition([10, 6, 4], [10, 6, 4], loads=[0, 0], cuttable=[True] * 3)
     [(Part(owner=0, begin=0, end=10),), (Part(owner=1, begin=0, end=6),), (Part(owner=1, begin=0, end=4),)]
     >>> partition([900, 100], [900, 100], loads=[0, 0], cuttable=[True] * 2)[0]
     (Part(owner=0, begin=0, end=448), Part(owner=1, begin=448, end=900))
     """
+    # All ranks compute the same result, without communication.
     cut: set[int] = set()
     while True:
         parts = _greedy_partition(numels, costs, loads, cut)
@@ -119,13 +107,7 @@ def partition_new(
     cost: Callable[[Tensor], int],
     cuttable: Callable[[Tensor], bool],
 ) -> list[Parts]:
-    """Return the parts of all parameters: known parameters keep their parts, and new parameters are divided.
-
-    Args:
-        size: number of ranks.
-        cost: returns the cost of a parameter's step.
-        cuttable: returns whether a parameter's parts can be stepped separately.
-    """
+    """Return the parts of all parameters on `size` ranks. Known parameters keep their parts."""
     kept = [p for p in parameters if id(p) in known]
     new = [p for p in parameters if id(p) not in known]
     loads = loads_of([known[id(p)] for p in kept], list(map(cost, kept)), size)
@@ -137,8 +119,6 @@ def partition_new(
 def assign_to_least_loaded(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Return the owner of each piece: the costliest first, each to the rank with the least load.
 
-    The largest load is at most the mean plus the costliest piece. Ties go to the earlier piece and the lower rank.
-
     >>> assign_to_least_loaded([3, 10, 4, 4], loads=[0, 0])
     [1, 0, 1, 1]
     >>> assign_to_least_loaded([5], loads=[7, 0, 0])
@@ -146,6 +126,8 @@ def assign_to_least_loaded(costs: Sequence[int], loads: Sequence[int]) -> list[i
     """
     totals = list(loads)
     owners = [0] * len(costs)
+    # Ties go to the earlier piece and the lower rank, on all ranks. The largest load is at most the mean plus the
+    # costliest piece.
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         owner = min(range(len(totals)), key=totals.__getitem__)
         owners[index] = owner
@@ -187,12 +169,12 @@ def _bounds(numel: int, count: int) -> list[tuple[int, int]]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this device's shard of a tensor, or the tensor itself if it is not sharded."""
+    """Return this device's shard of a tensor, or an unsharded tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(parameter: Tensor) -> Part:
-    """Return the elements of a sharded parameter that this device holds: rows of dim 0, cut as by ``torch.chunk``."""
+    """Return the elements of a sharded parameter on this device: rows of dim 0, cut as by ``torch.chunk``."""
     assert isinstance(parameter, DTensor)
     index, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
     rows, row = parameter.shape[0], prod(parameter.shape[1:])
@@ -202,21 +184,19 @@ def part_of(parameter: Tensor) -> Part:
 
 
 def flat_view_of_part(parameter: Tensor, part: Part) -> Tensor:
-    """Return a flat view of the memory of a part that this device holds."""
     if isinstance(parameter, DTensor):
         return flat_view(parameter.to_local())
     return flat_view(parameter)[part.begin : part.end]
 
 
 def drop_gathered(module: nn.Module) -> None:
-    """Drop the parameters that FSDP2 gathered, so that the module holds its shards."""
+    """Drop the parameters that FSDP2 gathered."""
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
 
 
 def check_sharded(name: str, parameter: Tensor) -> None:
-    """Raise ValueError for a parameter whose shards cannot be exchanged."""
     if not isinstance(parameter, DTensor):
         reason = "is not sharded, and others are"
     elif parameter.device_mesh.ndim != 1:

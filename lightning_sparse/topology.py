@@ -1,6 +1,6 @@
 """Which ranks share a node, and their process groups. Resolved once, and passed explicitly.
 
-M nodes of L devices form a mesh of the axes *node* and *device*. Rank (m, l) belongs to the world and to two groups:
+M nodes of L devices form a mesh. Rank (m, l) belongs to the world and to two groups:
 
 ====== ============================== ==================================================
 group  ranks                          use
@@ -8,16 +8,6 @@ group  ranks                          use
 intra  (m, 0) ... (m, L-1)            reduce-scatter and all-gather over the fast links
 inter  (0, l) ... (M-1, l)            the exchange over the slow network, L of them at once
 ====== ============================== ==================================================
-
-``intra_gather`` is a second group of the ranks of ``intra``, because the all-gather of one bucket overlaps with the
-reduce-scatter of the next. Two threads must not share a Gloo group, and NCCL runs the collectives of a communicator in
-turn. With Gloo, ``world`` is a second group of all ranks, because DDP uses the default group at the same time. NCCL
-makes all groups of an axis by one split of its communicator.
-
-Ranks of a node need not be contiguous (SLURM's cyclic distribution, MPI's ``--map-by node``), and some launchers give
-every process the local rank 0. So each rank publishes its node rank, host name and local rank; ranks with equal node
-rank and host name form a node. Alternatively, each rank names its node (``LIGHTNING_SPARSE_NODE``), for racks, sites,
-or several nodes on one machine. Devices of a node are ordered by global rank, as torch orders the members of a group.
 """
 
 import os
@@ -44,7 +34,7 @@ Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
 _NODE_RANK_VARIABLES = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 NODE_VARIABLE = "LIGHTNING_SPARSE_NODE"
-"""Names the node of a process, whatever host it runs on."""
+"""Environment variable that names the node of a process, on any host."""
 MAX_CTAS = 4
 """Blocks of a kernel of NCCL between nodes, each of which holds an SM while it waits for the network. One moves some
 12 GB/s, so these fill a link of 400 Gbit/s."""
@@ -52,8 +42,6 @@ MAX_CTAS = 4
 
 class Traffic:
     """Counts the collectives between nodes that a topology's groups have begun and ended.
-
-    An interrupted or failed collective has not ended.
 
     Attributes:
         successor: topology with new groups that replaces this one after a failure.
@@ -65,7 +53,6 @@ class Traffic:
         self.successor: Topology | None = None
 
     def begin(self) -> None:
-        """Count a collective that begins or is queued."""
         with self._lock:
             self._begun += 1
 
@@ -74,7 +61,7 @@ class Traffic:
             self._ended += 1
 
     def counts(self) -> tuple[int, int]:
-        """Return how many collectives have begun, and how many of them have not ended."""
+        """Return how many collectives have begun, and how many have not ended."""
         with self._lock:
             return self._begun, self._begun - self._ended
 
@@ -91,7 +78,6 @@ class Topology:
         inter: ranks with this device index on all nodes; None if the hierarchy is not used.
         world: all ranks; None for the default group.
         timeout: timeout of the groups; None for that of the default group.
-        traffic: counts the collectives of the groups.
 
     Raises:
         ValueError: if the nodes do not contain each rank 0 ... P-1 exactly once, or ``rank`` is not among them.
@@ -126,7 +112,7 @@ class Topology:
 
     @cached_property
     def num_devices(self) -> int:
-        """L, the number of devices of this rank's node."""
+        """L, the number of devices in this node."""
         return len(self.nodes[self.node_index])
 
     @cached_property
@@ -141,7 +127,7 @@ class Topology:
 
     @cached_property
     def kind(self) -> Kind:
-        """The kind of the world. Only "hierarchical" has a slow link."""
+        """Only "hierarchical" has a slow link."""
         if self.world_size == 1:
             return "one rank"
         if self.num_nodes == 1:
@@ -159,7 +145,6 @@ class Topology:
         return DeviceMesh.from_group([self.inter, self.intra], kind, mesh=ranks, mesh_dim_names=(node, device))
 
     def describe(self) -> str:
-        """Return a line for the log about the topology and its reduction."""
         path = {
             "hierarchical": "reduces inside each node, then between nodes",
             "one node": "plain all-reduce (no link between nodes to save)",
@@ -176,8 +161,6 @@ class Topology:
 
 
 class RankInfo(NamedTuple):
-    """The place of a process, as it states it."""
-
     node_rank: int
     host: str
     local_rank: int
@@ -185,17 +168,9 @@ class RankInfo(NamedTuple):
 
 
 def nodes_from_places(places: Iterable[tuple[int, str, int] | RankInfo]) -> tuple[tuple[int, ...], ...]:
-    """Group ranks into nodes.
+    """Group the places of all ranks, in order, into nodes of global ranks. Raise ValueError if only some have a name.
 
-    Args:
-        places: the places of all ranks in order.
-
-    Returns:
-        Global ranks by node, each node in device order; nodes by node rank and host name. With names, both are in the
-        order of ranks.
-
-    Raises:
-        ValueError: if only some ranks name their node.
+    Nodes are in the order of node rank and host name, each in device order. With names, both are in the order of ranks.
 
     >>> nodes_from_places([(0, "a", 0), (1, "b", 0), (0, "a", 1), (1, "b", 1)])  # assigned round-robin
     ((0, 2), (1, 3))
@@ -209,6 +184,9 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | RankInfo]) -> tupl
             f"rank(s) {', '.join(map(str, nameless))} do not name their node, but the others do. Set {NODE_VARIABLE} "
             f"(or node_name) on every rank, or on none."
         )
+    # Ranks of a node need not be contiguous (SLURM's cyclic distribution, MPI's ``--map-by node``), and some launchers
+    # give every process the local rank 0. So ranks with equal node rank and host name form a node. Names serve racks,
+    # sites, or several nodes on one machine.
     by_node: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for rank, place in enumerate(stated):
         key = (-1, place.node_name) if place.node_name else (place.node_rank, place.host)
@@ -225,7 +203,7 @@ def discover(
     config: Mapping[str, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> Topology:
-    """Find the ranks that share a node, and create the groups. A collective of the world.
+    """Find the ranks of each node, and create the groups. A collective of the world.
 
     Args:
         node_rank, local_rank: of this process; default: from torchrun's, Lightning's or SLURM's environment, else 0.
@@ -247,7 +225,7 @@ def find_nodes(
     node_name: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Topology:
-    """Find the nodes as ``discover`` does, without groups. A collective of the world."""
+    """Find the nodes as ``discover`` does, without groups. A collective."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("topology.discover() needs an initialised process group: call init_process_group() first.")
     place = RankInfo(
@@ -263,19 +241,17 @@ def find_nodes(
 
 
 def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None = None) -> Topology:
-    """Return the topology of given nodes, with new groups. A collective of the world.
-
-    Raises:
-        ValueError: if the nodes do not contain the ranks of the world.
-    """
+    """Return the topology of given nodes, with new groups. A collective of the world."""
     rank = dist.get_rank()
-    nodes = tuple(tuple(sorted(node)) for node in nodes)  # a device's shard depends on its index in the group
+    # A device's shard depends on its index in the group, and torch orders the members of a group.
+    nodes = tuple(tuple(sorted(node)) for node in nodes)
     plain = Topology(nodes, rank)
     if plain.world_size != dist.get_world_size():
         raise ValueError(
             f"nodes={nodes} have {plain.world_size} ranks, but the world has {dist.get_world_size()}. List every rank, "
             f"or use topology.discover()."
         )
+    # DDP uses the default group at the same time, so with Gloo, `world` is a second group of all ranks.
     in_threads = "cpu:" in dist.get_backend_config()  # collectives on CPU tensors run in threads
     world = new_subgroup([tuple(range(plain.world_size))], timeout, "all ranks") if in_threads else None
     if plain.kind != "hierarchical":
@@ -288,22 +264,21 @@ def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None
             [tuple(sorted(peers)) for peers in zip(*nodes, strict=True)], timeout, "between nodes", max_ctas=MAX_CTAS
         ),
         world=world,
+        # The all-gather of one bucket overlaps with the reduce-scatter of the next. Two threads must not share a Gloo
+        # group, and NCCL runs the collectives of a communicator in turn.
         intra_gather=new_subgroup(nodes, timeout, "inside the node, at the end"),
         timeout=timeout,
     )
 
 
 def undisturbed(topology: Topology) -> Topology:
-    """Return the topology, with new groups if transfers of an earlier training are still in flight. A collective of the
-    world.
-
-    After an exception on nodes at different steps, a collective would otherwise be paired with an earlier collective of
-    another node.
-    """
+    """Return the topology, with new groups if transfers of an earlier training are still in flight. A collective."""
     while topology.traffic.successor is not None:
         topology = topology.traffic.successor
     if topology.inter is None:
         return topology
+    # After an exception on nodes at different steps, a collective would be paired with an earlier collective of another
+    # node.
     mine = topology.traffic.counts()
     stated = [mine] * dist.get_world_size()
     with waiting("at the beginning of a training"):
@@ -325,26 +300,19 @@ def undisturbed(topology: Topology) -> Topology:
 
 
 def _abort(group: ProcessGroup) -> None:
-    """Abort the pending collectives of an abandoned group.
-
-    With NCCL they would block their stream, and NCCL's watchdog would end the process at the timeout. Gloo cannot
-    abort: its transfers end with an unread error.
-    """
+    # With NCCL, pending collectives would block their stream, and NCCL's watchdog would end the process at the timeout.
+    # Gloo cannot abort: its transfers end with an unread error.
     if "cuda:nccl" in dist.get_backend_config(group):
         group.abort()
 
 
 def device_type(backends: str) -> str:
-    """Return the device that ranks train on, "cuda" or "cpu", from the backends of their process group.
-
-    ``init_process_group()`` without a backend makes one per device if there is a GPU.
-
-    Args:
-        backends: as of ``torch.distributed.get_backend_config()``.
+    """Return the device that ranks train on, from ``torch.distributed.get_backend_config()``.
 
     >>> device_type("cpu:gloo,cuda:nccl"), device_type("cuda:nccl"), device_type("cpu:gloo,cuda:gloo")
     ('cuda', 'cuda', 'cpu')
     """
+    # ``init_process_group()`` without a backend makes one backend per device if there is a GPU.
     return "cuda" if "cuda:" in backends and "cuda:gloo" not in backends else "cpu"
 
 
@@ -355,7 +323,7 @@ def new_subgroup(
 
     Args:
         name: description of the group for NCCL's watchdog.
-        max_ctas: maximum number of blocks of an NCCL kernel; default: that of NCCL. NCCL_MAX_CTAS takes precedence.
+        max_ctas: maximum number of blocks of an NCCL kernel. NCCL_MAX_CTAS takes precedence.
     """
     cells, default, nccl_alone = [list(ranks) for ranks in partition], dist.group.WORLD, dist.get_backend() == "nccl"
     options: dict[str, Any] = {"timeout": timeout, "group_desc": f"lightning_sparse: {name}"}

@@ -1,8 +1,4 @@
-"""Log where a rank waits for other ranks, and where those ranks wait.
-
-Ranks that make different numbers of steps wait for each other in different collectives, until the timeout of their
-process group. So each rank that waits for a long time publishes its place in the store of the default group.
-"""
+"""Log where a rank waits for other ranks, and where those ranks wait."""
 
 from __future__ import annotations
 
@@ -16,16 +12,14 @@ from lightning_sparse.internals import default_store
 from lightning_sparse.messages import SLOW_AFTER, log
 
 MOST_NAMED = 4
-"""Ranks that one log line names at most."""
+"""Maximum number of ranks that a log line names."""
 
 
 @contextmanager
 def waiting(place: str) -> Iterator[None]:
-    """Log where this rank and others wait, after `SLOW_AFTER`, and again after changes.
-
-    Args:
-        place: place of this rank, such as "in step 7".
-    """
+    """Log where this rank (such as "in step 7") and others wait, after `SLOW_AFTER`, and again after changes."""
+    # Ranks that make different numbers of steps wait for each other in different collectives, until the timeout of
+    # their process group. So each rank publishes its place in the store of the default group.
     over, published = threading.Event(), threading.Event()
     watch = threading.Thread(target=_watch, args=(over, published, place), name="lightning_sparse", daemon=True)
     watch.start()
@@ -52,7 +46,6 @@ def _watch(over: threading.Event, published: threading.Event, place: str) -> Non
 
 
 def _others(place: str) -> str:
-    """Publish where this rank waits, and return where other ranks wait."""
     try:
         found = _exchange_places(place)
     except RuntimeError as error:

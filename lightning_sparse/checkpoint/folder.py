@@ -4,8 +4,7 @@
     last.ckpt/lightning_sparse/     side files (`lightning_sparse.checkpoint.side_files`)
     .last.ckpt.part/                an unfinished save; the next save removes it
 
-torch.save writes archives with CRC-32 checksums, also inside the files of `torch.distributed.checkpoint`. Neither
-verifies them when it reads.
+Archives of torch.save have CRC-32 checksums, also inside these files. torch does not verify them.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ META = "meta.pt"  # Lightning's name
 
 @contextmanager
 def atomic_directory(path: Path, device: torch.device) -> Iterator[Path]:
-    """Yield a temporary name for a folder that all ranks write, and rename it to ``path`` at the end. A collective of
-    the world.
+    """Yield a temporary name for a folder that all ranks write, and rename it to ``path`` at the end.
 
-    Args:
-        device: device of the collective.
+    A collective of the world.
 
     Raises:
         RuntimeError: if another rank could not write, or nodes do not share the folder. ``path`` is then unchanged.
@@ -60,7 +57,6 @@ def atomic_directory(path: Path, device: torch.device) -> Iterator[Path]:
 
 
 def _require_shared_directory(made: Path) -> None:
-    """Raise RuntimeError if a folder that rank 0 has made is missing on this rank."""
     try:
         made.mkdir()  # asks the server; exists() may use the cache of an NFS client
     except FileExistsError:
@@ -110,11 +106,11 @@ def verify(path: Path, device: torch.device) -> None:
 
 
 def _damaged(path: Path) -> str:
-    """Return the damaged file of this rank's share, or an empty string."""
     try:
         items = _items(path)
     except Exception as error:  # reported to the other ranks
         return f"{type(error).__name__}: {error}"
+    # Each rank reads its share of the archives, so a folder is read once in total.
     for index, (file, offset, length) in enumerate(items):
         if index % dist.get_world_size() != dist.get_rank():
             continue
@@ -130,11 +126,7 @@ def _damaged(path: Path) -> str:
 
 
 def _wrong_entry(content: io.BytesIO) -> str | None:
-    """Return the entry of an archive whose checksum is wrong.
-
-    Raises:
-        Exception: of any type, from the parser of Python or of torch. They check different fields.
-    """
+    # The parsers of Python and of torch check different fields. Either may raise an exception of any type.
     with zipfile.ZipFile(content) as archive:
         wrong = archive.testzip()
     content.seek(0)
@@ -144,11 +136,8 @@ def _wrong_entry(content: io.BytesIO) -> str | None:
 
 
 def verify_file(path: Path) -> None:
-    """Verify all checksums of a file of torch.save(). Not a collective, because some ranks may not see the file.
-
-    Raises:
-        RuntimeError: if the file is damaged.
-    """
+    """Verify all checksums of a file of torch.save(), or raise RuntimeError."""
+    # Not a collective, because some ranks may not see the file.
     if not (path.is_file() and zipfile.is_zipfile(path)):
         return
     try:
@@ -161,7 +150,6 @@ def verify_file(path: Path) -> None:
 
 
 def _items(path: Path) -> list[tuple[str, int, int]]:
-    """Return the file, offset and length of each torch.save() archive in a folder."""
     stored = FileSystemReader(path).read_metadata().storage_data
     items = sorted({(each.relative_path, each.offset, each.length) for each in stored.values()})
     meta = path / META
@@ -169,7 +157,6 @@ def _items(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _replace(path: Path, whole: Path) -> None:
-    """Replace the file or folder at ``path``, atomically if the file system supports it."""
     for file in filter(Path.is_file, whole.rglob("*")):
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())  # otherwise, a crash of the machine may keep the name and lose the contents
@@ -188,7 +175,6 @@ def _replace(path: Path, whole: Path) -> None:
 
 
 def _swap_atomically(one: Path, other: Path) -> bool:
-    """Exchange two names atomically, on Linux; return whether it worked."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -1,8 +1,4 @@
-"""Checkpoints after an exception: only if all ranks save, because a checkpoint needs collectives.
-
-If only one rank met the exception, the other ranks are in a training step. So the ranks decide without a collective,
-and wait at most 10 s.
-"""
+"""Checkpoints after an exception: only if all ranks save, because a checkpoint needs collectives."""
 
 from __future__ import annotations
 
@@ -17,10 +13,12 @@ def why_not_saved(steps: int, broken: str) -> str:
     """Return the reason why ranks cannot save, or an empty string. Every rank calls it, and waits for all ranks.
 
     Args:
-        steps: number of optimizer steps so far. Ranks that stopped in different steps cannot exchange anything.
+        steps: number of optimizer steps so far, which must be equal on all ranks.
         broken: reason why this rank cannot save, or an empty string.
     """
     try:
+        # If only one rank met the exception, the other ranks are in a training step. So the ranks decide through the
+        # store, without a collective, and wait at most 10 s.
         number = default_store().add(f"lightning_sparse/interruptions/{dist.get_rank()}", 1)
         return decide(f"lightning_sparse/interruption {number}", f"{steps} {broken}", _reason, SLOW_AFTER)[0]
     except RuntimeError as error:  # the process with the store has ended

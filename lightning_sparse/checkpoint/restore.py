@@ -21,9 +21,6 @@ from lightning_sparse.messages import log_if_slow
 def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> dict[str, Any] | None:
     """Load an engine from a checkpoint. A collective of the world.
 
-    Args:
-        device: device of the collective.
-
     Returns:
         The side file of this rank if the device continues exactly, else None.
 
@@ -48,15 +45,13 @@ def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> di
 
 
 class Plan(Enum):
-    """How an engine loads a checkpoint."""
-
     EXACT = "each device loads its own state"
     PARTIAL = "as EXACT, but devices without a readable state begin with nothing pending"
     RESHARD = "each device loads its share of the states of all devices"
 
 
 def _plan(engine: Engine, saved: EngineCheckpoint, own: State | None, agree: Callable[[bool], bool]) -> Plan:
-    """Return the plan of all ranks. Every branch depends on values that are equal on all ranks."""
+    # Every branch depends on values that are equal on all ranks, so all ranks call the same collectives.
     metadata = saved.metadata
     if agree(own is not None and engine.fits(metadata, own)):
         return Plan.EXACT
@@ -119,7 +114,6 @@ def check_loaded_by_all(saved: EngineCheckpoint | None) -> None:
 
 
 def check_version(saved: EngineCheckpoint) -> None:
-    """Raise ValueError for a format that this version does not read."""
     version = saved.metadata["version"]
     if version != VERSION:
         raise ValueError(

@@ -5,13 +5,9 @@
 
 A checkpoint folder contains its side files (`lightning_sparse.checkpoint.folder`).
 
-Ranks write them without a collective, because a save may come from a signal handler, or from an exception on one rank.
 Each rank writes its side files under a temporary name and renames them. Rank 0 then writes the main file, and removes
-the side files of earlier saves. The main file and its side files have the same save id. So a job that is killed during
-a save leaves a complete checkpoint, old or new.
-
-A side file is a zip archive of torch.save with CRC-32 checksums. torch.load does not verify them, but this module does:
-a damaged file counts as missing. Local files are mapped into memory.
+the side files of earlier saves. So a job that is killed during a save leaves a complete checkpoint, old or new. The
+main file and its side files have the same save id. A damaged side file counts as missing.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class EngineCheckpoint:
     Attributes:
         metadata: entries that are equal on all ranks.
         path: path of the main file.
-        side: side file of this rank; None if it is missing, damaged, or of another save.
+        side: side file of this rank, or None.
     """
 
     metadata: dict[str, Any]
@@ -64,19 +60,16 @@ class EngineCheckpoint:
         return str(self.metadata["kind"])
 
     def is_of(self, topology: Topology) -> bool:
-        """Return whether the checkpoint has the same ranks in the same nodes."""
         return tuple(map(tuple, self.metadata["nodes"])) == topology.nodes
 
     def read(self, rank: int, *, verify: bool = True) -> dict[str, Any] | None:
-        """Return the side file of a rank; None if it is missing, damaged, or of another save."""
+        """Return the side file of one rank; None if it is missing, damaged, or of another save."""
         return read_side_file(self.path, self.metadata["save_id"], rank, verify=verify)
 
     def read_all(self, device: torch.device) -> list[list[State]]:
-        """Return the states of all ranks by node, without states that a rank cannot read. A collective of the world.
-
-        One rank verifies each file, so no rank reads all files.
-        """
+        """Return the states of all ranks by node, without states that a rank cannot read. A collective of the world."""
         here, size, nodes = dist.get_rank(), dist.get_world_size(), self.metadata["nodes"]
+        # One rank verifies each file, so no rank reads all files.
         files = {rank: self.read(rank, verify=rank % size == here) for node in nodes for rank in node}
         unread = torch.tensor([files[rank] is None for rank in sorted(files)], dtype=torch.uint8, device=device)
         dist.all_reduce(unread, op=dist.ReduceOp.MAX)
@@ -87,9 +80,6 @@ class EngineCheckpoint:
 
 class SideFiles:
     """Side files of the checkpoints of one strategy on one rank.
-
-    Args:
-        kind: kind of the strategy's engines.
 
     Attributes:
         run_id: part of each save id; equal on all ranks.
@@ -110,14 +100,13 @@ class SideFiles:
     def saving(
         self, path: Any, engines: Sequence[Engine], timeout: timedelta | None, entries: Mapping[str, Any]
     ) -> Iterator[list[dict[str, Any]] | None]:
-        """Write this rank's side files, and yield the metadata for the main file, which the caller writes. Then remove
-        the side files of earlier saves.
+        """Write this rank's side files, and yield the metadata for the main file, which the caller writes.
 
         Args:
             path: path of the main file.
             engines: engines to save. Without any, only weights are saved, and None is yielded.
             timeout: time limit for the files of all ranks.
-            entries: entries that a strategy adds to the first file of this rank.
+            entries: entries that a strategy adds to the first file.
 
         Raises:
             RuntimeError: on all ranks, if a rank could not write, or if side files are missing and the main file would
@@ -142,7 +131,6 @@ class SideFiles:
         timeout: timedelta | None,
         entries: Mapping[str, Any],
     ) -> None:
-        """Write this rank's side files, and wait until all ranks have written theirs."""
         rank, failure = dist.get_rank(), None
         report: dict[str, Any] = {"path": path, "error": "", "replaces": False}
         try:
@@ -155,6 +143,7 @@ class SideFiles:
         except Exception as error:
             failure, report["error"] = error, f"{type(error).__name__}: {error}"
         key, task = f"lightning_sparse/{'/'.join(ids)}", "write what they know beside a checkpoint"
+        # Not a collective: a save may come from a signal handler, or from an exception on one rank.
         verdict, reports = decide(key, json.dumps(report), partial(_verdict, path), timeout, task)
         if len(self._decided) == 2:
             forget(self._decided[0])  # no rank waits for it, because all have reported for a later save
@@ -170,7 +159,6 @@ class SideFiles:
                 self._warn_if_not_shared(path, ids[0])
 
     def _warn_if_not_shared(self, path: str, save_id: str) -> None:
-        """Warn on rank 0, at the first save, if it does not see the files of other nodes."""
         if self._looked:
             return
         self._looked = True
@@ -197,11 +185,9 @@ class SideFiles:
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Mapping[str, Any], path: Any, rank: int) -> None:
-        """Read this rank's side files, for engines that exist now or later."""
         self.take(load(checkpoint, os.fspath(path), rank), path, rank)
 
     def take(self, found: Sequence[EngineCheckpoint], path: Any, rank: int) -> None:
-        """Keep the parts of a checkpoint that belong to this strategy's engines."""
         self.loaded = [each for each in found if each.kind == self._kind]
         other = next((each.kind for each in found if each.kind != self._kind), None)
         if other is not None and rank == 0:
@@ -213,8 +199,7 @@ class SideFiles:
             )
 
     def entries(self, topology: Topology) -> dict[str, Any]:
-        """Return the additional entries of this node's first side file; empty on another cluster, and for another
-        format."""
+        """Return the additional entries of this node's first side file; empty on another cluster."""
         if not self.loaded or not self.loaded[0].is_of(topology) or self.loaded[0].metadata["version"] != VERSION:
             return {}
         side = self.loaded[0].read(topology.nodes[topology.node_index][0])
@@ -222,7 +207,7 @@ class SideFiles:
 
 
 def new_run_id() -> str:
-    """Return an id from rank 0 for all ranks. A collective of the world."""
+    """Return a random id. Broadcast it from rank 0 to all ranks."""
     return uuid.uuid4().hex[:8]
 
 
@@ -230,11 +215,7 @@ def new_run_id() -> str:
 
 
 def write_side_file(content: dict[str, Any], save_id: str, checkpoint_path: str, rank: int) -> None:
-    """Write this rank's side file.
-
-    Raises:
-        ValueError: for content that a safe load would refuse.
-    """
+    """Write this rank's side file, or raise ValueError for content that a safe load refuses."""
     buffer = serialize_checked({**content, "save_id": save_id})
     fs, path = _side_path(checkpoint_path, save_id, rank)
     fs.makedirs(os.path.dirname(path), exist_ok=True)
@@ -262,21 +243,18 @@ def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> Non
 
 
 def _remove_stale_local_saves(checkpoint_path: str, *, but: Collection[str]) -> None:
-    """Remove earlier saves that rank 0 cannot remove, because the nodes do not share the folder.
-
-    Such a save has no file of rank 0. This node's last save stays, because rank 0 may not have replaced the main file
-    yet.
-    """
     fs, folder = _folder(checkpoint_path)
     with contextlib.suppress(FileNotFoundError):
         earlier = [each for each in fs.ls(folder, detail=False) if os.path.basename(each) not in but]
+        # If the nodes do not share the folder, rank 0 cannot remove these saves, which have no file of rank 0. This
+        # node's last save stays, because rank 0 may not have replaced the main file yet.
         own = [each for each in earlier if not fs.exists(f"{each}/rank00000.pt")]
         for each in sorted(own, key=fs.modified)[:-1]:
             fs.rm(each, recursive=True)
 
 
 def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[EngineCheckpoint]:
-    """Return the part of each engine, with this rank's side file; empty if another strategy saved the checkpoint."""
+    """Return the part of each engine, with this rank's side file."""
     metadata_list = checkpoint.get(CHECKPOINT_KEY) or []
     return [
         EngineCheckpoint(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank))
@@ -288,7 +266,7 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: boo
     """Return one rank's side file; None if it is missing, damaged, or of another save.
 
     Args:
-        verify: read the whole file, compare its checksums, and log damage. False if another rank verifies it.
+        verify: read the whole file, compare its checksums, and log damage.
     """
     for place in dict.fromkeys((checkpoint_path, _target(checkpoint_path))):
         fs, path = _side_path(place, save_id, rank)
@@ -310,8 +288,8 @@ def read_side_file(checkpoint_path: str, save_id: str, rank: int, *, verify: boo
 
 
 def _content(file: Path | IO[bytes], verify: bool) -> dict[str, Any]:
-    """Load a verified file of torch.save(); a path is mapped into memory."""
     if verify:
+        # torch.load does not verify the CRC-32 checksums of the archive.
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
         if damaged is not None:
@@ -330,10 +308,8 @@ def _folder(checkpoint_path: str) -> tuple[Any, str]:
 
 
 def _target(checkpoint_path: str) -> str:
-    """Return the path, or the target of a link: save_last may link to another checkpoint, which has the side files.
-
-    Only for reading, because a save replaces the link by a file.
-    """
+    # save_last may link to another checkpoint, which has the side files. This is only for reading, because a save
+    # replaces the link by a file.
     return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
 
@@ -347,15 +323,12 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _verdict(path: str, reports: Reports) -> str:
-    """Return the reason why no main file may be written, or an empty string.
-
-    A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
-    """
     told = [None if report is None else json.loads(report) for report in reports]
     error = next((report["error"] for report in told if report is not None and report["error"]), "")
     if error:
         return f"a rank could not write its residuals of {path} ({error}): a checkpoint of that name stays as it was."
     missing = [rank for rank, report in enumerate(told) if report is None]
+    # A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
     if missing and (told[0] is None or told[0]["replaces"]):
         return (
             f"rank(s) {_listed(missing)} did not write their residuals of {path} in time, so the existing checkpoint "

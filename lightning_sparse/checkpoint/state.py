@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse.sharding import dim_order
 
 VERSION = 8
-"""Of what a checkpoint holds."""
+"""Version of the checkpoint format."""
 Layout = tuple[list[int], list[int]]
 """A parameter's shape, and its dims in memory order, the outermost first."""
 
 
 class Piece(NamedTuple):
-    """Elements [begin, end) of a parameter, in its memory order, as a flat tensor."""
+    """Elements [begin, end) of one parameter, in its memory order, as a flat tensor."""
 
     name: str
     begin: int
@@ -49,14 +49,13 @@ class State:
     own: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict with each tensor under its own name, because `torch.distributed.checkpoint` does not look into
-        tuples."""
         places = {quantity: [piece.place for piece in pieces] for quantity, pieces in self.pieces.items()}
         tensors = {
             _name_of(quantity, *piece.place): piece.tensor
             for quantity, pieces in self.pieces.items()
             for piece in pieces
         }
+        # Each tensor has its own name, because `torch.distributed.checkpoint` does not look into tuples.
         return {**tensors, "rest": ({"pieces": places, "layouts": self.layouts, "own": self.own},)}
 
     @staticmethod
@@ -78,11 +77,7 @@ class State:
 
 
 def serialize_checked(content: Any) -> io.BytesIO:
-    """Serialize with torch.save(), and check that a safe load reads the result.
-
-    Raises:
-        ValueError: for content that a safe load would refuse.
-    """
+    """Serialize with torch.save(), or raise ValueError for content that a safe load would refuse."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     buffer.seek(0)
@@ -108,32 +103,31 @@ def _name_of(quantity: str, name: str, begin: int, end: int) -> str:
 
 
 def layout_of(parameter: Tensor) -> Layout:
-    """Return the layout of a parameter, or of its gradient in a bucket: a complex number counts as two real numbers."""
+    """Return the layout of a parameter and of its gradient."""
     shape, dims = list(parameter.shape), list(range(parameter.dim()))
     if isinstance(parameter, DTensor) or torch.ops.aten.is_non_overlapping_and_dense(parameter):
         dims = dim_order(parameter)
     if parameter.is_complex():
+        # A complex number counts as two real numbers.
         shape, dims = [*shape, 2], [*dims, len(shape)]
     return shape, dims
 
 
 def flattened(whole: Tensor, layout: Layout) -> Tensor:
-    """Flatten a tensor of the parameter's shape in the order of a layout."""
     return whole.permute(layout[1]).reshape(-1)
 
 
 SliceReader = Callable[[State, str, int, int], Iterable[Piece]]
-"""Returns what a device has of elements [begin, end) of a parameter."""
+"""Returns a device's pieces of elements [begin, end) of a parameter."""
 
 
 def read_slice(
     devices: Sequence[State], cut: SliceReader, name: str, begin: int, end: int, layout: Layout
 ) -> Tensor | None:
-    """Read elements of a parameter from the pieces of a node's devices, and no others: mapped files may be larger than
-    memory.
+    """Read elements of one parameter from the pieces of a node's devices.
 
     Args:
-        layout: memory order of begin and end. If the parameter was saved in another order, all elements are read.
+        layout: memory order of begin and end. If it differs from the saved order, all elements are read.
 
     Returns:
         A flat tensor, zero where no device has a piece; None if there are no pieces, or the shape was different.
@@ -141,6 +135,7 @@ def read_slice(
     saved = next((each.layouts[name] for each in devices if name in each.layouts), None)
     if saved is None or saved[0] != layout[0]:
         return None
+    # Mapped files may be larger than memory, so read no other elements.
     first, last = (begin, end) if saved[1] == layout[1] else (0, prod(saved[0]))
     flat: Tensor | None = None
     for device in devices:
@@ -158,7 +153,7 @@ def read_slice(
 def sum_slice_over_nodes(
     nodes: Iterable[Sequence[State]], cut: SliceReader, name: str, begin: int, end: int, layout: Layout
 ) -> Tensor | None:
-    """Return the sum of `read_slice` over nodes. A node without these elements counts as zero."""
+    """Return the sum of `read_slice` over nodes."""
     found = (read_slice(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
     parts = (part for part in found if part is not None)
     first = next(parts, None)

@@ -1,7 +1,7 @@
 """Decisions of all ranks without a collective, through the store of the process group.
 
-A save may come from a signal handler, or from an exception on one rank. The other ranks are then in a training step,
-and a collective of the save would be paired with one of the step.
+A save may come from an exception on one rank. A collective of the save would then be paired with a collective of a
+training step on the other ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ def decide(
 ) -> tuple[str, Reports]:
     """Publish a report, wait for the reports of all ranks, and judge them. Every rank calls it.
 
-    Ranks that stop waiting at different times may see different reports. So the first rank that judges decides for all.
-
     Args:
         key: unique to this decision, equal on all ranks.
-        judge: returns the verdict.
         timeout: time limit for reports. Default: the timeout of the process group.
-        task: task of the ranks that have not reported, for the log. Empty: log nothing.
+        task: task of the ranks that have not reported, for the log.
 
     Returns:
         The verdict, equal on all ranks, and the reports that this rank saw.
@@ -49,6 +46,8 @@ def decide(
             log.warning("waiting for rank(s) %s to %s", ", ".join(map(str, missing)), task)
         _has_all(store, keys, timeout - SLOW_AFTER)
     reports = [store.get(key).decode().removeprefix(_NONE) if store.check([key]) else None for key in keys]
+    # Ranks that stop waiting at different times may see different reports. So the first rank that judges decides for
+    # all.
     verdict = store.compare_set(f"{key}/verdict", "", judge(reports) or _NONE).decode()
     return verdict.removeprefix(_NONE), reports
 

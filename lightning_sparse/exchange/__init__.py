@@ -1,7 +1,4 @@
-"""The exchange of one shard between nodes: the engine of all front ends.
-
-It imports no DDP, no optimizer and no Lightning.
-"""
+"""The exchange of one shard between nodes. Imports no DDP, no optimizer and no Lightning."""
 
 from lightning_sparse.exchange.communicator import CommunicationError, HierCommunicator
 from lightning_sparse.exchange.config import ExchangeConfig

@@ -1,4 +1,4 @@
-"""The collectives of the exchange over a topology. It knows process groups, but neither DDP nor compression."""
+"""The collectives of the exchange over a topology."""
 
 import threading
 import time
@@ -36,7 +36,6 @@ class Group(NamedTuple):
 
     Args:
         ranks: in our order, by node or by device of the node.
-        rank: this rank.
         handle: their process group, which sorts ranks; None for the default group.
     """
 
@@ -50,7 +49,6 @@ class Group(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Index of this rank in ``ranks``."""
         return self.ranks.index(self.rank)
 
     @property
@@ -59,47 +57,44 @@ class Group(NamedTuple):
         return tuple(order.index(rank) for rank in self.ranks)
 
     def by_rank(self, rows_MB: Tensor) -> Tensor:
-        """Rows from our order to that of ranks."""
+        """Reorder rows from the order of ``ranks`` to the order of the process group."""
         order = sorted(range(self.size), key=self.ranks.__getitem__)
         return rows_MB if order == sorted(order) else torch.stack([rows_MB[place] for place in order])
 
     def by_place(self, rows_MB: Tensor) -> Tensor:
-        """Rows from the order of ranks to ours."""
+        """Reorder rows from the order of the process group to the order of ``ranks``."""
         places = self.in_process_group
         return rows_MB if places == tuple(sorted(places)) else torch.stack([rows_MB[place] for place in places])
 
 
 class Collectives:
-    """The collectives of a group in the backend's implementation. Rows are in the order of ``Group.ranks``."""
+    """The collectives of one group. Rows are in the order of ``Group.ranks``."""
 
     def reduce_scatter(self, grad_LS: Tensor, group: Group) -> Tensor:
-        """Sum over the group. Each rank keeps its shard."""
         shard_S = grad_LS.new_empty(grad_LS.numel() // group.size)
         _reduce_scatter_single(shard_S, grad_LS, group=group.handle)
         return shard_S
 
     def gather(self, shard_S: Tensor, grad_LS: Tensor, group: Group) -> None:
-        """Write the shards of all ranks to one tensor. ``Group.ranks`` must be sorted."""
+        """Write the shards of all ranks to ``grad_LS``. ``Group.ranks`` must be sorted."""
         _all_gather_single(grad_LS, shard_S, group=group.handle)
 
     def all_gather(self, row_B: Tensor, group: Group) -> Tensor:
-        """Return the rows of all ranks."""
         rows_MB = row_B.new_empty(group.size, row_B.numel())
         _all_gather_single(rows_MB.view(-1), row_B, group=group.handle)
         return group.by_place(rows_MB)
 
     def all_to_all(self, rows_MB: Tensor, group: Group) -> Tensor:
-        """Send row j to rank j, and return the rows that arrive."""
         arrived_MB, sent_MB = torch.empty_like(rows_MB), group.by_rank(rows_MB)
         dist.all_to_all_single(arrived_MB.view(-1), sent_MB.view(-1), group=group.handle)
         return group.by_place(arrived_MB)
 
 
 class GlooCollectives(Collectives):
-    """Collectives of tensors on the CPU, faster than Gloo's own collectives."""
+    """Collectives of CPU tensors, faster than Gloo's own."""
 
     def reduce_scatter(self, grad_LS: Tensor, group: Group) -> Tensor:
-        # Gloo's own all-reduces the whole tensor: 2.5 times slower with two devices.
+        # Gloo's own reduce-scatter all-reduces the whole tensor: 2.5 times slower with two devices.
         shard, pieces_LS = grad_LS.numel() // group.size, torch.empty_like(grad_LS)
         dist.all_to_all_single(pieces_LS, grad_LS, group=group.handle)
         sum_S = pieces_LS[:shard]
@@ -108,7 +103,7 @@ class GlooCollectives(Collectives):
         return sum_S
 
     def gather(self, shard_S: Tensor, grad_LS: Tensor, group: Group) -> None:
-        # Gloo's own copies the data more than once: 97 ms instead of 32 ms for 100 MB on two devices.
+        # Gloo's own all-gather copies the data more than once: 97 ms instead of 32 ms for 100 MB on two devices.
         shards = grad_LS.view(group.size, -1).unbind()
         shards[group.place].copy_(shard_S)
         under_way = [
@@ -120,7 +115,7 @@ class GlooCollectives(Collectives):
 
     def all_gather(self, row_B: Tensor, group: Group) -> Tensor:
         # A ring that forwards each chunk at once, so that no link waits for the end of a message. At 0.1 Gbit/s, a ring
-        # of whole messages of 1 MB, and Gloo's own, took up to 10% longer.
+        # of whole messages of 1 MB, and Gloo's own all-gather, took up to 10% longer.
         ranks, own = group.in_process_group, group.place
         rows_MB = row_B.new_empty(group.size, row_B.numel())
         rows_MB[own].copy_(row_B)
@@ -142,7 +137,7 @@ class GlooCollectives(Collectives):
     def all_to_all(self, rows_MB: Tensor, group: Group) -> Tensor:
         if rows_MB[0].nbytes < LONG:
             return super().all_to_all(rows_MB, group)
-        # Gloo's own sends to all ranks at once. Long messages then meet at a slow link, which drops packets.
+        # Gloo's own all-to-all sends to all ranks at once. Long messages then meet at a slow link, which drops packets.
         arrived_MB, own = torch.empty_like(rows_MB), group.place
         arrived_MB[own].copy_(rows_MB[own])
         for step in range(1, group.size):
@@ -162,7 +157,7 @@ class HierCommunicator:
     """The collectives between nodes, inside the node and over all ranks.
 
     Args:
-        node: ranks to use as the node; default: the ranks of this rank's node.
+        node: ranks to use as the node; default: this rank's node.
         world: ranks to use as the world; default: all ranks.
     """
 
@@ -178,8 +173,8 @@ class HierCommunicator:
 
     @property
     def error_context(self) -> str:
-        """Where the run is, for error messages. Each thread has its own value, because threads work on different
-        buckets."""
+        """Where the run is, for error messages."""
+        # Each thread has its own value, because threads work on different buckets.
         return getattr(self._place, "error_context", "before the first round")
 
     @error_context.setter
@@ -187,11 +182,11 @@ class HierCommunicator:
         self._place.error_context = place
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for waiting. If the wait takes long, it logs where ranks wait."""
+        """Return a context that logs where ranks wait, if the wait takes long."""
         return waiting(self.error_context) if self.topology.kind == "hierarchical" else nullcontext()
 
     def reduce_scatter(self, grad_N: Tensor) -> Tensor:
-        """Sum over the node's devices. Each device keeps its shard [S]; a single device keeps the input itself."""
+        """Sum over the node's devices. Each device keeps its shard [S]; a single device keeps the input."""
         if self.node.size == 1:
             return grad_N
         numel = self.node.size * -(-grad_N.numel() // self.node.size)
@@ -207,12 +202,12 @@ class HierCommunicator:
     def all_reduce(self, shard_S: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Sum over nodes, in place."""
         if self.peers.size == 1:
-            return  # without a group of its own, torch would sum over all ranks
+            return  # a single peer has no process group, and torch would sum over all ranks
         with self._named("all-reduce between nodes", self.peers), self._timed(shard_S):
             dist.all_reduce(shard_S, op=op, group=self.peers.handle)
 
     def all_to_all(self, messages_MB: Tensor) -> Tensor:
-        """Send row j to node j -> the rows that arrive, [M, B] in node order."""
+        """Send row j to node j -> the received rows, [M, B] in node order."""
         with self._named("all-to-all between nodes", self.peers), self._timed(messages_MB):
             return _collectives(messages_MB).all_to_all(messages_MB, self.peers)
 
@@ -220,12 +215,12 @@ class HierCommunicator:
         """All-gather inside the node: shard_S -> flat tensor of L * S elements.
 
         Args:
-            into: written to instead of a new tensor where its size allows.
-            last: this is step 4, which runs while another lane reduce-scatters the next bucket, so it has a group of
-                its own.
+            into: written to if its size allows.
+            last: use a separate process group, for the last stage of a reduction.
         """
         if self.node.size == 1:
             return shard_S
+        # At the same time, another lane reduce-scatters the next bucket. Two lanes must not share a process group.
         group = self.node._replace(handle=self.topology.intra_gather) if last else self.node
         numel = group.size * shard_S.numel()
         grad_LS = into if into is not None and into.numel() == numel else shard_S.new_empty(numel)
@@ -234,7 +229,7 @@ class HierCommunicator:
         return grad_LS
 
     def broadcast(self, tensor: Tensor, device_index: int) -> Callable[[], None]:
-        """Start a broadcast to the devices of the node, in place, and return a function that waits for it."""
+        """Start a broadcast to the node's devices, in place. Return a function that waits for it."""
         source, where = self.node.ranks[device_index], self.error_context
         with self._named("broadcast inside the node", self.node):
             work = dist.broadcast(tensor, src=source, group=self.node.handle, async_op=True)
@@ -253,7 +248,7 @@ class HierCommunicator:
 
     @torch.no_grad()
     def broadcast_from_rank0(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast tensors from rank 0. Sharded tensors are broadcast from the first node to the others."""
+        """Broadcast tensors from rank 0. Sharded tensors go from the first node to the others."""
         for tensor in tensors:
             to, group = ("nodes", self.peers) if isinstance(tensor, DTensor) else ("ranks", self.world)
             if tensor.numel() and group.size > 1:
@@ -288,16 +283,16 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: int, *, is_first: bool) -> None:
-    """Replace the tensors by their mean over ``count`` ranks, computed in fp64 so that constants stay exact.
-
-    The mean of unit vectors (`spectral_norm`, rows of a codebook) is not a unit vector, so all ranks take those vectors
-    from the first rank.
+    """Replace the tensors by their mean over ``count`` ranks.
 
     Args:
         is_first: whether this rank is the first rank.
     """
+    # The mean of unit vectors (`spectral_norm`, rows of a codebook) is not a unit vector. So all ranks take those
+    # vectors from the first rank.
     off = torch.stack([_off_unit_length(each) for each in tensors])
     all_reduce(off, op=MAX)
+    # In fp64, constants stay exact.
     flat = torch.cat([each.flatten().double() for each in tensors])
     parts = torch.split(flat, [each.numel() for each in tensors])
     for part, is_unit in zip(parts, (off < UNIT_WITHIN).tolist(), strict=True):
@@ -310,9 +305,9 @@ def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: i
 
 
 def _off_unit_length(tensor: Tensor) -> Tensor:
-    """Return the largest deviation of the vectors along the last dim from unit length, a 0-dim fp64 tensor."""
     if tensor.dim() == 0 or tensor.shape[-1] < 2:
         return torch.full((), torch.inf, dtype=torch.float64, device=tensor.device)
+    # The largest deviation from unit length of the vectors along the last dim.
     off: Tensor = (torch.linalg.vector_norm(tensor.double(), dim=-1) - 1).abs().max()
     return off.nan_to_num(nan=torch.inf)
 
@@ -337,7 +332,6 @@ class Stopwatch:
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
-        """Time the block, unless it raises."""
         begin = _mark(device)
         yield
         end = _mark(device)
@@ -346,12 +340,12 @@ class Stopwatch:
             self._read()
 
     def seconds(self) -> float:
-        """Return the seconds so far, on CUDA without running work."""
         with self._lock:
             self._read()
             return self._seconds
 
     def _read(self) -> None:
+        # Reading only events that the device has passed never makes the host wait.
         while self._open and _has_passed(self._open[0][1]):
             self._seconds += _between(*self._open.popleft())
 

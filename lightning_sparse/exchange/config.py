@@ -19,18 +19,18 @@ class ExchangeConfig:
     """Options of the exchange between nodes.
 
     Args:
-        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]: 0.01 is 1%. The
-            paper calls it K / S. Use 0.03 to 0.1 for short runs.
+        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]: 0.01 is 1%. Use 0.03 to 0.1 for
+            short runs.
         exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` or ``"auto"``.
             ``"sparse"`` sends the K largest entries of each node to all others. ``"regional"`` finds approximately the
             K largest entries of all nodes together, so its traffic does not grow with the number of nodes. ``"dense"``
             sends everything, ``"dense16"`` everything as bfloat16, with the rounding error in the residual. ``"auto"``
-            measures both networks in the first step. It then selects the fastest of sparse, dense and dense16 for each
-            group of parameters, without dense16 if ``value_dtype`` is float32. If two paths are almost equally fast,
-            it selects the path that leaves out fewer entries.
-        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``.
-            ``"2bit"`` stores a sign and one of two levels per value; each block of 65,536 elements has its own levels.
-            The rounding error stays in the residual and is sent later.
+            measures both networks in the first step, and selects the fastest of sparse, dense and dense16 for each
+            group of parameters (no dense16 if ``value_dtype`` is float32). If two paths are almost equally fast, it
+            selects the path that leaves out fewer entries.
+        value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``. ``"2bit"`` stores a
+            sign and one of two levels per value; each block of 65,536 elements has its own levels. The rounding error
+            is sent later.
         overlap: Run the exchange in the background. Set False to debug hangs.
         inter_gbps: Bandwidth of a node's link in Gbit/s, for ``exchange="auto"``. With it, "auto" compares the number
             of bytes instead of measuring, so all runs make the same choice.
@@ -70,12 +70,10 @@ class ExchangeConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """``value_dtype`` as a torch dtype."""
         dtype: torch.dtype = TWO_BIT if self.value_dtype == "2bit" else getattr(torch, self.value_dtype)
         return dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain types, for a checkpoint."""
         return asdict(self)
 
     def differences(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

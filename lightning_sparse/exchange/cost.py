@@ -1,7 +1,6 @@
-"""Chooses a path for each shard, and stores the rates of networks and kernels for this choice.
+"""Chooses a path for each shard, and measures the rates of networks and kernels for this choice.
 
-A choice depends only on values that are equal on all ranks, so all ranks call the same collectives. Rates are given, or
-measured before the first round, or restored from a checkpoint.
+A choice depends only on values that are equal on all ranks, so all ranks call the same collectives.
 """
 
 from __future__ import annotations
@@ -23,18 +22,15 @@ from lightning_sparse.kernels import accumulate, compress
 from lightning_sparse.topology import Topology
 
 MARGIN = 0.9
-"""A path that leaves out entries must be faster by more than the noise of the measurement."""
+"""A path that leaves out entries must take less than this fraction of the time, because measurements are noisy."""
 
 
 class PathChoice:
     """Chooses the path of each shard.
 
-    Args:
-        numel: number of elements of all tensors.
-
     Attributes:
-        rates: rates by which ``"auto"`` compares paths; None until the first round has measured them.
-        forbid_sparse: ``"auto"`` sends all entries, for optimizers that need them.
+        rates: rates by which ``"auto"`` compares paths; None until the first round measures them.
+        forbid_sparse: ``"auto"`` sends all entries.
         reduces_shards: ``"auto"`` uses only paths that reduce inside the node first.
     """
 
@@ -46,16 +42,10 @@ class PathChoice:
         self._topology, self._numel, self._log_once = topology, numel, log_once
 
     def work(self, numel: int, dtype: torch.dtype) -> TensorSpec:
-        """Return the description of a tensor on this cluster."""
         return TensorSpec(self._topology.num_nodes, self._topology.num_devices, numel, dtype.itemsize)
 
     def path(self, work: TensorSpec, density: float, *, exact: bool = False) -> Path:
-        """Return the path of a shard.
-
-        Args:
-            density: fraction of the entries that a selecting path sends.
-            exact: send everything, without rounding errors, with every configuration.
-        """
+        """Return the path of a shard. With ``exact``, it sends everything, without rounding errors."""
         if exact:
             return self._fastest(work, density, rounded=False, forbid_sparse=True)
         given = self.config.path
@@ -85,12 +75,11 @@ class PathChoice:
 
     @property
     def needs_probe(self) -> bool:
-        """Whether to measure the rates before the next round, equal on all ranks."""
         return self.rates is None and self.config.path is None and self._topology.kind == "hierarchical"
 
     def measure(self, device: torch.device, round_index: int) -> None:
-        """Measure the rates. A collective of the world. No exchange may be in flight, because it would use the
-        networks."""
+        """Measure the rates. A collective of the world."""
+        # No exchange may be in flight, because it would use the measured networks.
         communicator = HierCommunicator(self._topology)  # a separate object, whose times do not count
         communicator.error_context = f"in round {round_index}"
         self.rates = probe(communicator, device, self.config.dtype, self._numel // self._topology.num_devices)
@@ -119,11 +108,9 @@ MOST_SELECTED = 1 << 22  # elements of the timed shard: 16 MB, more than a core'
 
 
 def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype, shard_numel: int) -> Rates:
-    """Measure the rates of this cluster, equal on all ranks.
+    """Measure the rates of this cluster, equal on all ranks. Nothing else may use the groups of ``comm``.
 
     Args:
-        comm: groups to measure; nothing else may use them now.
-        value_dtype: dtype of the values in messages.
         shard_numel: number of elements of the largest shard, equal on all ranks.
     """
     agreed = _AgreedTimer(comm, device)
@@ -143,7 +130,7 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
 def kernel_costs(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, shard_numel: int
 ) -> Rates:
-    """Measure the rates of a device's kernels, for shards of up to that size. Links cost nothing."""
+    """Measure the rates of a device's kernels."""
     numel = min(MOST_SELECTED, max(2 * FEW, shard_numel))
     select_call, fill_call, _, cast_call = _kernel_times(seconds, device, value_dtype, FEW)
     select, once, often, cast = _kernel_times(seconds, device, value_dtype, numel)
@@ -166,7 +153,7 @@ def kernel_costs(
 def _kernel_times(
     seconds: Callable[[Callable[[], object]], float], device: torch.device, value_dtype: torch.dtype, numel: int
 ) -> tuple[float, float, float, float]:
-    """Measure the seconds of selecting 1%, of accumulating one message and nine messages, and of rounding."""
+    """Measure selecting 1%, accumulating one message and nine messages, and rounding, in seconds."""
     pairs = max(1, numel // 100)
     own = torch.Generator(device).manual_seed(0)
     shards = (torch.randn(numel, generator=own, dtype=torch.float32, device=device) for _ in range(3))
@@ -190,8 +177,7 @@ def _kernel_times(
 
 
 def _link(agreed: _AgreedTimer, all_gather: Callable[[Tensor], Tensor], members: int) -> tuple[Link, int]:
-    """Return the latency and rate of an all-gather among a number of ranks, and the bytes received for the
-    measurement."""
+    """Measure the latency and rate of an all-gather among ranks. Also return the received bytes."""
     steps = members - 1
     tiny = torch.zeros(64, dtype=torch.uint8, device=agreed.device)
     latency = agreed.seconds(lambda: all_gather(tiny)) / steps

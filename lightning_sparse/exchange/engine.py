@@ -1,14 +1,11 @@
-"""The engine: sums shards over nodes.
-
-It receives shards and paths, and knows no optimizer, no bucket and no Lightning. A front end calls::
+"""The engine: sums shards over nodes. It knows no optimizer, no bucket and no Lightning. A front end calls::
 
     path = exchange.choice.path(work, density)       equal on all ranks
     transfer = exchange.begin(path, shard)           selects the entries to send
     transfer.transfer()                              communicates between nodes
     sum_S = transfer.sum()
 
-A `Transfer` is a job, so the three steps may run in the background (see `lanes`). ``exchange.sum(path, shard)`` runs
-them at once. ``exchange.stats.end_round()`` ends a round of exchanges.
+A `Transfer` is a job, so it may run in the background.
 """
 
 from __future__ import annotations
@@ -33,15 +30,7 @@ from lightning_sparse.topology import Topology
 
 
 class Exchange:
-    """Exchanges shards between the nodes of a topology.
-
-    Args:
-        device: device of the shards.
-        numel: number of elements of all tensors, on one rank.
-
-    Attributes:
-        runner: runs jobs, in the background if ``config.overlap``.
-    """
+    """Exchanges shards between the nodes of a topology. ``numel`` counts all tensors of one rank."""
 
     def __init__(
         self,
@@ -62,11 +51,7 @@ class Exchange:
                 log_once(said, logging.WARNING)
 
     def volume(self, density: float, sync_every: int = 1) -> str:
-        """Return the bytes per step that a node receives, compared with DDP's all-reduce, for the log.
-
-        Args:
-            sync_every: steps between two exchanges.
-        """
+        """Describe the bytes per step that a node receives, and DDP's."""
         if not self._numel:
             return "no parameters"
         work, devices = self.choice.work(self._numel, torch.float32), self.topology.num_devices
@@ -74,7 +59,7 @@ class Exchange:
         return f"each node receives {human_bytes(ours / sync_every)} per step (DDP: {human_bytes(dense)})"
 
     def refuse_capture(self) -> None:
-        """Raise ValueError if the current stream is being captured. Call it before a round."""
+        """Raise ValueError if the current stream is being captured."""
         on_cuda = self.device is not None and self.device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -87,7 +72,7 @@ class Exchange:
         """Select the entries of a shard to send, and count them.
 
         Args:
-            of_a_step: whether DDP would have sent this shard's gradients, too.
+            of_a_step: DDP would have sent this shard's gradients, too.
         """
         self.stats.record(
             path.name,
@@ -100,58 +85,51 @@ class Exchange:
         return Transfer(path, shard, self.communicator)
 
     def count_step_without(self, path: Path) -> None:
-        """Count a step without an exchange of this shard. DDP would have sent its gradients."""
+        # DDP would have sent the gradients of this step.
         self.stats.dense_equivalent_bytes += Flat(path.work).bytes()
 
     def sum(self, path: Path, shard: Shard, *, of_a_step: bool = True) -> Tensor:
-        """Sum a shard over nodes at once. Return fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        """Sum a shard over nodes at once."""
         transfer = self.begin(path, shard, of_a_step=of_a_step)
         transfer.transfer()
         return transfer.sum()
 
 
 class Transfer:
-    """The exchange of one shard: a `Job` whose entries are selected already.
-
-    Attributes:
-        payload: the message of this device; after ``transfer``, the received messages.
-    """
+    """The exchange of one shard: a `Job` whose entries are selected already."""
 
     def __init__(self, path: Path, shard: Shard, communicator: HierCommunicator) -> None:
         self.path, self.shard, self._communicator = path, shard, communicator
         self._where = communicator.error_context  # stages may run on threads, and each thread has its own context
         self._target_S: Tensor | None = None
         self._alpha = 1.0
+        # The message of this device. `transfer` replaces it by the received messages.
         self.payload = path.select(communicator, shard)
 
     def add_to(self, target_S: Tensor, alpha: float) -> None:
-        """Let ``apply`` add alpha times the sum over nodes to a tensor. Otherwise the messages stay in ``payload``."""
+        """Let ``apply`` add alpha times the sum over nodes to ``target_S``."""
         self._target_S, self._alpha = target_S, alpha
 
     def select(self) -> Sequence[Tensor]:
-        """Return the tensors that the next stages use."""
         return self.tensors
 
     def transfer(self) -> Sequence[Tensor]:
-        """Communicate with other nodes."""
         self._communicator.error_context = self._where
         self.payload = self.path.transfer(self._communicator, self.payload, self.shard)
         return self.tensors
 
     def apply(self) -> Sequence[Tensor]:
-        """Add the sum to the tensor of ``add_to``."""
         if self._target_S is not None:
             self._target_S.add_(self.sum(), alpha=self._alpha)
         return ()
 
     def sum(self) -> Tensor:
-        """Return the sum over nodes after ``transfer``: fp32, or for a path ``in_place`` ``shard.sum_S``."""
+        """Return the sum over nodes: fp32, or ``shard.sum_S`` for a path ``in_place``."""
         self._communicator.error_context = self._where
         return self.path.apply(self.payload, self.shard)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that the next stages use."""
         return (self.payload, *self.shard.used_to_the_end)
 
 
@@ -161,13 +139,11 @@ class CommStats:
 
     Attributes:
         rounds: number of reductions of the whole model.
-        bytes_between_nodes: bytes received from other nodes (see `paths`).
-        round_bytes: bytes received from other nodes in the last whole round.
+        bytes_between_nodes, round_bytes: bytes received from other nodes, so far and in the last whole round.
         dense_equivalent_bytes: bytes that a dense all-reduce in each step would have received.
         density: fraction of the entries that a device sent in the last whole round; 1 for dense groups.
-        effective_density: upper limit of the fraction of the entries that the last whole round applied. Entries that
-            different nodes selected add up.
-        sent, applied: number of entries that a device sent, and upper limit of the number that were applied.
+        effective_density: upper limit of the fraction that the last whole round applied.
+        sent, applied: number of sent entries, and upper limit of the number of applied entries.
         paths: number of entries by path.
     """
 
@@ -186,7 +162,6 @@ class CommStats:
     _total: int = 0
 
     def record(self, path: str, *, sent: int, applied: float, total: int, nbytes: float, dense_nbytes: float) -> None:
-        """Count one group: ``sent`` of the ``total`` entries of its shard, and its bytes between nodes."""
         self.paths[path] += total
         self.sent += sent
         self.applied += applied
@@ -197,12 +172,11 @@ class CommStats:
         self.dense_equivalent_bytes += dense_nbytes
 
     def count_bytes(self, nbytes: float) -> None:
-        """Count bytes received from other nodes."""
         self._running_bytes += nbytes
         self.bytes_between_nodes += nbytes
 
     def abandon_round(self) -> None:
-        """Forget an interrupted round, except for its bytes, which were sent."""
+        # `bytes_between_nodes` keeps the bytes of an interrupted round, because they were sent.
         self._running_bytes, self._applied, self._sent, self._total = 0.0, 0.0, 0, 0
 
     def end_round(self) -> None:
@@ -213,7 +187,7 @@ class CommStats:
         self._sent, self._applied, self._total = 0, 0.0, 0
 
     def since(self, earlier: CommStats) -> CommStats:
-        """Return the counts after ``earlier``, a deep copy of this object. Densities describe the last round."""
+        """Return the counts after ``earlier``, a deep copy."""
         late = deepcopy(self)
         for name in ("rounds", "bytes_between_nodes", "dense_equivalent_bytes", "sent", "applied"):
             setattr(late, name, getattr(self, name) - getattr(earlier, name))
@@ -222,7 +196,6 @@ class CommStats:
 
 
 def _without_kernels(device: torch.device | None) -> str:
-    """Return a warning if no compiled kernels serve the device."""
     report = kernel_report()
     if device is None or getattr(report, device.type, "compiled") == "compiled":
         return ""
@@ -233,17 +206,16 @@ def _without_kernels(device: torch.device | None) -> str:
 
 
 def _all_of(config: ExchangeConfig) -> str:
-    """Return a warning if a density looks like a percentage."""
+    # A density of 1 may be meant as 1%.
     if config.density != 1 or not config.leaves_entries_out:
         return ""
     return "density=1 sends 100% of the entries. For 1%, use density=0.01. To send all entries, use exchange='dense'."
 
 
 def _more_than_dense(choice: PathChoice, config: ExchangeConfig, numel: int) -> str:
-    """Return a warning if the all-gather of messages, which grows with the number of nodes, receives more than
-    dense16."""
     if config.exchange != "sparse" or not numel:
         return ""
+    # The bytes of an all-gather of messages grow with the number of nodes. The bytes of dense16 do not.
     work = choice.work(numel, torch.float32)
     path, dense = choice.path(work, config.density), Dense16(work)
     if path.bytes() <= dense.bytes():

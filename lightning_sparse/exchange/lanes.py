@@ -1,20 +1,19 @@
 """Runners decide when a job runs: at once, or during backward in lanes, which are CUDA streams or threads.
 
-A job has three stages: `select` works inside the node, `transfer` communicates between nodes, `apply` works inside the
-node. Each stage has a lane:
+A job has three stages, and each stage has a lane:
 
     backward   bucket 0   bucket 1   bucket 2
-    select                0          1          2
-    transfer                         0          1          2        the slow network is never idle while there is work
-    apply                                       0          1          2
+    select                0          1          2                   inside the node
+    transfer                         0          1          2        between nodes; never idle while there is work
+    apply                                       0          1          2        inside the node
 
-Each lane runs its jobs in the order of DDP's buckets. This order is equal on all ranks, so collectives match. Jobs that
+Each lane runs its jobs in the order of DDP's buckets, which is equal on all ranks, so collectives match. Jobs that
 callbacks of futures start would have no such order, and Gloo would hang.
 
 No two lanes share a process group: two threads must not use one, and NCCL runs the collectives of a communicator one
 after the other on any stream. The first lane uses the groups of the world and of the node, the second the group between
-nodes, the third a second group of the node. Hence a topology has one set of lanes, and two modules in one backward pass
-share it. Lanes on the CPU are threads, because Gloo has no streams.
+nodes, the third a second group of the node. So two modules in one backward pass share the lanes of their topology.
+Lanes on the CPU are threads, because Gloo has no streams.
 """
 
 import queue
@@ -34,7 +33,7 @@ TensorFuture = torch.futures.Future[Tensor]
 _Stage = Callable[[], Sequence[Tensor]]
 LANES = 3
 LAST_JOB_SECONDS = 10.0
-"""Time that a program waits at exit for running jobs."""
+"""Seconds that a program waits at exit for running jobs."""
 
 
 class Job(Protocol):
@@ -54,33 +53,25 @@ class Runner:
     """Runs each job at once."""
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Run a job. The future completes with ``result``; on CUDA it carries the current stream, on which DDP
-        waits."""
+        """Run a job. The future completes with ``result``."""
         job.select()
         return Runner.start(self, job, result)
 
     def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
-        """Run a job whose ``select`` the caller has called, in the background until ``finish``.
-
-        Args:
-            selected: tensors that ``select`` returned.
-        """
+        """Run a job whose ``select`` has returned ``selected``, in the background until ``finish``."""
         job.transfer()
         job.apply()
         return self._done(result)
 
     def _done(self, result: Tensor) -> TensorFuture:
+        # On CUDA, the future carries the current stream, on which DDP waits.
         devices: list[int | str | torch.device] | None = [result.device] if result.is_cuda else None
         future: TensorFuture = torch.futures.Future(devices=devices)
         future.set_result(result)
         return future
 
     def finish(self, future: TensorFuture) -> None:
-        """Wait for a started job; on CUDA the current stream waits, not the host.
-
-        Raises:
-            Exception: the first error of a job.
-        """
+        """Wait for a started job, and raise its error. On CUDA the current stream waits, not the host."""
         future.wait()
 
     def wait(self) -> None:
@@ -94,11 +85,7 @@ class Runner:
 
 
 class StreamLanes(Runner):
-    """Queues the stages of each job on one CUDA stream per lane. The host never waits.
-
-    A stage waits for the stage before it, the first stage for the caller's queued work, and the caller for the last
-    stage: DDP waits before backward ends. So between two backward passes, the caller may use residuals without a wait.
-    """
+    """Queues the stages of each job on one CUDA stream per lane. The host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,18 +93,20 @@ class StreamLanes(Runner):
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(LANES)]  # type: ignore[no-untyped-call]
 
     def run(self, job: Job, result: Tensor) -> TensorFuture:
-        """Queue the job. The future carries the event of the last lane."""
         stages = (job.select, job.transfer, job.apply)
         return self._queue(zip(self._streams, stages, strict=True), result, ())
 
     def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
-        """Queue the job on one lane: no other job shares the network with it."""
+        # One lane suffices, because no other job shares the network with this job.
         stream = self._streams[1]
         return self._queue(((stream, job.transfer), (stream, job.apply)), result, selected)
 
     def _queue(
         self, stages: Iterable[tuple[torch.cuda.Stream, _Stage]], result: Tensor, handed: Sequence[Tensor]
     ) -> TensorFuture:
+        # A stage waits for the stage before it, the first stage for the caller's queued work, and the caller for the
+        # last stage: DDP waits before backward ends. So between two backward passes, the caller may use residuals
+        # without a wait.
         before = torch.cuda.current_stream(self._device)
         for stream, stage in stages:
             if stream is not before:
@@ -131,7 +120,6 @@ class StreamLanes(Runner):
             return self._done(result)
 
     def wait(self) -> None:
-        """Order the current stream after the jobs."""
         for stream in self._streams:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
@@ -152,12 +140,7 @@ _Queue = queue.SimpleQueue[_Item | None]
 class FifoLanes(Runner):
     """Runs the stages of each job on one daemon thread per lane.
 
-    After a job has failed, no other job runs until its error is raised. Threads start with the first job after ``end``.
-    Idle threads stop at ``end``, and when this object is garbage collected. At exit, the program waits for running
-    jobs.
-
-    Args:
-        traffic: counts the collectives of the topology, each job from the time when it is queued.
+    After a job has failed, no other job runs until its error is raised.
     """
 
     def __init__(self, traffic: Traffic | None = None) -> None:
@@ -180,6 +163,7 @@ class FifoLanes(Runner):
         for thread in self._threads:
             thread.start()
         _join_at_exit(self._threads)
+        # Idle threads stop at `end`, and when this object is garbage collected.
         self._last_call = weakref.finalize(self, queues[0].put, None)  # at exit, finalizers run last in, first out
         return queues[0]
 
@@ -200,6 +184,7 @@ class FifoLanes(Runner):
     def _queue(self, stages: Sequence[_Stage], result: Tensor) -> TensorFuture:
         future: TensorFuture = torch.futures.Future()
         self._pending = future
+        # The job counts as traffic of the topology from now on, although its collectives start later.
         self._traffic.begin()
         if self._first is None:
             self._first = self._start()
@@ -246,8 +231,7 @@ _lanes: "weakref.WeakValueDictionary[tuple[Topology, str], Runner]" = weakref.We
 
 
 def runner_of(topology: Topology, device: torch.device | None) -> Runner:
-    """Return the runner that uses this topology's process groups for tensors on a device. None stands for several
-    devices, whose jobs run at once."""
+    # None stands for several devices. Lanes have one device, so jobs run at once.
     if device is None or device.type not in ("cpu", "cuda"):
         return Runner()
     key = (topology, str(device))
@@ -258,10 +242,8 @@ def runner_of(topology: Topology, device: torch.device | None) -> Runner:
 
 
 def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
-    """Join the threads at exit, up to a time limit, because other ranks may have died.
-
-    If a daemon thread returns from torch after the end of the program, Python unwinds it, and C++ calls abort().
-    """
+    # If a daemon thread returns from torch after the end of the program, Python unwinds it, and C++ calls abort(). The
+    # wait has a time limit, because other ranks may have died.
     weak = [weakref.ref(thread) for thread in threads]
 
     def join() -> None:
@@ -276,7 +258,6 @@ def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
 def _work(
     lane: int, jobs: _Queue, onward: _Queue | None, errors: list[BaseException], threads: int, traffic: Traffic
 ) -> None:
-    """Run one stage of each job, then hand the job to the next lane."""
     torch.set_num_threads(threads)
     while (item := jobs.get()) is not None:
         if not errors:
@@ -304,7 +285,7 @@ def _work(
 
 
 class AsyncHostTensor:
-    """A copy of a tensor on the host. The copy runs in the background, and ``read`` waits for it."""
+    """A copy on the host. ``read`` waits for the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._here, self._copied = tensor, None
@@ -314,7 +295,6 @@ class AsyncHostTensor:
             self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Tensor:
-        """Return the tensor on the CPU."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._here

@@ -1,25 +1,19 @@
 """Paths: ways of summing a shard over nodes. To add a path, add a class here, and a row to ``PATHS`` and ``Exchange``.
 
-M nodes have L devices each, and each rank has a tensor of N elements. Device l of each node holds shard l: S = N / L
-elements, summed over the node. A path has three stages, ``select``, ``transfer`` and ``apply``, so that several shards
-share the network (see `lanes`). ``bytes`` and ``seconds`` give its cost, for ``exchange="auto"``.
-
-With P = M * L ranks, w bytes per element, and K pairs of p bytes in a message, a path costs:
+M nodes have L devices each. Device l of each node holds shard l of a tensor of N elements: S = N / L elements, summed
+over the node. With P = M * L ranks, w bytes per element, and K pairs of p bytes in a message, a path costs:
 
 =========  ============================================  ==========================  ===================================
 path       collectives between nodes                     bytes received per device   work on the device
 =========  ============================================  ==========================  ===================================
 flat       all-reduce over all P ranks                   2 (P-1)/P * N * w / L       add N
-dense      all-reduce of the shard over M nodes          2 (M-1)/M * S * w           add S; twice N inside the node
-dense16    all-to-all, then all-gather, of 16 bits       2 (M-1)/M * S * 2           cast S; twice N inside the node
-sparse     all-gather of one message per node            (M-1) * K * p               select S, scatter M K, fill S;
-                                                                                     twice N inside the node
-regional   all-to-all, then all-gather of K / M pairs    2 (M-1)/M * K * p           select S + S/M, scatter 2 K,
-                                                                                     fill S + S/M; twice N inside
+dense      all-reduce of the shard                       2 (M-1)/M * S * w           add S
+dense16    all-to-all, then all-gather, of 16 bits       2 (M-1)/M * S * 2           cast S
+sparse     all-gather of one message per node            (M-1) * K * p               select S, scatter M K, fill S
+regional   all-to-all, then all-gather of K / M pairs    2 (M-1)/M * K * p           select, fill S + S/M; scatter 2 K
 =========  ============================================  ==========================  ===================================
 
-The ring of all ranks enters each node once, so the L devices share its traffic. Sparse grows with M and dense does not:
-for 4-byte gradients, sparse receives less while density < 8 / (p M).
+All except flat also reduce and gather N elements inside the node.
 """
 
 from __future__ import annotations
@@ -68,8 +62,7 @@ class Shard(NamedTuple):
     """The contribution of a device to one exchange.
 
     Args:
-        sum_S: sum over this node; may be overwritten. Paths that do not reduce shards take the whole tensor, N
-            elements.
+        sum_S: sum over this node; may be overwritten. Paths that do not reduce shards take the whole tensor.
         residual_S: entries that earlier exchanges did not send, fp32; None for zero.
         next_S: memory for the next residual, fp32, uninitialized; None to drop it.
         factor: multiplied with ``sum_S`` before the residual is added, a 0-dim fp32 tensor; None for 1.
@@ -82,11 +75,10 @@ class Shard(NamedTuple):
 
     @property
     def used_to_the_end(self) -> tuple[Tensor, ...]:
-        """Tensors that each stage of a path may use."""
         return (self.sum_S,) if self.next_S is None else (self.sum_S, self.next_S)
 
     def result(self) -> Tensor:
-        """Return memory for the result, fp32, uninitialized; the memory of ``sum_S`` if that has the dtype."""
+        """Return memory for the result, fp32; ``sum_S`` itself if it is fp32."""
         return self.sum_S if self.sum_S.dtype == torch.float32 else torch.empty_like(self.sum_S, dtype=torch.float32)
 
 
@@ -95,8 +87,6 @@ class Path(ABC):
     """One way of summing a shard over nodes.
 
     Attributes:
-        name: as in ``exchange="..."`` and in logs.
-        residual_kind: kind of the residual of an exchange.
         in_place: it sums in the dtype and units of ``sum_S``, and returns ``sum_S`` itself.
         reduces_shards: False for a path over all ranks, which takes whole tensors.
         in_auto: ``exchange="auto"`` considers it.
@@ -112,7 +102,7 @@ class Path(ABC):
 
     @classmethod
     def of(cls, work: TensorSpec, density: float, value_dtype: torch.dtype) -> Path | None:
-        """Return the path for this tensor, or None if it cannot sum it."""
+        """Return the path, or None if it cannot sum the tensor."""
         return cls(work)
 
     @property
@@ -122,12 +112,11 @@ class Path(ABC):
 
     @property
     def applied(self) -> float:
-        """Upper limit of the number of entries that an exchange applies: several nodes may send the same entry."""
+        """Upper limit of the number of entries that an exchange applies."""
         return self.work.shard_numel
 
     @property
     def steps(self) -> int:
-        """Number of steps of the collectives between nodes."""
         return 2 * (self.work.num_nodes - 1)
 
     @abstractmethod
@@ -135,16 +124,13 @@ class Path(ABC):
         """Return the bytes that a device receives from other nodes."""
 
     def seconds_between(self, rates: Rates) -> float:
-        """Return the seconds in collectives between nodes."""
         return rates.inter.seconds(self.steps, self.bytes())
 
     def seconds_of_kernels(self, rates: Rates) -> float:
-        """Return the seconds on the device, apart from the collectives."""
         return 0.0
 
     def seconds(self, rates: Rates) -> float:
-        """Return the seconds of the exchange, the reduce-scatter before it and the all-gather after it, without
-        overlap."""
+        """Return the seconds of the exchange and of the collectives inside the node."""
         others = self.work.num_devices - 1
         nbytes = others * self.work.shard_numel * self.work.itemsize
         inside = 2 * rates.intra.seconds(others, nbytes) + nbytes * rates.add
@@ -152,14 +138,14 @@ class Path(ABC):
 
     @abstractmethod
     def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
-        """Return the tensor that this device sends, and write the unsent rest to ``shard.next_S``."""
+        """Return the tensor to send, and write the unsent rest to ``shard.next_S``."""
 
     @abstractmethod
     def transfer(self, comm: HierCommunicator, sent: Tensor, shard: Shard) -> Tensor:
-        """Return the tensor that arrives from all nodes."""
+        """Return the tensor received from all nodes."""
 
     def apply(self, arrived: Tensor, shard: Shard) -> Tensor:
-        """Return the sum over nodes: fp32 [S], or for a path ``in_place`` ``shard.sum_S``."""
+        """Return the sum over nodes: fp32 [S], or ``shard.sum_S`` if ``in_place``."""
         return arrived
 
     def indices(self, sent: Tensor) -> Tensor | None:
@@ -169,10 +155,7 @@ class Path(ABC):
 
 @dataclass(frozen=True)
 class Flat(Path):
-    """One all-reduce over all ranks, as in DDP. It is fastest if the network between nodes is not the slow one.
-
-    It sums the whole tensor in place. Each device adds its residual to its shard, so the sum contains it once per node.
-    """
+    """One all-reduce of the whole tensor over all ranks."""
 
     name = "flat"
     in_place = True
@@ -184,11 +167,12 @@ class Flat(Path):
 
     @property
     def _added(self) -> float:
-        """Bytes that a rank sums: everything except its own part of the ring."""
+        # Bytes that a rank sums: everything except its own part of the ring.
         ranks = self.work.num_nodes * self.work.num_devices
         return (ranks - 1) / ranks * self.work.numel * self.work.itemsize
 
     def bytes(self) -> float:
+        # The ring of all ranks enters each node once, so the L devices share its traffic.
         return 2 * self._added / self.work.num_devices if self.work.num_nodes > 1 else 0.0  # mean over devices
 
     def seconds_between(self, rates: Rates) -> float:
@@ -200,6 +184,7 @@ class Flat(Path):
     def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:
         sum_N = shard.sum_S
         if shard.residual_S is not None:
+            # Each device adds its residual to its shard, so the sum contains the residual once per node.
             own = sum_N[comm.topology.device_index * shard.residual_S.numel() :][: shard.residual_S.numel()]
             own.add_(shard.residual_S[: own.numel()])
         comm.flat_all_reduce(sum_N)  # here, because only the first lane uses the group of all ranks
@@ -235,23 +220,14 @@ class Dense(Path):
 class Dense16(Path):
     """Dense with half the bytes: bfloat16 values between nodes, and the rounding errors in the residual.
 
-    An all-reduce of 16-bit values would round at each addition, where no residual sees it. So this path sums in fp32,
-    in node order. The shard is cut into M regions of R = ceil(S / M) elements; the last region may be shorter:
+    The shard is cut into M regions of R = ceil(S / M) elements, and node j owns region j:
 
-    ======== ============== =============================================== ==========================================
-    stage    step           in -> out                                       received between nodes, per device
-    ======== ============== =============================================== ==========================================
-    select   round          acc_S -> M rows of bfloat16, one per region;    0
-                            residual_S = acc_S - sent
-    transfer all-to-all     row j goes to node j, which owns region j       2 (M-1) R
-             the owner sums M rows -> sum of its region, rounded to one     0
-                            row; the rounding error joins its residual
-             all-gather     one row per node -> M rows                      2 (M-1) R
-    apply    join           M rows -> shard_S                               0
-    ======== ============== =============================================== ==========================================
+        select     acc_S -> M rows of bfloat16, one per region; residual_S = acc_S - sent
+        transfer   all-to-all: row j goes to node j; it rounds the sum of M rows, with the error in its residual
+                   all-gather: one row per node -> M rows
+        apply      M rows -> shard_S
 
-    The path receives 4 (M-1)/M * S bytes, half of fp32's. It always uses bfloat16, whose range is that of fp32. Larger
-    sums than 3.39e38 become infinite. A non-finite element reaches each node, and leaves zero in the residuals.
+    Sums larger than 3.39e38 become infinite. A non-finite element reaches each node, and leaves zero in the residuals.
     """
 
     name = "dense16"
@@ -283,10 +259,12 @@ class Dense16(Path):
         return round_rows(grad_S, shard.residual_S, shard.next_S, self.work.num_nodes, shard.factor).view(torch.uint8)
 
     def merge(self, rows_MB: Tensor, node: int, next_S: Tensor | None) -> Tensor:
-        """Return the row of the owner's region, 2 R bytes, from the rows of all nodes in node order."""
+        """Sum the rows of all nodes, in node order, to the row of the owner's region."""
         # the last region may be shorter
         own_S = None if next_S is None else next_S[node * self.row_numel :][: self.row_numel]
         own_S = own_S if own_S is not None and own_S.numel() else None
+        # The sum is fp32, in node order. An all-reduce of 16-bit values would round at each addition, where no residual
+        # sees it.
         return sum_rows(rows_MB.view(torch.bfloat16), own_S).view(torch.uint8)
 
 
@@ -294,16 +272,9 @@ class Dense16(Path):
 class Sparse(Path):
     """The K largest entries of each node's shard, by an all-gather between nodes (HiTopKComm, Shi et al., MLSys 2021).
 
-    ======== ================================================= ======================
-    stage    in -> out                                         received between nodes
-    ======== ================================================= ======================
-    select   acc_S = sum_S * factor + residual_S;              0
-             the K largest |acc_S| -> message;
-             residual_S = acc_S - sent
-    transfer message -> M messages                             (M-1) * message
-    apply    M messages, added in node order -> sum over       0
-             nodes [S], zero where no node sent
-    ======== ================================================= ======================
+        select     acc_S = sum_S * factor + residual_S; the K largest |acc_S| -> message; residual_S = acc_S - sent
+        transfer   message -> M messages
+        apply      M messages, added in node order -> sum over nodes [S], zero where no node sent
 
     The message header counts non-finite entries. With any such entry, the whole result is NaN on every node.
     """
@@ -361,7 +332,6 @@ class Sparse(Path):
         accumulate(messages_MB, target_S, self.k, self.value_dtype, alpha)
 
     def wrote(self, messages_MB: Tensor) -> bool:
-        """Return whether these are messages of this path."""
         if messages_MB.shape[1] != self.message_bytes:
             return False
         return bool(decode(messages_MB[0], self.work.shard_numel, self.k, self.value_dtype)[2])
@@ -371,28 +341,16 @@ class Sparse(Path):
 class Regional(Sparse):
     """An exchange whose bytes do not grow with the number of nodes. It needs at least M elements.
 
-    The shard is cut into M regions of almost equal size, and K into k = ceil(K / M) pairs per region:
+    The shard is cut into M regions of almost equal size, and K into k = ceil(K / M) pairs per region. Node j owns
+    region j:
 
-    ======== ============== =============================================== ==========================================
-    stage    step           in -> out                                       received between nodes, per device
-    ======== ============== =============================================== ==========================================
-    select   by region      acc_S -> M messages of k pairs, one per region; 0
-                            residual_S = acc_S - sent
-    transfer all-to-all     message j goes to node j, which owns region j   (M-1) messages
-             the owner sums M messages -> sum of its region; the k largest  0
-                            entries -> one message; the rest joins its
-                            residual
-             all-gather     one message per node -> M messages              (M-1) messages
-    apply                   M messages -> shard_S                           0
-    ======== ============== =============================================== ==========================================
+        select     acc_S -> M messages of k pairs, one per region; residual_S = acc_S - sent
+        transfer   all-to-all: message j goes to node j; it sends the k largest of the sum, the rest joins its residual
+                   all-gather: one message per node -> M messages
+        apply      M messages -> shard_S
 
-    A device receives about 2 K pairs for any M, and (M-1) K pairs with `Sparse`. Sums run in node order. Nothing is
-    lost: unsent entries stay in the residual of the node, or of the owner. The price: an exchange applies K entries,
-    and up to M K entries with `Sparse`. For a fair comparison, raise K until the bytes are equal.
-
-    The message of a region counts its non-finite elements. The sum of that region is then NaN on every node.
-
-    Example: S = 10, M = 3, K = 6 gives the regions [0, 3), [3, 6) and [6, 10), with two pairs each.
+    Sums run in node order. An exchange applies K entries, and up to M K entries with `Sparse`. If a region has
+    non-finite elements, its sum is NaN on every node.
     """
 
     name = "regional"
@@ -412,7 +370,6 @@ class Regional(Sparse):
 
     @property
     def regions(self) -> Regions:
-        """The owner of each part of the shard."""
         nodes = self.work.num_nodes
         return Regions(self.work.shard_numel, nodes, -(-self.k // nodes), self.value_dtype)
 
@@ -442,7 +399,7 @@ class Regional(Sparse):
 
 
 def merge(rows_MB: Tensor, regions: Regions, node: int, next_S: Tensor | None) -> Tensor:
-    """Return the message of the owner's region, from the messages of all nodes in node order."""
+    """Merge the messages of all nodes, in node order, to the message of the owner's region."""
     sum_R = rows_MB.new_empty(regions.size(node), dtype=torch.float32)
     accumulate(rows_MB[:, : regions.nbytes(node)].contiguous(), sum_R, regions.pairs(node), regions.value_dtype)
     dropped_R = None if next_S is None else torch.empty_like(sum_R)
@@ -455,7 +412,7 @@ def merge(rows_MB: Tensor, regions: Regions, node: int, next_S: Tensor | None) -
 
 
 def num_selected(density: float, shard_numel: int) -> int:
-    """K = ceil(density * S), at least 1 and at most S.
+    """Return K = ceil(density * S), at least 1 and at most S.
 
     >>> num_selected(0.01, 250), num_selected(0.01, 1), num_selected(1.0, 7)
     (3, 1, 7)

@@ -1,7 +1,7 @@
 """Rates: the costs of networks and kernels, by which paths are compared.
 
 A collective of n steps that receives b bytes takes ``n * latency + b * seconds_per_byte``. A kernel costs a constant
-per call plus a rate per element. The constant dominates for small shards, such as 25 MB buckets on eight devices.
+per call plus a rate per element.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ class Link:
 
     Args:
         latency: seconds per step of a collective.
-        seconds_per_byte: seconds per received byte.
     """
 
     latency: float
     seconds_per_byte: float
 
     def seconds(self, steps: int, nbytes: float) -> float:
-        """Return the seconds of a collective."""
         return steps * self.latency + nbytes * self.seconds_per_byte
 
 
@@ -32,14 +30,13 @@ class Rates:
 
     Args:
         inter: the network between nodes.
-        intra: the network inside a node.
+        intra: the network inside each node.
         add: per byte that a reduction sums, in addition to its transfer.
-        select: per element of a shard that is searched for the largest entries.
-        scatter: per pair of a message that is added to a shard.
-        fill: per element of a shard that is cleared first.
-        cast: per element of a shard that is rounded to 16 bits, summed and read again.
-        select_call: per shard, for the calls that select and scatter, at any size.
-        cast_call: per shard, for the calls that round and sum, at any size.
+        select: per element that is searched for the largest entries.
+        scatter: per pair that is added to a shard.
+        fill: per element that is cleared first.
+        cast: per element that is rounded to 16 bits, summed and read again.
+        select_call, cast_call: per shard of any size, for the calls of the kernels.
     """
 
     inter: Link
@@ -54,12 +51,10 @@ class Rates:
 
     @staticmethod
     def of_link(gbps: float, num_devices: int) -> Rates:
-        """Return the rates of a link of ``gbps`` Gbit/s per node, shared by its devices. Everything else takes no
-        time."""
+        """Return the rates of a link of ``gbps`` Gbit/s per node, shared by its devices."""
         return Rates(Link(0.0, 8e-9 * num_devices / gbps), Link(0.0, 0.0))
 
     def describe(self, num_devices: int) -> str:
-        """Return a line for the log."""
         between, inside = (8e-9 / max(link.seconds_per_byte, 1e-15) for link in (self.inter, self.intra))
         parts = [f"{between * num_devices:.3g} Gbit/s and {1e3 * self.inter.latency:.2g} ms between nodes"]
         if num_devices > 1:
@@ -67,17 +62,12 @@ class Rates:
         return ", ".join([*parts, f"selection {rate(self.select, 'elements')}"])
 
     def to_list(self) -> list[float]:
-        """Return plain numbers, for a checkpoint and for agreement between ranks."""
         inter, intra, *rest = astuple(self)
         return [*inter, *intra, *rest]
 
     @staticmethod
     def from_list(numbers: list[float]) -> Rates:
-        """Return the inverse of ``to_list``.
-
-        Raises:
-            ValueError: for another number of rates, such as from an earlier version.
-        """
+        """Return the inverse of ``to_list``. Raise ValueError for numbers of an earlier version."""
         expected = len(Rates.of_link(1.0, 1).to_list())
         if len(numbers) != expected:
             raise ValueError(f"{len(numbers)} rates, and this version has {expected}: measure them again.")
@@ -85,5 +75,5 @@ class Rates:
 
 
 def rate(seconds: float, what: str) -> str:
-    """Return a rate for the log from seconds per unit; 0 if the constant dominates."""
+    """Format a rate from seconds per unit; 0 if the constant dominates."""
     return f"at {1e-9 / seconds:.2g} G {what}/s" if seconds > 0 else "at no measurable cost"

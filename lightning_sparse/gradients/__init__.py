@@ -1,5 +1,4 @@
-"""Exchange gradients before the optimizer, with error feedback, as a DDP communication hook (Shi et al., MLSys
-2021)."""
+"""Exchange gradients with error feedback in a DDP communication hook (Shi et al., MLSys 2021)."""
 
 from lightning_sparse.gradients.config import HierConfig
 from lightning_sparse.gradients.hook import hier_hook

@@ -1,8 +1,7 @@
 """Residuals in a checkpoint, as pieces of parameters. Nothing here is a collective.
 
 On the same nodes, a resumed run is exact. On other nodes, each new node starts with an equal share of the sum over the
-old nodes. Velocities of momentum correction are handled like residuals. If the resumed run has no velocities (one node,
-or the option is off), residuals and velocities become gradients with an equal effect through SGD's own momentum.
+old nodes, also of velocities.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lightning_sparse.gradients.residual import Entry, ResidualStore
 from lightning_sparse.gradients.tracking import Parameters
 
 QUANTITIES = ("residual", "velocity")
-"""Names of what is kept, in the order of a state's stores."""
+"""Names of the saved quantities, in the order of a state's stores."""
 PlainGroup = tuple[list[str], list[int]]
 """A `ParamGroup` in types that a checkpoint may hold."""
 
@@ -52,11 +51,11 @@ def load(
     """Fill empty stores with the state of this device.
 
     Args:
-        groups: for each store, the groups that any device of the node knew, equal on all ranks, because collectives
-            follow from them.
+        groups: for each store, the groups that any device of the node knew.
         saved: state of this device; None: its residuals are zero.
     """
     for quantity, store, known in zip(QUANTITIES, stores, groups, strict=False):
+        # All ranks need the same groups, because collectives follow from them (`ResidualStore.regroup`).
         store.entries.update({group: Entry() for group in groups_of(known)})
         if saved is None:
             continue
@@ -83,6 +82,7 @@ def load_shares(
     """Fill empty stores with 1 / ``num_nodes`` of the sum over the saved nodes, by parameter until groups exist."""
     totals = [_totals(nodes, quantity, parameters) for quantity, _ in zip(QUANTITIES, metadata["stores"], strict=False)]
     if len(totals) > len(stores):
+        # This run has no velocities: it has one node, or the option is off.
         totals = [_without_velocity(totals[0], totals[1], metadata["momentum"])]
     for store, by_name in zip(stores, totals, strict=False):
         shares = {name: value / num_nodes for name, value in by_name.items()}
@@ -90,12 +90,12 @@ def load_shares(
 
 
 def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Parameters) -> dict[str, Tensor]:
-    """Return the sum over nodes of a quantity, by parameter, flat in bucket order."""
+    """Return the sum over nodes by parameter, flat in bucket order."""
 
     def cut(device: State, name: str, begin: int, end: int) -> Iterator[Piece]:
         yield from device.cut(quantity, name, begin, end)
         parked = device.own["parked"].get(quantity, {})
-        if name in parked:  # equal on all devices of a node
+        if name in parked:  # equal on all of the node's devices
             yield Piece(name, begin, end, parked[name][begin:end])
 
     numels = parameters.numels.items()
@@ -108,7 +108,7 @@ def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Paramet
 def _without_velocity(
     residual: dict[str, Tensor], velocity: dict[str, Tensor], momentum_equivalents: Mapping[str, Sequence[float]]
 ) -> dict[str, Tensor]:
-    """Return gradients with an equal effect through SGD's own momentum (`MomentumCorrection.momentum_equivalents`)."""
+    # These gradients have an equal effect through SGD's own momentum (`MomentumCorrection.momentum_equivalents`).
     sent = {name: value * momentum_equivalents.get(name, (1.0, 0.0))[0] for name, value in residual.items()}
     for name, value in velocity.items():
         tail = value * momentum_equivalents.get(name, (1.0, 0.0))[1]
@@ -121,10 +121,8 @@ def _cut(store: ResidualStore, group: ParamGroup) -> list[tuple[str, slice, slic
 
 
 def plain(groups: Iterable[ParamGroup]) -> list[PlainGroup]:
-    """Return groups in plain types, for a checkpoint."""
     return [(list(group.names), list(group.numels)) for group in groups]
 
 
 def groups_of(plain: Iterable[PlainGroup]) -> tuple[ParamGroup, ...]:
-    """Return the inverse of `plain`."""
     return tuple(ParamGroup(tuple(names), tuple(numels)) for names, numels in plain)

@@ -1,4 +1,4 @@
-"""Options of the exchange of gradients, validated on creation, and the density warm-up."""
+"""Options of the exchange of gradients, and the density warm-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Exclude = Literal["none", "vectors"] | tuple[str, ...]
 STAGES = 4
 """Number of stages of a warm-up counted in rounds."""
 DEFAULT_EPOCHS, DEFAULT_SHARE = 4, 0.05
-"""The warm-up where none is given: whichever ends first."""
+"""The default warm-up: the shorter of this number of epochs and this fraction of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,6 @@ class GradientsConfig(ExchangeConfig):
         warmup_steps: Number of steps in which the density falls exponentially to ``density``. With both options, the
             shorter warm-up applies. With neither, a Trainer uses the smaller of 4 epochs and 5% of the expected steps;
             without a Trainer there is no warm-up.
-
-    Raises:
-        ValueError: with the value, the rule and the fix.
     """
 
     warmup_epochs: int | None = None
@@ -41,7 +38,6 @@ class GradientsConfig(ExchangeConfig):
 
     @property
     def wants_warmup(self) -> bool:
-        """Whether entries may be left out, and the user has not disabled the warm-up."""
         given = self.warmup_epochs is not None or self.warmup_steps is not None
         return not given and (self.path is None or self.leaves_entries_out) and self.density < 1
 
@@ -54,11 +50,7 @@ class HierConfig(GradientsConfig):
         momentum_correction: Keep the momentum of torch.optim.SGD with the residual (DGC). The momentum of an entry is
             cleared when the entry is sent.
         exclude: Parameters that are always reduced densely: ``"none"``, ``"vectors"``, or name patterns such as
-            ``("*.bias", "head.*")``. ``"vectors"`` are parameters of at most one dimension, such as biases and norms:
-            they are small and matter much.
-
-    Raises:
-        ValueError: with the value, the rule and the fix.
+            ``("*.bias", "head.*")``. ``"vectors"`` are parameters of at most one dimension, such as biases and norms.
     """
 
     momentum_correction: bool = False
@@ -84,13 +76,9 @@ def _check_exclude(value: object) -> None:
 class Warmup:
     """The exponential density warm-up of Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3).
 
-    A pure function of round and epoch. In stage s of S, counted from 0, the density is ``density ** ((s + 1) / (S +
-    1))``; afterwards ``density``. A stage is an epoch, or a quarter of ``rounds``. With both limits, the shorter
-    warm-up applies.
-
-    Args:
-        epochs: length of the warm-up in epochs; None for no such limit.
-        rounds: length of the warm-up in rounds; None for no such limit. Without limits, there is no warm-up.
+    In stage s of S, counted from 0, the density is ``density ** ((s + 1) / (S + 1))``; afterwards ``density``. A stage
+    is an epoch, or a quarter of ``rounds``. With both limits, the shorter warm-up applies. None stands for no such
+    limit; without limits, there is no warm-up.
 
     >>> [round(Warmup(epochs=2).density(0.001, epoch, 0), 6) for epoch in range(4)]
     [0.1, 0.01, 0.001, 0.001]
@@ -102,7 +90,7 @@ class Warmup:
     rounds: int | None = None
 
     def density(self, density: float, epoch: int, round_index: int) -> float:
-        """Return the density of a round."""
+        # A pure function of epoch and round, so that all ranks and a resumed run have the same density.
         exponents = [1.0] if (self.epochs, self.rounds) == (None, None) else []
         if self.epochs is not None:
             exponents.append((min(epoch, self.epochs) + 1) / (self.epochs + 1))
@@ -112,7 +100,6 @@ class Warmup:
         return float(density ** max(exponents))
 
     def describe(self) -> str:
-        """Return the end of the warm-up, for the log; empty without a warm-up."""
         if 0 in (self.epochs, self.rounds) or (self.epochs, self.rounds) == (None, None):
             return ""
         ends = [] if self.rounds is None else [f"round {self.rounds}"]

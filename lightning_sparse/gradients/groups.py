@@ -1,12 +1,9 @@
 """Compression groups: the parameters that are reduced together, independent of DDP's buckets.
 
-DDP's buckets change. Round 0 has one bucket. In round 1, DDP rebuilds the buckets in the order in which gradients
-became ready. A second fit and a resumed run start over. So residuals do not belong to buckets, but to *groups*, which
-are known by the names and sizes of their parameters. The *layout* is the list of groups of one round. It is settled
-when two rounds in a row had it; until then, rounds are dense. A settled layout outlives the DDP wrapper: one large
-bucket is split into the settled groups, with the same shards and bits.
-
-Excluded parameters have groups of their own, so each bucket is cut in two.
+DDP rebuilds its buckets in round 1, and starts over in a second fit or a resumed run. So residuals belong to *groups*,
+which are known by the names and sizes of their parameters. The *layout* is the list of groups of one round. It is
+settled when two rounds in a row had it; until then, rounds are dense. A settled layout outlives the DDP wrapper: one
+large bucket is split into the settled groups, with the same shards and bits.
 """
 
 from __future__ import annotations
@@ -47,28 +44,26 @@ class ParamGroup:
 
     @cached_property
     def numel(self) -> int:
-        """N, number of elements of the flat tensor."""
+        """N."""
         return sum(self.numels)
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """The place of each parameter in the flat tensor."""
         ends = accumulate(self.numels)
         return {n: slice(end - numel, end) for n, numel, end in zip(self.names, self.numels, ends, strict=True)}
 
     def only(self, names: Iterable[str]) -> ParamGroup:
-        """Return the group's parameters with these names, in the order of the group."""
+        """Return the group with only these names."""
         wanted = set(names)
         kept = [(n, numel) for n, numel in zip(self.names, self.numels, strict=True) if n in wanted]
         return ParamGroup(tuple(n for n, _ in kept), tuple(numel for _, numel in kept))
 
     def shard_numel(self, num_devices: int) -> int:
-        """Return S = ceil(N / L), the number of elements of a device's shard of the padded tensor."""
+        """Return S = ceil(N / L), the size of a device's shard of the padded tensor."""
         return -(-self.numel // num_devices)
 
     def shard_slices(self, names: Iterable[str], device_index: int, num_devices: int) -> list[tuple[str, slice, slice]]:
-        """Return, for each named parameter in a device's shard, its name, its place in the shard, and its place in the
-        parameter."""
+        """Return (name, place in the shard, place in the parameter) of each named parameter in a device's shard."""
         shard = self.shard_numel(num_devices)
         begin, end = device_index * shard, (device_index + 1) * shard
         places = self.slices
@@ -82,24 +77,22 @@ class ParamGroup:
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter by ``id()``; a shared parameter has its first name."""
+    """Return the names by ``id()``; a shared parameter has its first name."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
 def in_bucket_order(tensor: Tensor) -> Tensor:
-    """Return a parameter, or its gradient, flat in the order of DDP's buckets.
-
-    This is the order in memory, which for channels_last is not the order of the dims. If elements share memory or leave
-    gaps, it is the order of the dims.
-    """
+    """Flatten one parameter, or its gradient, in the order of DDP's buckets."""
     tensor = tensor.detach()
+    # DDP uses the order in memory, which for channels_last is not the order of the dims. It uses the order of the dims
+    # if elements share memory or leave gaps.
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.reshape(-1)
 
 
 def excluded_names(module: nn.Module, exclude: Exclude) -> frozenset[str]:
-    """Return the names of the parameters that ``exclude`` selects.
+    """Return the names that ``exclude`` selects.
 
     Raises:
         ValueError: if a pattern matches no parameter.
@@ -121,7 +114,7 @@ def excluded_names(module: nn.Module, exclude: Exclude) -> frozenset[str]:
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Raise ValueError for embeddings with sparse gradients, which have no fixed layout to shard."""
+    # Sparse gradients have no fixed layout to shard.
     embeddings = (nn.Embedding, nn.EmbeddingBag)
     sparse = [name for name, each in module.named_modules() if isinstance(each, embeddings) and each.sparse]
     if sparse:
@@ -132,8 +125,8 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 
 
 def refuse_python_reducer() -> None:
-    """Raise ValueError if torch uses its Python reducer, which passes single gradients instead of buckets."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported: then nobody has set it
+    # The Python reducer passes single gradients to the hook instead of buckets.
+    dynamo = sys.modules.get("torch._dynamo")  # if it is not imported, nobody has set the option
     if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
         raise ValueError(
             "torch._dynamo.config.optimize_ddp='python_reducer' (and compiled autograd, which needs it) makes no "
@@ -142,11 +135,6 @@ def refuse_python_reducer() -> None:
 
 
 def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
-    """Return the group of a bucket's parameters.
-
-    Raises:
-        ValueError: if a parameter is not in ``names``.
-    """
     unknown = [tuple(p.shape) for p in parameters if id(p) not in names]
     if unknown:
         raise ValueError(
@@ -157,19 +145,18 @@ def group_of(parameters: Sequence[Tensor], names: dict[int, str]) -> ParamGroup:
 
 
 def flat_numel(parameter: Tensor) -> int:
-    """Return the number of elements of a parameter's gradient in a bucket: DDP stores complex numbers as pairs."""
+    # DDP stores complex numbers as pairs.
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 class Layout:
-    """Follows the groups of each round, and knows the settled groups.
+    """Follows the groups of each round.
 
     Args:
-        excluded: names of parameters that share no group with others.
+        excluded: names of parameters that share no group with others, so each bucket is cut in two.
 
     Attributes:
         settled: groups of two rounds in a row, in the order in which they become ready.
-        previous: groups of the last round.
     """
 
     def __init__(self, excluded: frozenset[str] = frozenset()) -> None:
@@ -179,12 +166,11 @@ class Layout:
         self.fix(())
 
     def fix(self, groups: Iterable[ParamGroup]) -> None:
-        """Set the settled groups."""
         self.settled = tuple(groups)
         self._known = frozenset(self.settled)
 
     def groups_in(self, group: ParamGroup) -> tuple[ParamGroup, ...]:
-        """Return the settled groups in a bucket, in settled order, or the bucket's own group."""
+        """Return the settled groups of the bucket, in settled order, or the bucket's own group."""
         if group in self._known:
             return (group,)
         names = set(group.names)
@@ -199,14 +185,13 @@ class Layout:
         return bool(self.excluded) and self.excluded.issuperset(group.names)
 
     def split_excluded(self, groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
-        """Split each group into its other parameters and its excluded parameters. Empty groups are left out."""
+        """Split each group into its other parameters and its excluded parameters."""
         if not self.excluded:
             return tuple(group for group in groups if group.names)
         halves = [(g.only(set(g.names) - self.excluded), g.only(self.excluded)) for g in groups]
         return tuple(half for pair in halves for half in pair if half.names)
 
     def record(self, group: ParamGroup) -> None:
-        """Add a bucket's group to the running round."""
         self._current.extend(self.split_excluded([group]))
 
     def abandon_round(self) -> bool:
@@ -230,27 +215,23 @@ class Layout:
 
 
 class BucketGroup:
-    """One group of a bucket. ``write_back`` copies ``grad_N`` to the bucket.
-
-    Usually a bucket is one group. If the whole model is one bucket again (a second fit, a resumed run), it has several
-    groups, which are copies.
+    """One group in a DDP bucket. ``write_back`` copies ``grad_N`` to the bucket.
 
     Args:
-        group: a settled group in the bucket, or the bucket's own.
+        group: a settled group of the bucket, or the bucket's own.
         has_residual: False if it is reduced as DDP does.
-
-    Attributes:
-        unused: parameters that this rank did not use.
     """
 
     def __init__(self, bucket: Bucket, group: ParamGroup, path: Path, *, has_residual: bool) -> None:
         self.group, self.path, self.has_residual = group, path, has_residual
         self.unused = bucket.unused.intersection(group.names)
         self.grad_N = bucket.flat_N
+        # Usually a bucket is one group, which is a view. A bucket with the whole model has several groups, which are
+        # copies.
         self._pieces = [bucket.gradient(name) for name in group.names] if group != bucket.group else []
 
     def read(self) -> None:
-        """Copy the group from the bucket, on the thread or stream of the reduction, if it is a part of the bucket."""
+        # The copy must run on the thread or stream of the reduction.
         if self._pieces:
             self.grad_N = torch.cat(self._pieces)
 
@@ -277,5 +258,4 @@ class Bucket:
     groups: list[BucketGroup] = field(default_factory=list)
 
     def gradient(self, name: str) -> Tensor:
-        """Return a parameter's gradient, flat, as a view of the bucket."""
         return self.flat_N[self.group.slices[name]]

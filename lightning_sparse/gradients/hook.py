@@ -1,4 +1,4 @@
-"""The DDP communication hook, in which gradients are exchanged."""
+"""The DDP communication hook."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,10 @@ def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tens
     """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
 
     In a loop, call ``state.watch([optimizer])`` once, ``state.before_backward()`` before each backward pass, and
-    ``state.end()`` at the end. A gradient that is never stepped then leaves its residual unchanged.
+    ``state.end()`` at the end.
 
     Raises:
-        CommunicationError: if a collective failed, with the step, ranks, round and bucket. With ``overlap``, it is
-            raised at the end of the backward pass.
+        CommunicationError: if a collective failed. With ``overlap``, it is raised at the end of the backward pass.
     """
     received = state.on_bucket(bucket)
     return state.exchange.runner.run(Reduction(state, received), received.flat_N)

@@ -1,8 +1,7 @@
 """Momentum correction and masking for torch's SGD (Deep Gradient Compression, Lin et al., ICLR 2018, 3.2 and 3.3).
 
-With error feedback alone, a gradient that waited in the residual enters the optimizer's momentum at once, without the
-momentum of the rounds in between. With the correction, momentum comes first. Each node keeps a velocity u and selects
-from the accumulated velocity, the residual v. Both are sharded like the residual:
+With error feedback alone, a gradient that waited in the residual lacks the momentum of the rounds in between. So each
+node keeps a velocity u and selects from the accumulated velocity, the residual v. Both are sharded:
 
     d = g + weight_decay / M * parameter        this node's share of the gradient of SGD
     u = momentum * u + d
@@ -10,11 +9,8 @@ from the accumulated velocity, the residual v. Both are sharded like the residua
     the K largest of v are sent; there v becomes zero, and u, too, unless everything is sent (masking)
 
 So the sum over nodes of a *dense* round is the step of torch's SGD divided by the learning rate. At density 1, a run
-equals SGD except for rounding. There is one difference: parameters that no rank uses, with a zero gradient instead of
-None, keep their velocity, while torch's SGD moves them.
-
-While the optimizer steps, its own momentum, weight decay and Nesterov are off. At all other times they have their
-values, for schedulers and checkpoints. Callbacks, loggers and clipping see the velocity as the gradient.
+equals SGD except for rounding, and except for parameters that no rank uses: they keep their velocity, while torch's SGD
+moves them. Callbacks, loggers and clipping see the velocity as the gradient.
 """
 
 import logging
@@ -46,14 +42,7 @@ _UNKNOWN = _Terms(0.0, 0.0, 1.0)
 
 
 class MomentumCorrection:
-    """The velocities of one device.
-
-    Args:
-        topology: a hierarchical topology.
-
-    Raises:
-        ValueError: if a parameter's gradient would not be reduced by shards.
-    """
+    """The velocities of one device, on a hierarchical topology."""
 
     def __init__(self, parameters: Parameters, topology: Topology, log_once: Callable[[str, int], None]) -> None:
         odd = [n for n, dtype in parameters.dtypes.items() if parameters[n].requires_grad and dtype not in BY_SHARD]
@@ -76,7 +65,7 @@ class MomentumCorrection:
         """Take over the momentum of the optimizer.
 
         Raises:
-            ValueError: for several optimizers, another optimizer than SGD, or one without momentum or with dampening.
+            ValueError: for anything but one SGD with momentum and without dampening.
         """
         optimizers = list(optimizers)
         way_out = "Leave momentum_correction out."
@@ -105,7 +94,6 @@ class MomentumCorrection:
         self._look_at_loaded(optimizer)
 
     def unwatch(self) -> None:
-        """Restore the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -114,11 +102,8 @@ class MomentumCorrection:
     def begin_round(self, waiting: Set[str]) -> None:
         """Read the current options of the optimizer, which schedulers may have changed.
 
-        Args:
-            waiting: parameters whose last gradient is reduced but not stepped.
-
         Raises:
-            ValueError: without an optimizer, or if the gradients already contain a velocity.
+            ValueError: without an optimizer, or if the gradients of ``waiting`` parameters already contain a velocity.
         """
         self._read_options()
         stepped = waiting & self._terms.keys()
@@ -130,8 +115,10 @@ class MomentumCorrection:
             )
 
     def momentum_equivalents(self) -> dict[str, tuple[float, float]]:
-        """Return (a, b) by name. Through SGD's own momentum, a gradient of a * v + b * u moves the parameter as far as
-        v and u would have. A checkpoint stores them for runs without the correction."""
+        """Return (a, b) by name for a checkpoint.
+
+        Through SGD's own momentum, a gradient of a * v + b * u has the effect of v and u.
+        """
         if self._optimizer is not None:
             self._read_options()
         return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in self._terms.items() if name}
@@ -140,7 +127,7 @@ class MomentumCorrection:
         """Update the group's velocity, and return the tensor to add to the residual.
 
         Args:
-            sum_S: the node's share of its mean gradient, fp32, unscaled; overwritten by the result.
+            sum_S: the node's share of its mean gradient, fp32, unscaled; overwritten.
         """
         device_index, num_devices = self._topology.device_index, self._topology.num_devices
         old_S, next_S = self.store.latest(group), self.store.buffer(group, sum_S.device)
@@ -170,17 +157,15 @@ class MomentumCorrection:
         return sum_S
 
     def stop(self, group: ParamGroup, sent: Tensor) -> None:
-        """Set the velocity to zero at the sent indices (section 3.3)."""
+        # Masking: the velocity of sent entries becomes zero (section 3.3).
         self._proposed[group].index_fill_(0, sent, 0.0)
 
     def stage(self, group: ParamGroup) -> Tensor:
-        """Propose the velocity of this round, and return it."""
         next_S = self._proposed.pop(group)
         self.store.propose(group, next_S)
         return next_S
 
     def _read_options(self) -> None:
-        """Return, by name, the terms of each parameter's velocity, and its share of the weight decay."""
         if self._optimizer is None:
             raise ValueError(
                 "momentum_correction=True without an optimizer. Call state.watch([optimizer]) before the first "
@@ -198,6 +183,7 @@ class MomentumCorrection:
                 self._terms[name], self._decays[name] = moving, decay
 
     def _disable_momentum(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # The optimizer's own momentum is off only during its step. Schedulers and checkpoints see the user's values.
         self._restore_momentum()  # in case a step raised
         self._in_step = [{name: group[name] for name in _TAKEN_OUT} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -210,12 +196,12 @@ class MomentumCorrection:
         self._in_step = []
 
     def _correct_saved(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Restore the user's options in a state dict that was made during a step, or after a step that raised."""
+        # Between the hooks, or after a step that raised, the param groups lack the user's options.
         for group, given in zip(state["param_groups"], self._in_step, strict=False):
             group.update(given)
 
     def _look_at_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn about loaded momentum. It is the mean over nodes, so no node can continue with it."""
+        # Loaded momentum is the mean over nodes, so no node can continue with it.
         if any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
             self._log_once(
                 "momentum_correction: the loaded optimizer state has momentum of a run without the correction. It is "

@@ -30,8 +30,6 @@ from lightning_sparse.gradients.state import HierState
 
 
 class Reduction:
-    """The job of reducing a bucket in place."""
-
     def __init__(self, state: HierState, bucket: Bucket) -> None:
         self._state, self._bucket = state, bucket
         self._transfers: list[Transfer] = []
@@ -40,7 +38,7 @@ class Reduction:
     # -- stages of the job ---------------------------------------------------------------------------------------------
 
     def select(self) -> Sequence[Tensor]:
-        """Steps 1 and 2. With the last bucket, all ranks agree on the unused parameters."""
+        """Run steps 1 and 2. With the last bucket, all ranks agree on unused parameters."""
         bucket, unused, comm = self._bucket, self._state.unused, self._state.exchange.communicator
         comm.error_context = f"in round {self._state.round}, bucket {bucket.index}"
         if unused is not None:
@@ -52,13 +50,11 @@ class Reduction:
         return self._used_later()
 
     def transfer(self) -> Sequence[Tensor]:
-        """Step 3, between nodes."""
         for each in self._transfers:
             each.transfer()
         return self._used_later()
 
     def apply(self) -> Sequence[Tensor]:
-        """Step 3, the sum, and step 4. Then propose the next residuals."""
         for part, transfer in zip(self._bucket.groups, self._transfers, strict=True):
             self._sum(part, transfer)
             if part.has_residual:
@@ -89,7 +85,6 @@ class Reduction:
         return transfer
 
     def _contribution(self, part: BucketGroup) -> Shard:
-        """Step 1, and the operands of step 2."""
         state, comm, path = self._state, self._state.exchange.communicator, part.path
         grad_N, share = part.grad_N, 1.0 / state.topology.world_size
         # Before the sum, as DDP does, for the same bits. In fp16, the sum could also exceed 65,504.
@@ -106,8 +101,10 @@ class Reduction:
         return Shard(sum_S, None if residual_S is None else state.rescale(residual_S.clone()))
 
     def _residual(self, part: BucketGroup) -> Tensor | None:
-        """Return the group's residual shard for this round, fp32; None stands for zero. A collective inside the node if
-        the parameters had residuals in other groups."""
+        """Return the group's residual shard for this round, fp32; None stands for zero.
+
+        A collective inside the node if the parameters had residuals in other groups.
+        """
         state = self._state
         if not part.has_residual:
             return None
@@ -122,10 +119,10 @@ class Reduction:
         return sendable
 
     def _averaged(self, part: BucketGroup, sum_S: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Return a tensor and its factor, to which the residual is added: the mean gradient, or with momentum
-        correction the velocity. ``share`` of ``sum_S`` is this node's share of the mean gradient."""
         # Residuals are in unscaled units, so a change of the loss scale does not affect them. The division here and the
         # multiplication in `_sum` are exact, because scales are powers of two.
+        # `share` of `sum_S` is this node's share of the mean gradient. With momentum correction, the velocity takes the
+        # place of the gradient.
         factor, momentum = self._state.unscaled(share, sum_S.device), self._state.momentum
         if momentum is None:
             return sum_S, factor

@@ -4,9 +4,8 @@ Each device keeps one shard [S] per group, fp32, in units of the mean gradient. 
 
     1/P * sum over ranks of all gradients = sum of all applied gradients + sum over nodes of the residuals
 
-A round proposes the next residual of each group. It is committed after the optimizer has stepped the group's
-parameters, so a dropped gradient leaves the residual unchanged. When groups change, residuals move from the old to the
-new groups through ``by_name``.
+A round proposes the next residual of each group. It is committed after the optimizer has stepped the parameters, so a
+dropped gradient leaves the residual unchanged.
 """
 
 from __future__ import annotations
@@ -37,16 +36,12 @@ class Entry:
 
     @property
     def latest(self) -> Tensor | None:
-        """The residual from which the next round starts."""
         return self.proposed if self.has_proposal else self.committed
 
 
 @dataclass
 class ResidualStore:
     """The residuals of one device.
-
-    Args:
-        device_index: l, index of this device in its node.
 
     Attributes:
         entries: residuals by group. All devices of a node have the same keys, because collectives follow from them.
@@ -65,7 +60,6 @@ class ResidualStore:
 
     @property
     def committed(self) -> dict[ParamGroup, Tensor]:
-        """The committed residuals other than zero."""
         entries = list(self.entries.items())
         return {group: entry.committed for group, entry in entries if entry.committed is not None}
 
@@ -80,14 +74,13 @@ class ResidualStore:
     # -- one round -----------------------------------------------------------------------------------------------------
 
     def buffer(self, group: ParamGroup, device: torch.device) -> Tensor:
-        """Return uninitialized memory for the group's next residual."""
         free = self._free_buffers.pop(group, None)
         if free is not None and free.device == device:
             return free
         return torch.empty(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
 
     def propose(self, group: ParamGroup, shard_S: Tensor | None) -> None:
-        """Propose the group's next residual; None if everything was sent."""
+        """Propose the next residual; None if everything was sent."""
         entry = self.entries.setdefault(group, Entry())
         if entry.proposed is not None:
             self._free_buffers[group] = entry.proposed
@@ -98,7 +91,7 @@ class ResidualStore:
 
         Args:
             not_stepped: parameters whose gradient was dropped. They keep their committed residual.
-            undecided: parameters whose gradient still waits for a step. They keep both residuals.
+            undecided: parameters whose gradient may still be stepped. They keep both residuals.
         """
         for name in self.applied - not_stepped - undecided:
             self.by_name.pop(name, None)
@@ -155,11 +148,9 @@ class ResidualStore:
     def apply_by_name(
         self, group: ParamGroup, num_nodes: int, rescale: Callable[[Tensor], Tensor], grad_N: Tensor
     ) -> None:
-        """Add residuals in ``by_name`` to a gradient that is summed over all ranks.
-
-        One node has no shards, so it would never send residuals that it loaded from a run on several nodes. The
-        residual stays in ``by_name`` until the gradient is stepped.
-        """
+        """Add residuals in ``by_name`` to a gradient that is summed over all ranks."""
+        # One node has no shards, so it would never send residuals that it loaded from a run on several nodes. The
+        # residual stays in ``by_name`` until the gradient is stepped.
         for name, place in group.slices.items():
             if name in self.by_name and name not in self.applied:
                 grad_N[place].add_(rescale(self.by_name[name] * num_nodes))
@@ -168,14 +159,12 @@ class ResidualStore:
     # -- groups that change --------------------------------------------------------------------------------------------
 
     def regroup(self, group: ParamGroup, gather: Gather, device: torch.device) -> None:
-        """Give a new group the residuals that its parameters had in other groups.
-
-        A collective of the node if an old group overlaps. All ranks have the same layouts, so all of them call it.
-        Another thread may propose residuals of other groups at the same time.
-        """
+        """Move the residuals of the group's parameters from other groups. A collective if an old group overlaps."""
+        # All ranks have the same layouts, so all ranks of the node gather the same groups.
         if group in self.entries and not self.by_name and not self.proposed_by_name:
             return  # groups hold different parameters, so no other group overlaps
         names = set(group.names)
+        # A list, because another thread may propose residuals of other groups at the same time.
         overlapping = [old for old in list(self.entries) if old != group and not names.isdisjoint(old.names)]
         for old in sorted(overlapping, key=lambda group: group.names):  # the order of dicts may differ between ranks
             entry = self.entries.pop(old)
@@ -196,8 +185,7 @@ class ResidualStore:
     def _gather(
         self, group: ParamGroup, shard_S: Tensor | None, gather: Gather, device: torch.device
     ) -> dict[str, Tensor]:
-        """Return the residual of each parameter from all devices; empty if no device has any. A collective of the
-        node."""
+        # A collective of the node, so all devices must know whether another device has a residual.
         if not gather(torch.tensor([shard_S is not None], dtype=torch.uint8, device=device)).any():
             return {}
         zeros_S = torch.zeros(group.shard_numel(self.num_devices), dtype=torch.float32, device=device)
@@ -207,9 +195,8 @@ class ResidualStore:
     def _scatter(
         self, group: ParamGroup, by_name: dict[str, Tensor], others_S: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Move the group's parameters from ``by_name`` into a shard of this device. Other parameters get their values
-        in ``others_S``."""
         numel, names = group.shard_numel(self.num_devices), [name for name in group.names if name in by_name]
+        # Parameters that are not in `by_name` keep their values of `others_S`.
         shard_S = torch.zeros(numel, dtype=torch.float32, device=device) if others_S is None else others_S.clone()
         for name, here, there in group.shard_slices(names, self.device_index, self.num_devices):
             shard_S[here].copy_(by_name[name][there])
@@ -218,7 +205,6 @@ class ResidualStore:
         return shard_S
 
     def copy_slices(self, group: ParamGroup, names: Iterable[str], source_S: Tensor | None, target_S: Tensor) -> None:
-        """Copy the slices of these parameters; None stands for zeros."""
         for _, here, _ in group.shard_slices(names, self.device_index, self.num_devices):
             if source_S is None:
                 target_S[here].zero_()
@@ -228,7 +214,6 @@ class ResidualStore:
     def _with_slices(
         self, group: ParamGroup, names: list[str], source_S: Tensor | None, target_S: Tensor | None
     ) -> Tensor | None:
-        """Return the target with these parameters' slices of the source, in place if the target is not None."""
         if target_S is None:
             if source_S is None or not group.shard_slices(names, self.device_index, self.num_devices):
                 return None

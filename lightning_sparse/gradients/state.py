@@ -7,8 +7,6 @@ A *round* is one reduction of all buckets:
     on_bucket(bucket)            once per bucket, during backward: cuts it into groups, each with its path
     end_round(used)              with the last bucket, on the runner's threads
     optimizer.step()             watch() notes the stepped parameters, whose residuals then count
-
-Without a strategy, before_backward() is optional: a round then counts when the next round begins.
 """
 
 import logging
@@ -57,10 +55,7 @@ class HierState(Engine):
     Attributes:
         epoch: current epoch, for the density warm-up. Set it at the start of each epoch.
         round: number of finished rounds.
-        layout: groups of parameters that are reduced together.
-        store: residuals.
         momentum: momentum correction, if the hook has taken over the momentum of SGD.
-        unused: parameters unused in backward, with DDP's ``find_unused_parameters``.
         loss_scale: returns the scale of a loss scaler, a 0-dim tensor, or None; called in each round.
     """
 
@@ -110,6 +105,8 @@ class HierState(Engine):
     def before_backward(self, reason_for_dense: str = "") -> None:
         """Settle the last round, and prepare the next. Call it before each backward pass, on all ranks.
 
+        It is optional without ``watch``: the next round then settles the last.
+
         Args:
             reason_for_dense: reason to reduce the next round as DDP does, without residuals; empty for none.
         """
@@ -122,7 +119,6 @@ class HierState(Engine):
             self.log_once(f"reducing as plain DDP does, without residuals: {reason_for_dense}")
 
     def on_bucket(self, bucket: GradBucket) -> Bucket:
-        """Read a bucket. DDP takes it back when the hook returns."""
         self.exchange.refuse_capture()
         flat_N, last = bucket.buffer(), bucket.is_last()
         if not self._round_is_open:
@@ -147,11 +143,6 @@ class HierState(Engine):
         return BucketGroup(bucket, group, self.path(group), has_residual=self.is_sharded(group))
 
     def end_round(self, used: Tensor | None) -> None:
-        """Finish a round after its last bucket.
-
-        Args:
-            used: which parameters any rank used, with ``find_unused_parameters``.
-        """
         if self.unused is not None and used is not None:
             self.unused.undo(used)
         if self.layout.end_round() and self.active:
@@ -161,14 +152,11 @@ class HierState(Engine):
         self._is_reducing = False
 
     def commit_round(self) -> set[str]:
-        """Commit the residuals of stepped parameters. Return the parameters that stay undecided.
-
-        If the gradient of another parameter is gone, its residual returns to the last value. If the gradient may still
-        be stepped, the residual stays undecided. A round that an exception interrupted does not count.
-        """
+        """Commit the residuals of stepped parameters. Return the undecided parameters."""
         if self._is_reducing:
             self.exchange.runner.drain()
             self._is_reducing = False
+        # A round that an exception interrupted does not count.
         if self.layout.abandon_round() or self._round_is_open:
             for store in self.stores:
                 store.drop_proposals()
@@ -178,6 +166,8 @@ class HierState(Engine):
             self._round_is_open = False
         waiting: set[str] = set()
         if self.store.undecided_names():
+            # A dropped gradient returns its residual to the last value. A gradient that may still be stepped keeps it
+            # undecided.
             discarded, waiting = self._steps.not_stepped()
             for store in self.stores:
                 store.commit(discarded, waiting)
@@ -187,11 +177,10 @@ class HierState(Engine):
     # -- around it -----------------------------------------------------------------------------------------------------
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Watch the steps of all optimizers from now on, so that residuals are committed only after a step.
+        """Watch the steps of all optimizers from now on, so that only stepped gradients change residuals.
 
-        If there is no optimizer, every round counts as used. With ``exchange="auto"``, no entries are left out for
-        optimizers that do not tolerate it (`lightning_sparse.optimizers`). If you call this, also call
-        before_backward(), because gradients are incomplete inside a backward pass.
+        If there is no optimizer, every round counts as used. If you call this, also call before_backward(), because
+        gradients are incomplete inside a backward pass.
 
         Raises:
             ValueError: for an optimizer that cannot report its steps, or whose momentum cannot be corrected.
@@ -212,7 +201,7 @@ class HierState(Engine):
             self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
 
     def end(self) -> None:
-        """Remove all hooks from module and optimizers, and end the runner's threads."""
+        """Remove all hooks, and end the runner's threads."""
         # The last round stays open until the next one begins: only then is it known whether its gradient was stepped,
         # and after an exception, its buckets may still be in flight.
         self._steps.unwatch()
@@ -224,7 +213,7 @@ class HierState(Engine):
             self.unused = None
 
     def track_unused(self, module: nn.Module) -> None:
-        """Watch from now on which parameters are used. Call it again after parameters are frozen or unfrozen."""
+        """Watch which parameters are used. Call it again after parameters are frozen or unfrozen."""
         if self.unused is not None:
             self.unused.close()
         self.unused = UnusedParameters(module) if self.active else None
@@ -232,7 +221,6 @@ class HierState(Engine):
     # -- paths and units -----------------------------------------------------------------------------------------------
 
     def is_sharded(self, group: ParamGroup) -> bool:
-        """Return whether devices reduce the group by shards, in settled rounds."""
         return self.active and bool(group.numel) and self.parameters.dtypes[group.names[0]] in BY_SHARD
 
     def path(self, group: ParamGroup) -> Path:
@@ -253,7 +241,6 @@ class HierState(Engine):
         return self.warmup.density(self.config.density, self.epoch, self.round)
 
     def unscaled(self, share: float, device: torch.device) -> Tensor:
-        """Return ``share`` divided by the loss scale, a 0-dim tensor."""
         factor = self._shares.get((share, device))
         if factor is None:
             factor = self._shares[share, device] = torch.full((), share, dtype=torch.float32, device=device)
@@ -267,31 +254,25 @@ class HierState(Engine):
     # -- residuals -----------------------------------------------------------------------------------------------------
 
     def settled_stores(self) -> list[ResidualStore]:
-        """Return copies of the stores for a checkpoint, as commit_round() would leave them.
-
-        Gradients that wait for a step do not survive a restart, so their round does not count.
-        """
+        """Return copies of the stores for a checkpoint, as commit_round() would leave them."""
+        # Gradients that wait for a step do not survive a restart, so their round does not count.
         pending = self.store.undecided_names() - self._steps.stepped()
         discarded = frozenset(pending) if self._steps.watching else frozenset()
         return [store.committed_copy(discarded) for store in self.stores]
 
     def residual_norm(self) -> Tensor:
-        """Return the L2 norm of this device's residuals, a 0-dim tensor on its device, without a host wait."""
+        """Return the L2 norm of this device's residuals, a 0-dim tensor."""
         shards = [entry.latest for entry in self.store.entries.values() if entry.latest is not None]
         return torch.stack([torch.linalg.vector_norm(t) for t in shards]).norm() if shards else torch.zeros(())
 
     def norms(self) -> dict[str, Tensor]:
-        """Return the norm of the residual, and its ratio to the norm of the gradient of the same entries."""
         residual = self.residual_norm()
         gradient = self.gradient_norm().to(residual.device)
         ratio = torch.where(gradient > 0, residual / gradient, 0.0)  # zero if the user has dropped the gradient
         return {"residual_norm": residual, "residual_to_gradient": ratio}
 
     def gradient_norm(self) -> Tensor:
-        """Return the L2 norm of this device's shards of the current gradients, a 0-dim tensor, without a host wait.
-
-        It covers the same shards as ``residual_norm()``. Parameters without a gradient do not count.
-        """
+        """Return the L2 norm of the current gradients in the shards of ``residual_norm()``, a 0-dim tensor."""
         module = self.parameters.module
         named = () if module is None else module.named_parameters()
         grads = {name: p.grad.detach() for name, p in named if p.grad is not None and not p.grad.is_complex()}
@@ -336,12 +317,11 @@ class HierState(Engine):
         }
 
     def state(self) -> State:
-        """Return this device's residuals as commit_round() would leave them, without committing."""
         return checkpoint.state_of(self.settled_stores(), self.parameters)
 
     def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
-        """Return whether a state was saved for these parameters in this memory order."""
         same = metadata["parameters"] == self.parameters.numels and len(metadata["stores"]) <= len(self.stores)
+        # Residuals are flat in memory order, so another memory format does not fit.
         return same and state.layouts == checkpoint.layouts_of(self.parameters)
 
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
@@ -352,7 +332,6 @@ class HierState(Engine):
         checkpoint.load(self.stores, metadata["stores"], state, self.parameters)
 
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
-        """Continue with an equal share of the residuals of all nodes."""
         self._load_metadata(metadata)
         checkpoint.load_shares(self.stores, metadata, nodes, self.parameters, self.topology.num_nodes)
 
@@ -366,7 +345,6 @@ class HierState(Engine):
             self.warmup = Warmup(*metadata["warmup"])  # estimated by the first run
 
     def restart(self) -> None:
-        """Drop all residuals, and an open round."""
         self.commit_round()
         for store in self.stores:
             store.clear()

@@ -1,7 +1,7 @@
 """Which gradients of a round count: gradients of parameters that were used and stepped.
 
-A residual must neither add nor lose a gradient that the user drops. So the residuals of parameters that no optimizer
-steps with the gradient of the round return to their last values (see `residual`).
+A residual must neither add nor lose a gradient that the user drops. The residual of such a gradient returns to its last
+value.
 
 ======================= ===============================================================================================
 gradient dropped by     detected by
@@ -11,9 +11,7 @@ a loss scaler           its optimizer does not step, or has ``found_inf``
 unused on all ranks     with ``find_unused_parameters``, all ranks agree once per round
 ======================= ===============================================================================================
 
-A gradient that is set to zero in place and stepped counts; set it to None to drop it. If no optimizer stepped and all
-gradients are zero, ``zero_grad(set_to_none=False)`` has dropped them. Steps of *any* optimizer count, because the
-user's optimizer may leave the step to another inside it (SAM, Lookahead).
+A gradient that is set to zero in place and stepped counts; set it to None to drop it.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ from lightning_sparse.gradients.groups import ParamGroup, flat_numel, parameter_
 from lightning_sparse.sharding import parameters_of
 
 MANY_STEPS = 16
-"""Steps without a round between them, after which they are looked at: they are not kept for ever."""
+"""Number of steps without a round between them after which their ``found_inf`` is read, to bound the list."""
 
 
 class Parameters:
     """The parameters of a module when this object was made.
 
     Attributes:
-        names: names by ``id()`` of the parameter; a shared parameter has its first name.
-        numels: number of elements of the gradient in a bucket, by name.
+        names: names by ``id()``; a shared parameter has its first name.
+        numels: number of elements of each parameter's gradient in a bucket.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +56,8 @@ class Parameters:
         return parameter
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return the name of a parameter, or an empty string, even if it now has the ``id()`` of a deleted one."""
+        """Return the parameter's name, or an empty string."""
+        # A new parameter may have the ``id()`` of a deleted parameter.
         name = self.names.get(id(parameter), "")
         return name if name and self._references[name]() is parameter else ""
 
@@ -79,7 +78,7 @@ class StepTracker:
     """Notes which parameters optimizers step.
 
     Args:
-        open_names: returns the parameters whose residual depends on whether their gradient is stepped.
+        open_names: returns the parameters with undecided residuals.
     """
 
     def __init__(self, parameters: Parameters, open_names: Callable[[], set[str]]) -> None:
@@ -91,11 +90,7 @@ class StepTracker:
         self._stepped: set[str] = set()  # stepped since the last clear()
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Watch steps from now on. If there is no optimizer, every round counts as used.
-
-        Raises:
-            ValueError: for an optimizer that cannot report its steps.
-        """
+        """Watch steps from now on. If there is no optimizer, every round counts as used."""
         optimizers = list(optimizers)
         mute = [type(each).__name__ for each in optimizers if not hasattr(each, "register_step_post_hook")]
         if mute:
@@ -109,36 +104,34 @@ class StepTracker:
             # Weak references, because torch's global hooks would keep the residuals alive. Hooks of a deleted tracker
             # do nothing: they cannot be removed while torch runs the hooks of a step.
             begin, end = _weak(self._begin), _weak(self._end)
+            # Steps of any optimizer count, because the user's optimizer may leave the step to another inside it (SAM,
+            # Lookahead).
             handles = (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end))
             self._hooks = [each.remove for each in handles]
 
     def unwatch(self) -> None:
-        """Remove the hooks, and keep the notes."""
+        # The steps that are noted so far stay.
         for remove in self._hooks:
             remove()
         self._hooks.clear()
 
     def clear(self) -> None:
-        """Forget the steps so far, once their residuals are committed."""
         self._begun.clear()
         self._steps.clear()
         self._stepped.clear()
 
     def stepped(self) -> set[str]:
-        """Return the parameters that an optimizer stepped with a gradient of the round.
-
-        A fused optimizer with a loss scaler steps even with an inf, and skips the update itself. In this case only,
-        this waits for the GPU.
-        """
+        """Return the parameters that an optimizer stepped with a gradient of the round."""
         for names, found_inf in self._steps:
+            # A fused optimizer with a loss scaler steps even with an inf, and skips the update itself. Only this case
+            # waits for the GPU.
             if found_inf is None or not any(found_inf.read().flatten().tolist()):
                 self._stepped |= names
         self._steps.clear()
         return set(self._stepped)
 
     def not_stepped(self) -> tuple[set[str], set[str]]:
-        """Return the parameters that were not stepped: without a gradient, and with a gradient that may still be
-        stepped."""
+        """Return the parameters without a step: without a gradient, and with one that may still be stepped."""
         module = self._parameters.module
         if not self.watching or module is None:
             return set(), set()
@@ -153,7 +146,7 @@ class StepTracker:
         return {self._parameters.name_of(p) for p in parameters if p.grad is not None}
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note gradients before the step, which may drop them. The gradients of a closure exist only after it."""
+        # The step may drop the gradients, so note them before. The gradients of a closure exist only after the step.
         nested = id(optimizer) in self._begun  # a subclass calls super().step()
         if not nested and not _has_closure(args, kwargs) and self._parameters.are_stepped_by(optimizer):
             self._begun[id(optimizer)] = self._with_gradient(parameters_of(optimizer))
@@ -175,7 +168,6 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the method while its object lives."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -190,10 +182,7 @@ class UnusedParameters:
 
     DDP keeps the gradient of a parameter that no rank used, and ignores the values that a hook writes there. So a rank
     withholds the residual of parameters that it did not use. Once per round, all ranks agree on the parameters that no
-    rank used, and undo the round there, in the bucket and in the residual.
-
-    Args:
-        module: the module to watch. With gradient accumulation, uses add up as in DDP.
+    rank used, and undo the round there. With gradient accumulation, uses add up as in DDP.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -208,28 +197,26 @@ class UnusedParameters:
         ]
 
     def close(self) -> None:
-        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
     def take(self, group: ParamGroup) -> frozenset[str]:
-        """Return the group's parameters that this rank did not use since the last call."""
+        """Return the group's parameters that were not used since the last call."""
         used = self._used.intersection(group.names)
         self._used -= used
         self._used_in_round |= used
         return frozenset(group.names) - used
 
     def save(self, name: str, target: Tensor, before: Tensor | None) -> None:
-        """At the end of the round, restore ``target`` to ``before`` (None: zeros) if no rank used the parameter."""
+        """Restore ``target`` at the end of the round to ``before`` (None: zeros) if no rank used the parameter."""
         self._undo.append((name, target, before))
 
     @property
     def saved(self) -> list[Tensor]:
-        """Tensors that ``undo`` may read."""
         return [before for _, _, before in self._undo if before is not None]
 
     def agree(self, communicator: HierCommunicator, device: torch.device) -> Tensor:
-        """Return which parameters any rank used in this round. A collective of the world."""
+        """Return which parameters any rank used. A collective of the world."""
         used = torch.zeros(len(self._places), dtype=torch.uint8, pin_memory=device.type == "cuda")
         used[[self._places[name] for name in self._used_in_round]] = 1
         used = used.to(device, non_blocking=True)
@@ -238,7 +225,7 @@ class UnusedParameters:
         return used.bool()
 
     def undo(self, used: Tensor) -> None:
-        """End the round, and undo it for parameters that no rank used, without a host wait."""
+        """Undo the round for parameters that no rank used, without a host wait."""
         for name, target, before in self._undo:
             before = torch.zeros_like(target) if before is None else before
             target.copy_(torch.where(used[self._places[name]], target, before))

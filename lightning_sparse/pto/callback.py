@@ -1,4 +1,4 @@
-"""The callback as a mixin that does not import Lightning. It shards the step of each optimizer."""
+"""A callback that shards the step of each optimizer, as a mixin that imports no Lightning."""
 
 import warnings
 from collections.abc import Sequence
@@ -25,8 +25,7 @@ class PTOMixin:
             keeps the faster method. Choose "node" or "world" if the state does not fit otherwise.
         trusted_optimizers: Names of more optimizer classes to shard, such as ``["Lion"]``. The tested optimizers are
             torch's SGD, Adam, AdamW, Adagrad, RMSprop, NAdam and Muon and timm's LARS and LAMB. Name an optimizer only
-            if its step computes each parameter from that parameter's gradient and state alone. Every rank runs the full
-            step of other optimizers.
+            if its step computes each parameter from that parameter's gradient and state alone.
         also: Deprecated name of ``trusted_optimizers``.
 
     Raises:
@@ -51,7 +50,6 @@ class PTOMixin:
         self._communicator: HierCommunicator | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Shard the steps. Lightning has created the optimizers, and not yet loaded their state."""
         if trainer.world_size == 1:
             log.info("PTOCallback: one rank, nothing to share")
             return
@@ -67,6 +65,7 @@ class PTOMixin:
                 f"PTOCallback needs equal gradients on all ranks, which {type(strategy).__name__} does not provide. "
                 f"Use strategy='ddp' or 'mstopk_hier', or remove the callback."
             )
+        # Lightning has created the optimizers by now, and not yet loaded their state.
         comm = self._shared_communicator(trainer)
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         uncut = sparse_parameters(pl_module)
@@ -82,7 +81,7 @@ class PTOMixin:
                 log.info("PTOCallback(scope=%r): %s", self.scope, step.describe())
 
     def _shared_communicator(self, trainer: Any) -> HierCommunicator:
-        """Return the communicator of all optimizers and fits, because process groups are expensive."""
+        # All optimizers and fits share one communicator, because process groups are expensive.
         if self._communicator is None:
             timeout = getattr(trainer.strategy, "_timeout", None)
             topology = discover(node_rank=trainer.node_rank, local_rank=trainer.local_rank, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Hooks that make the user's optimizer step this rank's share and gather the others."""
+"""Hooks that make the optimizer step this rank's share and gather the other shares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_sparse.sharding import Part, Parts, flat_view, flatten_like, load
 from lightning_sparse.topology import Topology, new_subgroup
 
 STEPS = 6
-"""Steps of each kind that ``scope="auto"`` times. The first one allocates state and memory, and does not count."""
+"""Number of steps of each kind that ``scope="auto"`` times. The first step allocates memory, and does not count."""
 
 UNTESTED = (
     "it is not tested. If it computes each parameter from the parameter's gradient and state alone, use "
@@ -49,17 +49,14 @@ def check_scope(scope: object) -> None:
 def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | None = None) -> HierCommunicator:
     """Return a communicator whose ``gather`` spans the scope. A collective if nodes have different numbers of devices.
 
-    ``"auto"`` is the node, or the world if every node has one rank. The reduction has its own groups, because it
-    runs in other threads.
+    ``"auto"`` is the node, or the world if every node has one rank.
 
     Args:
         topology: from ``topology.discover()``, with process groups for this communicator only.
-        timeout: timeout of new groups; default: that of the default group.
-
-    Raises:
-        ValueError: if the scope is unknown.
+        timeout: timeout of new groups.
     """
     check_scope(scope)
+    # The gradient reduction runs in other threads, so it must not share process groups with this communicator.
     alone = all(len(node) == 1 for node in topology.nodes)
     if scope == "world" or (scope == "auto" and alone) or topology.kind in ("one node", "one rank"):
         return HierCommunicator(topology, node=Group(tuple(range(topology.world_size)), topology.rank, topology.world))
@@ -74,8 +71,6 @@ def communicator_of(topology: Topology, scope: Scope, *, timeout: timedelta | No
 class ShardedStep:
     """Shards the step of `optimizer`: each rank steps its parameters and gathers the others. Create it on all ranks.
 
-    An untested optimizer is not sharded, with a warning, unless it is trusted.
-
     Args:
         optimizer: the optimizer. It gets a method ``consolidate_state_dict(to=0)``: call it on all ranks before
             ``state_dict()`` on rank `to`.
@@ -84,7 +79,7 @@ class ShardedStep:
         uncut: ``id()`` of each parameter with sparse gradients, which is not divided.
         auto: time the full step, then the sharded step, and keep the faster one.
         gather: gather the parameters after each step. False: the caller gathers, on every rank.
-        trusted: the optimizer computes each parameter from its own gradient and state alone, although it is untested.
+        trusted: shard the step although the optimizer is untested.
 
     Raises:
         ValueError: if the optimizer is not supported.
@@ -128,7 +123,6 @@ class ShardedStep:
 
     @property
     def sharing(self) -> bool:
-        """Whether the next step is sharded."""
         return self.active and (self._choice is None or self._choice.sharing)
 
     @property
@@ -163,7 +157,7 @@ class ShardedStep:
                 self._share.put_back()  # restore the shapes after any exception
                 raise
 
-        # A subclass may call super().step(), which runs the hooks again, so only the outermost call is a step. It is a
+        # A subclass may call super().step(), which runs the hooks again, so only the outermost call counts. It is a
         # bound method because learning rate schedulers wrap its __func__.
         optimizer.step = MethodType(outermost, optimizer)  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before)
@@ -179,6 +173,7 @@ class ShardedStep:
             return None
         self._refuse_if_unfinished()
         self._consolidated = None
+        # The closure must run before the step, because it computes the gradients that this hook hides.
         replay, args, kwargs = closure_first(args, kwargs)
         self.follow_groups()
         self._compare_ranks()
@@ -219,11 +214,12 @@ class ShardedStep:
             log.warning("PTO is off for %s; every rank runs the full step: %s.", type(self.optimizer).__name__, reason)
 
     def follow_groups(self) -> None:
-        """Assign owners to parameters of add_param_group(). Known parameters keep their owners, and so their state."""
+        # add_param_group() may have added parameters.
         parameters = parameters_of(self.optimizer)
         if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
         size = self.group.size
+        # Known parameters keep their owners, and so their optimizer state.
         known = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
         elementwise = type(self.optimizer) in ELEMENTWISE
         self.parts = partition_new(
@@ -233,6 +229,7 @@ class ShardedStep:
         self._gather = FlatGather(self.parameters, self.parts, self.group.place, size)
 
     def _compare_ranks(self) -> None:
+        # Sharding needs bit-identical parameters and gradients on all ranks, which the first step checks.
         if self._compared:
             return
         both = [tensor for p in self.parameters for tensor in (p, p.grad)]
@@ -247,7 +244,7 @@ class ShardedStep:
         self._compared = True
 
     def release(self) -> None:
-        """Give all state to all ranks, and let each rank run the full step from now on. Collectives of the scope."""
+        """Give all state to all ranks, which run the full step from now on. Collectives of the scope."""
         if self.sharing:
             self._return_state()
             self.active, self._choice = False, None
@@ -256,7 +253,6 @@ class ShardedStep:
     # -- scope "auto" --------------------------------------------------------------------------------------------------
 
     def _choose(self, choice: AutoScope) -> None:
-        """After a timed step, start the next phase, or keep the faster step."""
         choice.end(self.device)
         if choice.left == STEPS:
             self._drop_unowned_state()
@@ -288,7 +284,7 @@ class ShardedStep:
     # -- state and checkpoints -----------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect all state on rank `to`, for ``state_dict()`` before the next step. All ranks call it."""
+        """Collect all state on rank `to`, before ``state_dict()``. All ranks call it."""
         self._refuse_if_unfinished()
         if not self.sharing or to not in self.group.ranks:
             return  # every rank has all state
@@ -301,7 +297,6 @@ class ShardedStep:
         self._consolidated = None if collected is None else self._joined(collected)
 
     def _joined(self, collected: State) -> dict[int, Any]:
-        """Return the state of whole parameters by their index in the optimizer."""
         whole = {}
         for index, (parameter, parts) in enumerate(zip(self.parameters, self.parts, strict=True)):
             states = [collected[index, part.begin] for part in parts if (index, part.begin) in collected]
@@ -332,11 +327,7 @@ class ShardedStep:
         return {**state_dict, "state": {key: state for key, state in kept.items() if state is not None}}
 
     def _own_state(self, state: Any, place: int | None) -> Any:
-        """Return this rank's share of a parameter's state, or None.
-
-        Args:
-            place: index of the parameter; None for state of no parameter.
-        """
+        # State that belongs to no parameter stays on every rank.
         if place is None:
             return state
         part = self.local_parts[place]
@@ -355,24 +346,19 @@ class ShardedStep:
 
 
 def has_unfinished_step(optimizer: Optimizer) -> bool:
-    """Return whether an exception interrupted a sharded optimizer step, so that ranks hold different parameters."""
+    """Return whether an exception interrupted a sharded step."""
+    # The ranks then hold different parameters.
     owner = getattr(getattr(optimizer, "consolidate_state_dict", None), "__self__", None)
     return isinstance(owner, ShardedStep) and owner._unfinished
 
 
 class LocalShard:
-    """Restricts the optimizer to this rank's share: hides gradients of other parameters, and narrows divided
-    parameters."""
+    """Hides gradients of other ranks' parameters from the optimizer, and narrows divided parameters."""
 
     def __init__(self) -> None:
         self._whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its data, its gradient
 
     def show(self, parameters: Sequence[Tensor], local_parts: Sequence[Part | None]) -> None:
-        """Show only the parts in `local_parts`, until put_back().
-
-        Raises:
-            ValueError: if the gradient of a divided parameter is sparse.
-        """
         for parameter, part in zip(parameters, local_parts, strict=True):
             grad = parameter.grad
             if grad is None or (part is not None and part.end - part.begin == parameter.numel()):
@@ -401,7 +387,7 @@ class LocalShard:
 
 
 class CachedClosure:
-    """A closure that has already run. The first call returns its result; later calls run it again."""
+    """A closure that has already run. The first call returns its result; later calls run it."""
 
     def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
         self.result, self.closure = result, closure
@@ -423,7 +409,7 @@ class CachedClosure:
 def closure_first(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[CachedClosure | None, tuple[Any, ...], dict[str, Any]]:
-    """Run the closure of step(optimizer, closure). Return its `CachedClosure`, and the arguments of step() with it."""
+    """Run the closure of step(), and return its `CachedClosure` and the arguments of step() with it."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None, args, kwargs
@@ -449,8 +435,6 @@ class Timing(NamedTuple):
 
 @dataclass
 class AutoScope:
-    """Times `STEPS` full steps, then `STEPS` sharded steps."""
-
     _taken: list[float] = field(default_factory=list)
     _since: float = 0.0
 
@@ -469,7 +453,6 @@ class AutoScope:
         self._taken.append(_now(device) - self._since)
 
     def verdict(self, communicator: HierCommunicator, device: torch.device) -> Timing:
-        """Return the times of the slowest rank. A collective of the world."""
         kinds = [self._taken[1:STEPS], self._taken[STEPS + 1 :]]
         slowest = torch.tensor([statistics.median(kind) for kind in kinds], dtype=torch.float64, device=device)
         communicator.flat_all_reduce(slowest, op=dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
 """Common part of all strategies: the topology, the engines of modules, and DDP's options.
 
-A strategy *has* engines (`lightning_sparse.engine`). The adapters in `trainer` and `fabric` translate the methods of
-their host into methods of an engine. Nothing here imports Lightning.
+The adapters in `trainer` and `fabric` translate the methods of their host into methods of engines
+(`lightning_sparse.engine`). Nothing here imports Lightning.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class Adapter:
         Args:
             given: options of the user. The strategy's own options are removed.
             exchanged: `Engine.kind` of its engines.
-            more: options that are not in ``given``.
         """
         self.config: Any = take_options(kind, type(self), given, **more)
         self.engines = []
@@ -91,8 +90,7 @@ class Adapter:
 
     @property
     def topology(self) -> Topology:
-        """The topology, found once. The first access is a collective of the world, which compares the options of all
-        ranks."""
+        """The topology. The first access is a collective of the world, which compares the options of all ranks."""
         if self._topology is None:
             ensure_log_handler()  # again, because another process may have made the strategy
             self._topology = discover(
@@ -102,11 +100,11 @@ class Adapter:
                 config={**self.config.to_dict(), **self._shared_options(), "torch": torch.__version__},
                 timeout=self._timeout,
             )
+            # The run ID is part of the save ID of each side file, so it must be equal on all ranks.
             self._side_files.run_id = str(self.broadcast(new_run_id()))  # type: ignore[attr-defined]
         return self._topology
 
     def setup_environment(self) -> None:
-        """Connect the ranks, and log if other nodes are missing."""
         ensure_log_handler()
         with log_if_nodes_missing(self.num_nodes, self.cluster_environment):
             super().setup_environment()  # type: ignore[misc]
@@ -126,11 +124,10 @@ class Adapter:
         """Deprecated name of `global_weights`, until version 0.3."""
         return self.global_weights()
 
-    # -- what is wrapped -----------------------------------------------------------------------------------------------
+    # -- wrapped modules -----------------------------------------------------------------------------------------------
 
     def _prepare_ddp(self) -> None:
-        """Set DDP's options before the host wraps a module. A collective of the world if DDP averages inside the
-        node."""
+        """Set DDP's options. A collective of the world if DDP averages inside the node."""
         ensure_log_handler()
         given, group = self._ddp_kwargs, {}
         if self._inside_the_node and self.topology.kind == "hierarchical":
@@ -142,8 +139,7 @@ class Adapter:
 
     @contextmanager
     def _sized_buckets(self, module: nn.Module) -> Iterator[None]:
-        """Return a context in which DistributedDataParallel gets a bucket size, unless the user gave one. A
-        collective."""
+        """Give DDP a bucket size, unless the user gave one. A collective."""
         given = self._ddp_kwargs
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         size = bucket_cap_mb(nbytes, self.topology, self.root_device)
@@ -159,12 +155,11 @@ class Adapter:
         return self.topology.kind != "hierarchical" or self.topology.num_devices > 1
 
     def _disable_ddp_sync(self, ddp: Any) -> None:
-        """Avoid DDP's copies into buckets if it has nothing to average."""
         if not self._averages_inside:
+            # With nothing to average, DDP would only copy gradients into its buckets.
             ddp.require_backward_grad_sync = False
 
     def _new_late_gradients(self) -> LateGradients:
-        """Return an object that averages late gradients over the ranks over which DDP averages."""
         communicator, level = HierCommunicator(self.topology), logging.WARNING
         if self._inside_the_node:
             communicator, level = HierCommunicator(self.topology, world=communicator.node), logging.INFO
@@ -187,8 +182,7 @@ class Adapter:
         return updates
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any] | None:
-        """Return the state of a node's optimizer on the first device of the node, or None if no engine has the
-        optimizer. A collective of the node."""
+        """Return the optimizer's state on the node's first device; None without an engine. A collective of the node."""
         exchanged = (one for each in self.engines if isinstance(each, LocalUpdates) for one in each.optimizers)
         found = next((one for one in exchanged if one.optimizer is optimizer), None)
         if found is None:
@@ -253,15 +247,15 @@ MOMENTUM = "momentum_correction=True keeps momentum only for the parameters that
 
 
 def with_tensors(state_dict: dict[str, Any], tensor_of: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """Return a copy of a state dict with other tensors for a module. Extra state (``get_extra_state``) and versions,
-    which the loading of old formats needs, stay unchanged."""
+    # A copy keeps the versions, which the loading of old formats needs. Extra state (``get_extra_state``) stays
+    # unchanged.
     changed = copy(state_dict)
     changed.update({name: tensor_of(name, each) for name, each in state_dict.items() if isinstance(each, Tensor)})
     return changed
 
 
 def clone_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with cloned tensors. Tensors that share memory share it in the copy, too."""
+    """Clone the tensors. Tensors that share memory share it in the copy, too."""
     copies: dict[Any, Tensor] = {}
 
     def copied(_: str, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A callback, as a mixin that imports no Lightning, that logs the exchange, with a summary at the end of fit."""
+"""A callback that logs the exchange, as a mixin that imports no Lightning."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class CommStatsMixin:
     | residual_to_gradient | ratio of the residual norm to the norm of the gradient of the same entries |
 
     The norms are updated every ``log_every_n_steps`` steps and at the end of an epoch. At the end of fit, rank 0 logs a
-    summary: bytes compared with plain DDP, paths, time in collectives between nodes, and the residual. Nothing waits
-    for the device before the end of fit.
+    summary.
 
     Args:
-        prog_bar: show ``comm/MB_into_node`` in the progress bar as well.
+        prog_bar: Also show ``comm/MB_into_node`` in the progress bar.
 
     Raises:
-        ValueError: at the start of fit, if another strategy is used.
+        ValueError: At the start of fit, if another strategy is used.
     """
 
     def __init__(self, prog_bar: bool = False) -> None:
@@ -80,6 +79,7 @@ class CommStatsMixin:
         if due or trainer.is_last_batch:  # the last batch, because a validation drops gradients
             self._norms = {f"comm/{name}": norm for name, norm in engine.norms().items()}
             self._norm_round = stats.rounds
+        # The norms stay tensors: converting them to floats here would wait for the device in every step.
         pl_module.log_dict(self._norms)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -95,8 +95,8 @@ class CommStatsMixin:
 
 
 def _reporting(strategy: Any) -> Engine | None:
-    """Return the engine of the trained module, or None if there is nothing to exchange."""
     engine: Engine | None = strategy.engine
+    # An inactive engine, as on one node, may have no exchange.
     return engine if engine is not None and hasattr(engine, "exchange") else None
 
 

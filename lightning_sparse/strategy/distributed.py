@@ -7,19 +7,13 @@
     updates.rank2.engine.rest                                state that only this device can use
     updates.rank2.optimizers...                              the state of a node's own optimizers, by piece
 
-``load`` needs the name and shape of each entry, but an engine does not know the entries of another cluster. So `resume`
-reads the folder itself. It reads the pieces that this device needs, one at a time, and verifies their checksums, which
-``load`` does not.
-
 A Trainer's checkpoint has the engine as "engine0", without its metadata, and these entries:
 
-    state_dict.layers.0.weight                               the global weights; torch divides them among all ranks
-    optimizer_states.0.0                                     tensors of optimizer states that all ranks share, divided
-                                                             in the same way
-    meta.pt                                                  all other entries, and the structure of the entries above
-                                                             with tensors on the device "meta"
+    state_dict.layers.0.weight                               the global weights, divided among all ranks
+    optimizer_states.0.0                                     tensors of shared optimizer states, divided
+    meta.pt                                                  all other entries, and the above with tensors on "meta"
 
-Lightning's consolidate_checkpoint reads the folder and then meta.pt, so it makes a file with all entries.
+Lightning's consolidate_checkpoint merges the folder and meta.pt into one file.
 """
 
 from __future__ import annotations
@@ -48,18 +42,17 @@ from lightning_sparse.topology import Topology, device_type
 from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 WEIGHTS, STATES = "state_dict", "optimizer_states"
-"""Of a Trainer's checkpoint."""
+"""Keys of a Trainer's checkpoint."""
 META_TENSORS_KEY = f"{CHECKPOINT_KEY}_hollow"
-"""These two without their elements, in meta.pt."""
+"""Key in meta.pt of both entries above, with tensors on the device "meta"."""
 
 
 def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
-    """Load an engine from a folder that ``torch.distributed.checkpoint`` has saved. Every rank calls it, after the
-    model was loaded.
+    """Load an engine from a folder of ``torch.distributed.checkpoint``. Every rank calls it after loading the model.
 
     On the same cluster, the run continues bit-identically. On another cluster, unsent state is divided among the nodes,
-    and each node's optimizers continue with the state of the first node. A single node
-    loads no optimizer state, because its engine is inactive.
+    and each node's optimizers continue with the state of the first node. A single node loads no optimizer state,
+    because its engine is inactive.
 
     Args:
         key: key under which the engine was saved.
@@ -68,6 +61,8 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
         ValueError: if the folder has nothing under that key, or the state of another kind of engine.
         RuntimeError: if the folder is damaged, or nodes have different global weights afterwards.
     """
+    # torch's load() needs the name and shape of each entry, which an engine of another cluster does not know. It also
+    # verifies no checksums. So this function reads the folder itself, one piece at a time.
     device = torch.device(device_type(dist.get_backend_config()))
     verify(Path(folder), device)
     files = _Files(Path(folder), key)
@@ -96,7 +91,6 @@ class InFolder(EngineCheckpoint):
 
     @staticmethod
     def of(files: _Files, metadata: dict[str, Any], topology: Topology) -> InFolder:
-        """Return the part with the state of this rank, if it is of this cluster."""
         saved = InFolder(metadata, os.fspath(files.folder), None, files)
         saved.side = saved.read(topology.rank, whole=True) if saved.is_of(topology) else None
         return saved
@@ -143,11 +137,7 @@ def split_checkpoint(
 
 
 def merge_checkpoint(folder: Path, topology: Topology, **options: Any) -> tuple[dict[str, Any], list[InFolder]]:
-    """Read a split checkpoint, with options of ``torch.load``, and the part of each engine.
-
-    Raises:
-        ValueError: for a folder of another strategy.
-    """
+    """Read a split checkpoint, with options of ``torch.load``, and the part of each engine."""
     checkpoint: dict[str, Any] = torch.load(folder / META, map_location="cpu", **options)
     if META_TENSORS_KEY not in checkpoint:
         raise ValueError(
@@ -164,7 +154,6 @@ def merge_checkpoint(folder: Path, topology: Topology, **options: Any) -> tuple[
 
 
 def check_sharded(folder: Path, **options: Any) -> None:
-    """Raise ValueError for a folder of a strategy without FSDP2."""
     if (folder / META).is_file() and META_TENSORS_KEY in torch.load(folder / META, map_location="cpu", **options):
         raise ValueError(
             f"{folder} was written by 'mstopk_hier' or 'mstopk_local', but 'mstopk_fsdp' reads only its own folders. "
@@ -173,7 +162,7 @@ def check_sharded(folder: Path, **options: Any) -> None:
 
 
 def _filled(state: Any, states: _Files, at: int) -> Any:
-    """Return an optimizer's state with its tensors."""
+    # `split_checkpoint` numbers the tensors in the same order.
     number = count()
     return tree_map_only(Tensor, lambda _: states.read(f"{at}.{next(number)}"), state)
 
@@ -207,13 +196,10 @@ class _Files:
         return cast(Tensor, _LazyTensor(self, name))
 
     def state(self, rank: int, part: str, *, whole: bool = False) -> State:
-        """Return the state of a device. Its tensors are read when they are sliced, unless it is read ``whole``."""
         return State.from_dict(_Entries(self, f"rank{rank}.{part}", whole))
 
 
 class _Entries(dict[str, Any]):
-    """The entries of one device, read on access."""
-
     def __init__(self, files: _Files, prefix: str, whole: bool) -> None:
         self._files, self._prefix, self._whole = files, prefix, whole
 

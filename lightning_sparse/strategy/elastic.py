@@ -36,7 +36,6 @@ class ElasticAdapter(Adapter):
     _loaded: Version | None = None  # version of the loaded weights
 
     def setup_environment(self) -> None:
-        """Refuse a world of several nodes."""
         if self.num_nodes != 1:
             raise ValueError(
                 f"num_nodes={self.num_nodes}: each elastic node is a run of its own. Start each node with num_nodes=1 "
@@ -46,15 +45,14 @@ class ElasticAdapter(Adapter):
 
     @property
     def elastic(self) -> ElasticUpdates | None:
-        """The engine of the trained module; None before its set-up."""
         return self.engines[-1] if self.engines else None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Let the node's devices share all samples. The order differs between nodes."""
         kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
         if self._topology is None:  # no training
             return kwargs
+        # The node's devices share all samples. The seed gives each node another order.
         return {**kwargs, "seed": int(self._side_files.run_id, 16)}
 
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> ElasticUpdates:
@@ -80,10 +78,8 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     _wrapped_methods: Sequence[tuple[Any, str]]  # of the TrainerAdapter
 
     def _listen_for_sigterm(self, trainer: Any) -> None:
-        """Let all devices of a node stop after the same batch.
-
-        Lightning's signal handler broadcasts, and would interrupt each device in a different collective.
-        """
+        # Lightning's signal handler broadcasts, and would interrupt each device in a different collective. The flag is
+        # exchanged between batches instead, so all devices stop after the same batch.
         connector, self._must_stop = trainer._signal_connector, False
 
         def note(number: int, _: Any) -> None:
@@ -97,7 +93,6 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         self._wrapped_methods = [*self._wrapped_methods, (connector, "_sigterm_notifier_fn")]
 
     def _after_join(self, trainer: Any) -> None:
-        """Prepare the Trainer and its hooks for training with other nodes."""
         self._listen_for_sigterm(trainer)
         trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
         self.engines[-1].swap_in_global_weights()  # for hooks before the first batch
@@ -111,7 +106,6 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
-        """Draw samples of the current epoch."""
         super().on_train_start()
         loop = self.lightning_module.trainer.fit_loop
         self._pass_over_empty_epochs(loop)
@@ -121,8 +115,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
             iter(loop._data_fetcher)
 
     def _pass_over_empty_epochs(self, loop: Any) -> None:
-        """Start with an epoch that has a batch for this node. An epoch without batches has no validation, so callbacks
-        and schedulers that monitor a metric would fail."""
+        # An epoch without batches has no validation, so callbacks and schedulers that monitor a metric would fail.
         while self.elastic is not None and not loop.done:
             epoch = loop.epoch_progress.current.processed
             if self.elastic.has_batch(epoch):
@@ -148,17 +141,14 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         return updates
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Serve the requests of joining nodes, then train the local model."""
         super().on_train_batch_start(batch, batch_idx)
         if self.elastic is not None:
             self.elastic.serve(self._progress)
             self._end_together(self.elastic)
 
     def _end_together(self, elastic: ElasticUpdates) -> None:
-        """Let all devices of the node end the epoch, or the fit, after the same batch.
-
-        After missed rounds, devices may have drawn samples by different assignments, so one has fewer batches left.
-        """
+        # After missed rounds, the devices of a node may have drawn samples by different assignments. So they agree on
+        # the last batch of the epoch and of the fit.
         trainer = self.lightning_module.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         must_stop, progress.is_last_batch = elastic.any_device(self._must_stop, progress.is_last_batch)
@@ -166,20 +156,19 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
             trainer._signal_connector.received_sigterm = True  # ends the fit after this batch
 
     def on_validation_start(self) -> None:
-        """Validate the global weights. The other nodes do not wait."""
         super().on_validation_start()
         if self.elastic is not None and self._fitting:
+            # The other nodes do not wait for this validation.
             self.elastic.watch()
 
     def _progress(self) -> dict[str, Any]:
-        """Return a checkpoint's entries except weights, optimizers, and hyperparameters, which may have any type."""
         trainer = self.lightning_module.trainer
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        # Joining nodes load weights and the optimizer from the engine. Hyperparameters may have unsafe types.
         left_out = ("state_dict", "optimizer_states", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
         return {name: each for name, each in checkpoint.items() if name not in left_out}
 
     def on_exception(self, exception: BaseException) -> None:
-        """Send pending updates if the process is terminated."""
         super().on_exception(exception)
         if type(exception).__name__ == "SIGTERMException" and self.elastic is not None:
             self.elastic.finish()
@@ -187,7 +176,6 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save on the first node."""
         if not self._is_checkpoint_writer:
             self._another_writes = True
             return
@@ -203,13 +191,11 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load weights, optimizer and progress. Nodes that load the same file continue together.
-
-        After an evaluation of the file, a fit has its weights, and starts with the first sample.
-        """
+        """Load weights, optimizer and progress. Nodes that load the same file continue together."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._loaded = Version(*checkpoint[ELASTIC_KEY]) if ELASTIC_KEY in checkpoint else None
         if self._loaded is not None and self.lightning_module.trainer.state.fn != "fit":
+            # A fit after an evaluation of the file has its weights, but starts with the first sample.
             self._loaded = self._loaded._replace(place=0)
         return checkpoint
 
@@ -228,10 +214,10 @@ def _pass_over_epoch(loop: Any) -> None:
 
 
 class MSTopKElasticMixin(ElasticTrainerAdapter, MSTopKLocalMixin):
-    """Exchange of updates between nodes that join and leave. Each node has its own Trainer (``num_nodes=1``, DDP
-    inside). torchft's lighthouse lists the nodes.
+    """Exchange of updates between nodes that join and leave, with DDP inside each node.
 
-    A joining node starts with the weights, optimizer state, schedules and progress of another node.
+    Each node has its own Trainer (``num_nodes=1``), and torchft's lighthouse lists the nodes. A joining node starts
+    with the weights, optimizer state, schedules and progress of another node.
 
     Args:
         node_name: Name of this process's node. Default: the host.
@@ -252,7 +238,6 @@ class MSTopKElasticMixin(ElasticTrainerAdapter, MSTopKLocalMixin):
         super().__init__(node_name=node_name, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def setup(self, trainer: Any) -> None:
-        """Set up DDP inside the node, then join the other nodes."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._after_join(trainer)
@@ -264,8 +249,8 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
     _progress: MutableMapping[str, Any] | None = None
 
     def setup_environment(self) -> None:
-        """Find the node's devices, for loaders that are set up before the node joins."""
         super().setup_environment()
+        # Loaders that are set up before the node joins need the number of its devices.
         _ = self.topology
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -282,15 +267,14 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
         return super().setup_optimizer(optimizer)
 
     def sync_state(self, state: MutableMapping[str, Any]) -> None:
-        """Give the progress of this node to joining nodes. If this node has joined, load the progress of the others.
+        """Give the progress of this node to joining nodes. A node that has joined loads the progress of the others.
 
         Args:
             state: plain values and tensors, which are replaced, and objects with ``state_dict``, such as schedulers.
                 Modules and optimizers in it are left out. Keep it up to date.
 
         Raises:
-            ValueError: before the optimizer is set up, if ``state`` is not a dict, for values of unsafe types, or if
-                the others share other names.
+            ValueError: before the optimizer is set up, for values of unsafe types, or if the others share other names.
         """
         elastic = self._require_engine()
         if not isinstance(state, MutableMapping):
@@ -319,8 +303,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
                 state[name] = value
 
     def shard_loader(self, loader: Any, batches: int = 1) -> None:
-        """Let a loader draw the samples of this device, as ``ElasticUpdates.shard_loader``. Every device of the node
-        calls it.
+        """Let a loader draw the samples of this device, as ``ElasticUpdates.shard_loader``. Call it on every device.
 
         Args:
             batches: number of batches between two steps.
@@ -346,7 +329,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
         self.shard_loader(loader, batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Refuse a loader of assigned samples: Fabric numbers its epochs from 0 in each process."""
+        # Fabric numbers the epochs of a loader from 0 in each process.
         if sampler_of(dataloader) is not None:
             raise ValueError(
                 "setup_dataloaders() would number the epochs of this loader from 0 on each node. Instead, call "
@@ -387,24 +370,24 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Return a context in which modules hold the global weights. The other nodes do not wait. Every device of the
-        node enters it."""
+        """Enter a context with the global weights on every device of the node. The other nodes do not wait."""
         with super().global_weights():
             if self.elastic is not None:
                 self.elastic.watch()
             yield
 
     def finish(self) -> None:
-        """Send all pending updates, and leave the other nodes. Call it on every device of the node, at the end of the
-        run or on a request to stop."""
+        """Send all pending updates, and leave the other nodes, at the end or on a request to stop.
+
+        Every device of the node calls it.
+        """
         super().finish()
         for engine in self.engines:
             engine.end()
         self.engines.clear()
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """Save on the first node; after ``finish`` on each node. All devices of the node call it, as
-        ``fabric.save``."""
+        """Save on the first node; after ``finish`` on each node. All devices of the node call it."""
         if not self._is_checkpoint_writer:
             return
         with self.global_weights():  # so that all entries have one version
@@ -413,8 +396,6 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint. Nodes that load the same file continue together.
-
-        Weights that are loaded without an optimizer keep the name of their run, but nodes draw from the first sample.
 
         Raises:
             ValueError: after the node has joined the others.

@@ -13,11 +13,11 @@ from lightning_sparse.strategy.trainer import call_around
 
 
 class MSTopKElasticFSDPMixin(ElasticTrainerAdapter, ShardsTrainerAdapter):
-    """FSDP2 inside each node, and exchange of updates between nodes that join and leave. Each node has its own Trainer
-    (``num_nodes=1``). torchft's lighthouse lists the nodes.
+    """FSDP2 inside each node, and exchange of updates between nodes that join and leave.
 
-    It shards the model like ``mstopk_fsdp``. Each device of a joining node downloads its shards and their optimizer
-    state from one device of another node.
+    Each node has its own Trainer (``num_nodes=1``), and torchft's lighthouse lists the nodes. It shards the model like
+    ``mstopk_fsdp``. Each device of a joining node downloads its shards and their optimizer state from one device of
+    another node.
 
     Args:
         node_name: Name of this process's node. Default: the host.
@@ -47,7 +47,7 @@ class MSTopKElasticFSDPMixin(ElasticTrainerAdapter, ShardsTrainerAdapter):
         )
 
     def _start(self, trainer: Any) -> None:
-        """Join the other nodes after Lightning has loaded a checkpoint, which happens after ``setup``."""
+        # Lightning loads a sharded checkpoint after `setup`. The node must join with the loaded weights.
         join = super()._start
 
         def start(_: Any) -> None:

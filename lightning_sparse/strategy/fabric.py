@@ -8,8 +8,7 @@
         validate(model)
     fabric.strategy.finish()                    # at the end: sends all pending updates
 
-Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no density warm-up by default here. Set
-``warmup_steps``, or ``warmup_epochs`` and call ``set_epoch``.
+Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no density warm-up by default here.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class FabricAdapter(Adapter, Host):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and call the engine, even if a loss scaler skipped the step."""
         engines = [engine for engine in self.engines if engine.tracks_optimizer(optimizer)]
         for engine in engines:
             engine.before_step(optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
+        # A loss scaler may have skipped the step on this rank. The engine's step is a collective, so it runs anyway.
         for engine in engines:
             engine.step(optimizer)
         return output
@@ -58,16 +57,14 @@ class FabricAdapter(Adapter, Host):
 
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:
-        """Write the side files, and yield the state for the main file. A state without an optimizer is saved as weights
-        alone."""
         optimizers = {name: each for name, each in state.items() if isinstance(each, Optimizer)}
+        # A state without an optimizer is saved as weights alone.
         engines = self._saved_engines() if has_optimizer(state) else []
         entries = self._rank_state(optimizers) if engines else {}  # a collective of the node
         with self._side_files.saving(path, engines, self._timeout, entries) as metadata_list:
             yield state if metadata_list is None else {**state, CHECKPOINT_KEY: metadata_list}
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """Write the side files, then the main file. All ranks call it, as ``fabric.save``."""
         with self._saving(path, state) as whole:
             super().save_checkpoint(path, whole, storage_options, filter)
 
@@ -89,7 +86,6 @@ class ReplicasFabricAdapter(FabricAdapter):
         self._late.add(ddp)
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward, and average the gradients that DDP leaves out."""
         super().backward(tensor, module, *args, **kwargs)
         if self._late is not None:
             self._late.average(self._steppers())
@@ -137,10 +133,10 @@ class UpdatesFabricAdapter(FabricAdapter):
             self._restore_engine(engine, self._side_files.loaded.pop(0))
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Remove an earlier engine of the same parameters, after it has sent its pending updates."""
         stepped = set(map(id, parameters_of(optimizer)))
         for engine in list(self.engines):
             if any(id(p) in stepped for one in engine.optimizers for p in one.parameters):
+                # An earlier engine of the same parameters first sends its pending updates.
                 engine.finish()
                 engine.detach([optimizer])
                 self.engines.remove(engine)
@@ -153,6 +149,7 @@ class UpdatesFabricAdapter(FabricAdapter):
         for engine in loaded:
             engine.swap_in_global_weights()  # for parameters that the load does not change
         rest = self._load_main(path, state, *args, **kwargs)
+        # The main file has only the optimizer states of node 0.
         self._load_own_optimizers(state)
         for engine in self.engines:
             saved = self._side_files.loaded.pop(0) if self._side_files.loaded else None
@@ -164,4 +161,4 @@ class UpdatesFabricAdapter(FabricAdapter):
         return rest
 
     def _load_own_optimizers(self, state: Any) -> None:
-        """Load the state of this node's optimizers. The main file has only the state of node 0."""
+        """Load the state of this node's optimizers."""

@@ -34,43 +34,40 @@ from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 
 class ShardsAdapter(Adapter):
-    """Common part of ``mstopk_fsdp`` for Trainer and Fabric. The engines exchange updates or gradients."""
+    """Common part of ``mstopk_fsdp`` for Trainer and Fabric."""
 
     send: Send
     _device_mesh: DeviceMesh | None
     _checkpoints_are_collective = True
 
     def _init_fsdp(self, send: Send, node_name: str | None, given: dict[str, Any]) -> None:
-        """Set the fields before the host's own constructor, and remove the strategy's options from ``given``."""
         exchanged = LocalUpdates.kind if send == "updates" else ShardedGradients.kind
         self._init_common(FSDP, node_name, given, exchanged, send=send)
         self.send = send
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Give each rank its own samples. Lightning would give the devices of a mesh the same samples."""
+        # Each rank needs its own samples. Lightning would give the devices of a mesh the same samples.
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        """Connect the ranks, and make the mesh for ``configure_model`` or ``parallelize_fn``."""
         super().setup_environment()
         self._device_mesh = mesh_of(self.topology)
 
     def _new_gradients(self, module: nn.Module, earlier: ShardedGradients | None) -> ShardedGradients:
-        """Exchange the gradients of a sharded module, with the residuals of an earlier set-up. A collective of the
-        world."""
+        """Exchange the gradients of a sharded module. A collective of the world."""
         engine = ShardedGradients(module, self.config, self.topology)
         if earlier is not None:
             engine.adopt_residuals(earlier)
         return engine
 
     def _wait_for_writers(self) -> None:
-        """Wait until all ranks have written a checkpoint, before files of earlier saves are removed."""
+        # After this wait, a save removes files of earlier saves. So every rank must have written its part.
         with log_if_slow("waiting for all ranks to write a checkpoint"):
             dist.barrier()
 
     def _rank_state(self, saved: Any) -> dict[str, Any]:
-        """Return this device's part of the optimizer states. The main file has only the state of the first node."""
+        # The main file has the optimizer states of the first node.
         if self.topology.node_index == 0:
             return {}
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
@@ -87,7 +84,6 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
 
     @property
     def _gradients(self) -> ShardedGradients | None:
-        """The engine of the trained module; None before the first fit, and with ``send="updates"``."""
         return self.engines[-1] if self.engines and self.send == "gradients" else None
 
     @property
@@ -95,9 +91,9 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         return bool(self.lightning_module.trainer.state.fn == "fit")
 
     def setup_environment(self) -> None:
-        """Let ``configure_model`` find the mesh as ``self.device_mesh``."""
         super().setup_environment()
         module = self.lightning_module
+        # ``configure_model`` finds the mesh as ``self.device_mesh``.
         module._device_mesh = mesh = self._device_mesh
         assert mesh is not None
         if type(module).configure_model.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
@@ -105,7 +101,6 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
             module.configure_model = partial(_shard_children, module, mesh, **options)
 
     def setup(self, trainer: Any) -> None:
-        """Set up the sharded model and its optimizers, then start the exchange."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._start(trainer)
@@ -123,15 +118,15 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         self._show_to_hooks(trainer)
 
     def _drop_gathered(self) -> None:
-        """Let hooks see shards: FSDP2 keeps gathered parameters after an evaluation, and would drop their changes."""
+        # FSDP2 keeps gathered parameters after an evaluation. Hooks would see them instead of shards, and lose changes.
         drop_gathered(self.lightning_module)
 
     def on_train_start(self) -> None:
-        """Set the length of the density warm-up of gradients, now that data loaders exist."""
         super().on_train_start()
         gradients = self._gradients
         if gradients is None or not gradients.active or not self.config.leaves_entries_out:
             return
+        # The length of the default warm-up depends on the data loaders, which exist only now.
         if gradients.warmup == Warmup():
             gradients.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
         if gradients.warmup.describe():
@@ -152,7 +147,7 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep accumulated micro-batches inside the node."""
+        # Accumulated micro-batches stay inside the node.
         with self._gradients.accumulating() if self._gradients is not None else nullcontext():
             yield
 
@@ -165,15 +160,14 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
 
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
-        """Let all ranks write a folder, with the optimizer states of the first node."""
         with super()._saving(checkpoint, filepath):
+            # A folder has the optimizer states of the first node. Other nodes write their states to side files.
             if self._save_distributed_checkpoint and self.topology.node_index > 0:
                 checkpoint.pop("optimizer_states", None)
             yield
             self._wait_for_writers()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a file, or a folder that gets its name once it is complete."""
         with self._checkpoint_target(filepath) as path:
             super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -181,7 +175,6 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         distributed.check_sharded(Path(self._main_path(path)), *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the model and its optimizers. In a fit, this device continues exactly."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.engine is not None and self._fitting:
             self.engine.restart()
@@ -195,16 +188,15 @@ class MSTopKFSDPMixin(ShardsTrainerAdapter):
     """FSDP2 inside each node, for models that are too large for one device. Nodes exchange the largest updates.
 
     ``configure_model`` shards the model over ``self.device_mesh["shard"]``. Without that hook, each child of the
-    LightningModule is sharded: first its repeated blocks, then the rest. With ``precision="bf16-mixed"`` weights are
-    then gathered in bf16 and gradients are summed in fp32.
+    LightningModule is sharded: first its repeated blocks, then the rest. ``precision="bf16-mixed"`` then gathers
+    weights in bf16 and sums gradients in fp32.
 
     Args:
-        send: Exchanged values: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its
-            shards, and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all
-            nodes have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or
-            ``"dense"``).
+        send: Exchanged values: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its shards,
+            and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all nodes
+            have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or ``"dense"``).
         node_name: Name of this process's node. All ranks need one. Default: the environment variable
-            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+            LIGHTNING_SPARSE_NODE, else the host.
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. A file has the whole model and can be read by any strategy.
         process_group_backend: Backend of the process groups. Default: NCCL on GPUs, else Gloo.
@@ -236,7 +228,8 @@ class MSTopKFSDPMixin(ShardsTrainerAdapter):
 
 
 def _shard_children(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Shard the children, not the module: ``training_step`` calls the children, and their forward gathers weights."""
+    # ``training_step`` calls the children, and their forward gathers weights. So the children are sharded, not the
+    # module.
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     held = [{id(p) for p in child.parameters()} for child in children]
     lists = any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in children)
@@ -261,8 +254,7 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
         return shard(module, mesh, **options_for(self.precision.precision))
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module inside its node, and with ``send="gradients"`` exchange its gradients. A collective of the
-        world."""
+        """Shard the module inside its node. A collective of the world."""
         module = super().setup_module(module)
         self._register_module(module)
         if self.send == "gradients":
@@ -305,17 +297,17 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
 
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:
-        """Let all ranks write a folder of the global weights, with the optimizer states of the first node."""
         with super()._saving(path, state) as whole, self.global_weights():
+            # As for a Trainer, a folder has the optimizer states of the first node alone.
             if self._save_distributed_checkpoint and self.topology.node_index > 0:
                 whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
             yield whole
             self._wait_for_writers()
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the state of objects such as schedulers. For a folder, Fabric only returns their state."""
         given = dict(state) if isinstance(state, MutableMapping) else {}
         rest = super().load_checkpoint(path, state, *args, **kwargs)
+        # For a folder, Fabric replaces objects such as schedulers with their states and does not load them.
         for name, each in given.items():
             if state[name] is not each and hasattr(each, "load_state_dict"):
                 each.load_state_dict(state[name])
@@ -323,7 +315,6 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
         return rest
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        """Save a file, or a folder that gets its name once it is complete. All ranks call it, as ``fabric.save``."""
         with self._checkpoint_target(path) as partial:
             super().save_checkpoint(partial, state, storage_options, filter)
 

@@ -34,7 +34,6 @@ class GradientEngines:
 
     Attributes:
         states: engines, in the order of set-up.
-        optimizers_by_state: optimizers that step the engine's module.
         known_optimizers: optimizers that were set up, even before their modules.
     """
 
@@ -53,8 +52,10 @@ class GradientEngines:
         find_unused: bool,
         fresh: bool = False,
     ) -> HierState:
-        """Register the hook for a module. A module that is wrapped again keeps its residuals, unless ``fresh``. A
-        collective of the world."""
+        """Register the hook for a module. A collective of the world.
+
+        A module that is wrapped again keeps its residuals, unless ``fresh``.
+        """
         module = ddp.module
         self._drop_unused(module, fresh)
         state = next((each for each in self.states if each.parameters.module is module), None)
@@ -70,10 +71,7 @@ class GradientEngines:
         return state
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Watch more optimizers, each for the modules whose parameters it steps.
-
-        An optimizer replaces another optimizer of the same parameters.
-        """
+        """Watch more optimizers. An optimizer replaces another optimizer of the same parameters."""
         optimizers = list(optimizers)
         for state in self.states:
             own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
@@ -87,7 +85,6 @@ class GradientEngines:
         self.watch([optimizer])
 
     def attach_known_optimizers(self) -> None:
-        """Watch the optimizers that were set up before."""
         self.watch([each for found in self.known_optimizers if (each := found()) is not None])
 
     def keep_only(self, state: HierState) -> None:
@@ -130,12 +127,12 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
 
     Args:
         node_name: Name of this process's node. All ranks need one. Default: the environment variable
-            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+            LIGHTNING_SPARSE_NODE, else the host.
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. A file can be read by any strategy; each rank writes its residual to one more file next to it.
         gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
         **kwargs: options of `HierConfig` (``density``, ``exchange``, ...), and DDPStrategy's and
-            DistributedDataParallel's own. On GPUs ``bucket_cap_mb`` grows with the devices of a node.
+            DistributedDataParallel's own. On GPUs ``bucket_cap_mb`` grows with the number of devices per node.
 
     Raises:
         ValueError: for a bad value, an unknown option, or one that cannot be combined with this strategy.
@@ -159,7 +156,6 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         self._resumes = False
 
     def setup(self, trainer: Any) -> None:
-        """Check combinations of options that DDP does not support, then set up."""
         self._prepare_ddp()
         if trainer.state.fn == "fit":
             refuse_static_graph_with_accumulation(trainer, self._ddp_kwargs)
@@ -169,12 +165,11 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model, with buckets of a size for the exchange."""
         with self._sized_buckets(model):
             return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Register the hook, also on the CPU, where Lightning registers none."""
+        # On the CPU too, where Lightning registers no hook.
         state = self._gradients.attach(
             self.model, self.topology, self.precision_plugin, find_unused=self._finds_unused, fresh=self._resumes
         )
@@ -187,11 +182,11 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         self._resumes = False
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Create the optimizers and watch them: a residual counts only when its gradient is stepped."""
         super().setup_optimizers(trainer)
         state: HierState | None = self.engine
         if state is None or not self._fitting:
             return
+        # A residual counts only when its gradient is stepped.
         self._gradients.watch(self.optimizers)
         if not self._gradients.optimizers_by_state[state]:
             state.watch([])
@@ -203,11 +198,11 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
                 state.log_once(warning, logging.WARNING)
 
     def on_train_start(self) -> None:
-        """Set the length of the warm-up, now that data loaders exist and loops have their saved progress."""
         super().on_train_start()
         state: HierState | None = self.engine
         if state is None or not state.active or not self._fitting:
             return
+        # The length of the default warm-up depends on the data loaders and the saved progress, which exist only now.
         if state.warmup == Warmup():
             state.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
         if self.config.exchange != "dense" and state.warmup.describe():
@@ -221,33 +216,26 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
             state.before_backward(_reason_to_bypass(self.lightning_module, self.optimizers))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint. Residuals are kept until DDP exists; in a fit (learning rate finder), they are restored at
-        once."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._resumes = True
+        # The residuals wait in memory until DDP exists. A learning rate finder loads in a fit, so they are restored at
+        # once.
         if self.engine is not None and self._fitting:
             self._resume(self.engine)
         return checkpoint
 
 
 def _default_warmup(steps: float) -> Warmup:
-    """Return the default warm-up.
-
-    Args:
-        steps: number of steps that the Trainer expects; infinite or not positive if unknown.
-    """
+    # A Trainer that does not know its number of steps reports infinity or a negative number.
     known = 0 < steps < math.inf
     return Warmup(DEFAULT_EPOCHS, math.ceil(DEFAULT_SHARE * steps) if known else None)
 
 
 def _reason_to_bypass(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Return the reason to withhold residuals, or an empty string.
-
-    With several optimizers, a backward pass that reaches the parameters of more than one leaves gradients that the user
-    drops, and a residual would bring them back later.
-    """
     if module.automatic_optimization:
         return ""
+    # A backward pass that reaches the parameters of several optimizers leaves gradients that the user drops. A residual
+    # would bring them back later.
     reached = sum(any(p.requires_grad for p in parameters_of(each)) for each in optimizers)
     if reached < 2:
         return ""
@@ -255,7 +243,6 @@ def _reason_to_bypass(module: Any, optimizers: Iterable[torch.optim.Optimizer]) 
 
 
 def _local_buffers_warning(module: Any) -> str:
-    """Return a warning about buffers that DDP does not broadcast, or an empty string."""
     if module.automatic_optimization or not any(b.is_floating_point() and b.numel() for b in module.buffers()):
         return ""
     return (
@@ -266,9 +253,8 @@ def _local_buffers_warning(module: Any) -> str:
 
 
 def _unoptimized_parameters_warning(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Return a warning about parameters in no optimizer, or an empty string. Their gradients are never zeroed, so they
-    grow and take places among the largest entries."""
     stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+    # These gradients are never zeroed, so they grow and take places among the largest entries.
     idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
     if not stepped or not idle:
         return ""
@@ -298,7 +284,7 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in DDP with the communication hook. A collective of the world.
 
-        A module that is set up again keeps its residuals. Residuals of deleted modules are dropped.
+        A module that is set up again keeps its residuals.
         """
         self._prepare_ddp()
         with self._sized_buckets(module):
@@ -315,8 +301,10 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         return ddp
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Watch the optimizer, whose module may be set up before or after it. In a second set-up of both, set up the
-        module first."""
+        """Watch the optimizer, whose module may be set up before or after it.
+
+        In a second set-up of both, set up the module first.
+        """
         optimizer = super().setup_optimizer(optimizer)
         self._gradients.add_optimizer(optimizer)
         return optimizer
@@ -331,13 +319,13 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         return [each for state in self.engines for each in self._gradients.optimizers_by_state[state]]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, and restore the residuals of all modules that are set up.
+        """Load a checkpoint. Each module gets the first residuals that fit it, in the order of set-up.
 
-        Other modules get their residuals at set-up. Each module gets the first residuals that fit it, in the order of
-        set-up. If only weights are loaded, without an optimizer, the residuals do not change.
+        Modules that are not set up get their residuals at set-up.
         """
         waiting = self._side_files.loaded
         rest = self._load_main(path, state, *args, **kwargs)
+        # With weights alone, the residuals do not change.
         if state and not has_optimizer(state):  # the load has filled state
             self._side_files.loaded = waiting
             return rest
@@ -346,7 +334,6 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         return rest
 
     def _restore_first(self, state: HierState) -> None:
-        """Give a state the first of the loaded residuals that fits its parameters."""
         numels = state.parameters.numels
         found = next((each for each in self._side_files.loaded if each.metadata["parameters"] == numels), None)
         if found is not None:
@@ -354,8 +341,8 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
             self._restore_engine(state, found)
 
     def _discard_unmatched_checkpoints(self) -> None:
-        """Drop loaded residuals of modules that are not set up before the first backward pass."""
-        # A checkpoint without stores has no residuals.
+        # Modules that are not set up before the first backward pass get no residuals. A checkpoint without stores has
+        # none.
         left = [saved for saved in self._side_files.loaded if any(saved.metadata["stores"])]
         if left and self.is_global_zero:
             log.warning(

@@ -1,7 +1,7 @@
 """Averages gradients that DistributedDataParallel leaves out.
 
-DDP reduces the parameters that require gradients when it wraps the module. It silently leaves out parameters that are
-unfrozen or added later, and the weights of the ranks diverge.
+DDP silently leaves out parameters that are unfrozen or added after it wraps the module, and the weights of the ranks
+diverge.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ class LateGradients:
 
     Args:
         communicator: its ``world`` has the ranks over which DDP averages.
-        log_once: logs a line once.
-        level: level of the line that names late parameters.
         refused: reason why late parameters cannot be trained; empty if they can.
     """
 
@@ -41,20 +39,18 @@ class LateGradients:
         self._equal: dict[int, Tensor] = {}  # late parameters that are equal on all ranks
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        """Note the parameters that a new wrapper averages, and those that the user lets DDP ignore."""
         for before in [each for each in self._known if each.module is ddp.module]:
             del self._known[before]
         named = ddp.module.named_parameters(remove_duplicate=False)
         ignored = ddp.parameters_to_ignore
+        # Parameters that the user lets DDP ignore are not late.
         self._known[ddp] = {id(p): p for name, p in named if p.requires_grad or name in ignored}
 
     @torch.no_grad()
     def average(self, optimizers: Iterable[Optimizer]) -> None:
-        """Average the gradients of late parameters. Call it after each backward pass, on all ranks; a collective if
-        there are late parameters. Modules inside ``no_sync()`` wait for a later call.
+        """Average the gradients of late parameters. All ranks call it after each backward pass.
 
-        Raises:
-            ValueError: if late parameters cannot be trained.
+        It is a collective if there are late parameters. Modules inside ``no_sync()`` wait for a later call.
         """
         late = self._late(optimizers)
         if not late:
@@ -72,7 +68,6 @@ class LateGradients:
         return [p for key, p in stepped.items() if key in late and key not in waiting]
 
     def _begin_equal(self, late: Sequence[Tensor]) -> None:
-        """Broadcast parameters from the first rank when they are late for the first time."""
         new = [p for p in late if id(p) not in self._equal]
         if not new:
             return
@@ -91,6 +86,7 @@ class LateGradients:
             f"from the start of a fit.",
             self._level,
         )
+        # The ranks may have initialized the parameters differently.
         self._communicator.broadcast_from_rank0(new)
         self._equal.update({id(p): p for p in new})
 

@@ -26,7 +26,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
 
     Args:
         node_name: Name of this process's node. All ranks need one. Default: the environment variable
-            LIGHTNING_SPARSE_NODE, else the host (see lightning_sparse.topology).
+            LIGHTNING_SPARSE_NODE, else the host.
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. In both cases, each rank saves its optimizer state and pending updates.
         gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.
@@ -56,7 +56,6 @@ class MSTopKLocalMixin(ReplicasAdapter):
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def setup(self, trainer: Any) -> None:
-        """Set up DDP inside the node, then start the exchange of updates."""
         self._prepare_ddp()
         self._keep_hook_inside()
         if trainer.state.fn == "fit":
@@ -73,14 +72,13 @@ class MSTopKLocalMixin(ReplicasAdapter):
         self._show_to_hooks(trainer)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Skip a needless reduction of DDP, which Lightning enables after the first batch of manual optimization."""
         if self._fitting:
+            # Lightning enables DDP's reduction again after the first batch of manual optimization.
             self._disable_ddp_sync(self.model)
         super().pre_backward(closure_loss)
 
     def _keep_hook_inside(self) -> None:
-        """Let torch's communication hooks average inside the node: without a group in their state, they average over
-        the world."""
+        # Without a group in their state, torch's communication hooks average over the world.
         group = self._ddp_kwargs.get("process_group")
         if self._ddp_comm_hook is None or group is None:
             return
@@ -92,7 +90,6 @@ class MSTopKLocalMixin(ReplicasAdapter):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of this node's optimizer, on the first device of each node; all ranks call it."""
         inner = getattr(optimizer, "_optimizer", optimizer)  # unwrap a LightningOptimizer
         if self._save_distributed_checkpoint and self.engine is not None and self.engine.active:
             return {}  # each device saves its pieces
@@ -100,20 +97,20 @@ class MSTopKLocalMixin(ReplicasAdapter):
         return super().optimizer_state(optimizer) if state is None else state
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer states of this node. The main file has only the states of the first node."""
+        # The main file has only the optimizer states of the first node.
         own = ("optimizer_states", type(self.precision_plugin).__qualname__)
         writes = self.topology.device_index == 0 and self.topology.node_index > 0
         return to_python({name: checkpoint[name] for name in own if name in checkpoint}) if writes else {}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the main file, with the optimizer states of this node instead of node 0's states."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        # The optimizer states of this node replace node 0's states.
         checkpoint.update(self._side_files.entries(self.topology))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights. In a fit (learning rate finder), they become the global weights."""
         super().load_model_state_dict(checkpoint, strict)
+        # A learning rate finder loads weights in a fit. They become the global weights.
         if self.engine is not None and self._fitting:
             self.engine.restart()
             self._restore(self.engine)
@@ -156,7 +153,7 @@ class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
         return super().get_optimizer_state(optimizer) if state is None else state
 
     def _rank_state(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer states of this node. The main file has only the states of the first node."""
+        # Collecting the state is a collective of the node, so all devices take part.
         states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
         return to_python(states) if self.topology.device_index == 0 and self.topology.node_index > 0 else {}
 

@@ -1,5 +1,8 @@
-"""Options of the strategies. A strategy's own options are the fields of a config, and its constructor finds them among
-its ``**kwargs``. So each option is named, documented and checked in the config alone."""
+"""Options of the strategies.
+
+A strategy's own options are the fields of a config, and its constructor finds them among its ``**kwargs``. So only the
+config names, documents and checks each option.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,7 +24,7 @@ from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
 Send = Literal["updates", "gradients"]
-"""What travels between nodes under FSDP2."""
+"""Values that nodes exchange under FSDP2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +61,9 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
 
 
 DDP_BUCKET_MB = 25
-"""DistributedDataParallel's own size."""
+"""DistributedDataParallel's own bucket size."""
 BUCKETS = 8
-"""Buckets of a backward pass: with fewer, little of the exchange overlaps with it."""
+"""Number of buckets in a backward pass. With fewer buckets, little of the exchange overlaps with the pass."""
 
 
 class Kind(NamedTuple):
@@ -128,11 +131,7 @@ ELASTIC_FSDP = Kind(
 
 
 def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> ExchangeConfig:
-    """Remove the strategy's own options from ``given``, and return their config. Check the rest, which Lightning gets.
-
-    Args:
-        cls: the strategy.
-        more: fields of the config that are not in ``given``.
+    """Remove the strategy's own options from ``given``, and return their config. Check the other options.
 
     Raises:
         ValueError: for an unknown option, or one that cannot be combined with this strategy.
@@ -160,7 +159,6 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
 
 
 def check_supported(kind: Kind, cls: type, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that cannot be combined with the strategy."""
     for name in given.keys() & kind.unsupported.keys():
         if given[name] is not None:
             raise ValueError(
@@ -170,14 +168,12 @@ def check_supported(kind: Kind, cls: type, given: Mapping[str, Any]) -> None:
 
 
 def _parameter_names(cls: type) -> tuple[set[str], bool]:
-    """Return the names of a constructor's arguments, and whether it takes others, too."""
     parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {p.name for p in parameters if p.kind not in variable}, any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 def with_strategy_options(kind: Kind) -> Callable[[Init], Init]:
-    """Decorate a constructor of a strategy, as `options.with_options_of` does."""
     return with_options_of(kind.config, without=kind.hidden, takes_others=True)
 
 

@@ -38,7 +38,6 @@ class TrainerAdapter(Adapter, Host):
     """Translates the Trainer's hooks into methods of an engine.
 
     Outside training batches, the module holds the global weights whenever a hook of a callback or of the module runs.
-    Lightning calls a strategy's hooks after these hooks, so the loops call the engine first.
     """
 
     _callback_averages_every_step = _callback_averages_every_epoch = _hooks_run_between_batches = False
@@ -57,7 +56,6 @@ class TrainerAdapter(Adapter, Host):
         return isinstance(self.model, DistributedDataParallel)
 
     def setup_environment(self) -> None:
-        """Let the Trainer save after an exception only if all ranks can."""
         self._release_trainer()
         trainer = self.lightning_module.trainer
         self._not_saved, save = "", trainer.save_checkpoint
@@ -69,6 +67,7 @@ class TrainerAdapter(Adapter, Host):
             else:
                 save(filepath, *args, **kwargs)
 
+        # A save is collective. After an exception, the Trainer may save only if all ranks can.
         trainer.save_checkpoint = save_together
         self._wrapped_methods = [(trainer, "save_checkpoint")]
         super().setup_environment()
@@ -88,6 +87,8 @@ class TrainerAdapter(Adapter, Host):
         )
         self._in_batch = self._over = False
         self._steps_before = self._batches_before = 0
+        # Lightning calls a strategy's hooks after the hooks of callbacks and the module. So the loops call the engine
+        # first.
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._wrapped_methods = [
             *self._wrapped_methods,
@@ -134,23 +135,23 @@ class TrainerAdapter(Adapter, Host):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step, and call the engine, even if a loss scaler skipped the step."""
         engine = self.engine
         if engine is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         engine.before_step(optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # A loss scaler may have skipped the step on this rank. The engine's step is a collective, so it runs anyway.
         engine.step(optimizer)
         return output
 
     def _after_batch(self, _: Any) -> None:
-        """Exchange steps that bypassed Lightning's wrapper. At the known end of the fit, send everything, so that the
-        last validation and checkpoint have the final weights. Otherwise, show the global weights to hooks between
-        batches."""
         self._in_batch, engine, trainer = False, self.engine, self.lightning_module.trainer
         if engine is None or not engine.has_local_weights:
             return
+        # Manual optimization may step the torch optimizer directly, without Lightning's wrapper.
         engine.send_unsent()
+        # At the known end of the fit, send everything, so that the last validation and checkpoint have the final
+        # weights.
         ends = engine.in_step and _ends_with_this_batch(trainer)
         if ends or (trainer.is_last_batch and self._callback_averages_every_epoch):
             self._finish()
@@ -167,20 +168,20 @@ class TrainerAdapter(Adapter, Host):
             self.engine.swap_in_local_weights()
 
     def on_train_start(self) -> None:
-        """Start or restart training: `LearningRateFinder` runs the whole loop first."""
         super().on_train_start()
+        # `LearningRateFinder` runs the whole loop before training, which sets `_over`.
         self._over = False
 
     def on_validation_start(self) -> None:
-        """Make all nodes validate equal weights, even if hooks changed the weights differently."""
         super().on_validation_start()
+        # Hooks may have changed the weights differently on each node.
         if self.engine is not None and self._fitting:
             self.engine.average_changes()
 
     def on_train_end(self) -> None:
-        """Keep the weights that the last hooks left."""
         super().on_train_end()
         if self.engine is not None:
+            # Keep the weights that the last hooks left.
             self.engine.adopt_changes()
         self._over = True
 
@@ -194,12 +195,12 @@ class TrainerAdapter(Adapter, Host):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the global weights. In a fit, all ranks call it. Between batches, the module keeps them for hooks that
-        add to a checkpoint."""
+        """Return the global weights. In a fit, all ranks call it."""
         engine = self.engine
         if engine is None or not self._fitting or self._over:
             return super().lightning_module_state_dict()
         with engine.global_weights() if self._in_batch else nullcontext():
+            # Between batches, the module keeps the global weights, for hooks that add to a checkpoint.
             engine.swap_in_global_weights()
             engine.adopt_changes()
             weights = super().lightning_module_state_dict()
@@ -226,15 +227,15 @@ class TrainerAdapter(Adapter, Host):
             yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the side files, then the main file. Not a collective."""
+        # Not a collective: the side files are written first, then the main file.
         with self._saving(checkpoint, filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the main file, and this rank's side files for an engine that exists now or later."""
         self._verify(checkpoint_path)
         self._check_kind(checkpoint_path, *args, **kwargs)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        # The engine of these side files may not exist yet.
         self._side_files.load(checkpoint, self._main_path(checkpoint_path), self.global_rank)
         return checkpoint
 
@@ -260,16 +261,15 @@ _BETWEEN_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 
 
 def _has_hooks_between_batches(trainer: Any) -> bool:
-    """Return whether a user's hook runs between two batches. Lightning's own hooks do not read weights there."""
     hooks = (
         getattr(owner, name) for owner in (*trainer.callbacks, trainer.lightning_module) for name in _BETWEEN_BATCHES
     )
+    # Lightning's own hooks do not read weights between batches.
     packages = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks}
     return not packages <= {"lightning", "pytorch_lightning", "lightning_sparse"}
 
 
 def _ends_with_this_batch(trainer: Any) -> bool:
-    """Return whether the fit is known to end with the last trained batch."""
     if 0 <= trainer.max_steps <= trainer.global_step:
         return True
     epochs = trainer.max_epochs
@@ -279,8 +279,10 @@ def _ends_with_this_batch(trainer: Any) -> bool:
 def call_around(
     owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None
 ) -> tuple[Any, str]:
-    """Wrap a method of one object: call ``before()`` first and ``after(result)`` last. To undo this, delete the
-    returned attribute with ``delattr``."""
+    """Wrap a method of one object: call ``before()`` first and ``after(result)`` last.
+
+    To undo this, delete the returned attribute with ``delattr``.
+    """
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -343,7 +345,6 @@ class ReplicasAdapter(TrainerAdapter):
                 torch.save(checkpoint, folder / META)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the main file, or its counterpart in a folder."""
         self._pieces, folder = (), Path(self._main_path(checkpoint_path))
         if not (folder / META).is_file():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -355,7 +356,6 @@ class ReplicasAdapter(TrainerAdapter):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers, also from pieces of a node's devices."""
         if not self._pieces:
             super().load_optimizer_state_dict(checkpoint)
             return
