@@ -183,7 +183,7 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_child_processes_and_commands_start_without_torch() -> None:
-    modules = ["data.shards", "data.sources.storage_reader", "lab.cluster", "cli"]
+    modules = ["data.cache.store", "data.shards", "data.sources.storage_reader", "lab.cluster", "cli"]
     python(f"import sys\n{imports_of(modules)}\nassert 'torch' not in sys.modules")
 
 

@@ -10,17 +10,19 @@ their upper 8 bits. `convert` drops transparency, and clips gray values of 32 bi
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib.util
 import io
 import os
+import runpy
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.nn.functional import interpolate
 
 Format = Literal["jpeg", "decoded", "bytes"]
 EXIT_PRIORITY = 30
@@ -109,6 +111,16 @@ def decoder_id() -> int:
     return zlib.crc32(f"pillow {PIL.__version__}, all formats, draft 2x, bilinear".encode())
 
 
+@functools.cache
+def resizer_id() -> str:
+    """Return the version of torch, which resizes images. Its import would take seconds, so read the file."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    version: str = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
+    return version
+
+
 def decode(data: bytes, short_side: int | None = None) -> npt.NDArray[np.uint8]:
     return decode_sized(data, short_side)[0]
 
@@ -142,6 +154,9 @@ def resized(pixels: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArr
         return pixels
     # In channels-last layout, torch resizes uint8 with vector instructions, in the calling thread. On a CPU without
     # AVX2 or NEON, it takes longer than Pillow, and starts OpenMP threads.
+    import torch  # only here, so that processes that serve samples start in less time and memory
+    from torch.nn.functional import interpolate
+
     batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     batch = interpolate(batch, (height, width), mode="bilinear", antialias=True)
     result: npt.NDArray[np.uint8] = batch[0].permute(1, 2, 0).contiguous().numpy()

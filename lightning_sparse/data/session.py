@@ -341,6 +341,7 @@ class Session:
         return TierLog(
             lambda: store.node_counters() if reports else TierCounts(),
             lambda: store.sizes() if reports else TierSizes(),
+            on_all,
         )
 
     @property

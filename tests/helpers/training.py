@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.strategy import hier_hook, resume
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import groups_of_its_own, run_ranks
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.models import node_residual, sum_over_nodes
 
@@ -216,8 +216,9 @@ def train(
         if step in look_at:
             looks[step] = look(engine, model, optimizer)
 
-    model, engine = run(case, steps, start, save or (-1, ""), note, options)
-    return Trained(flat(model, buffers=case.host != "loop").clone(), looks, engine.rounds)
+    with nullcontext() if "fsdp" in case.kind else groups_of_its_own():
+        model, engine = run(case, steps, start, save or (-1, ""), note, options)
+        return Trained(flat(model, buffers=case.host != "loop").clone(), looks, engine.rounds)
 
 
 def results_in_one_start(scenarios: Scenarios, nodes: int = 2, devices: int = 1, timeout: float = 150) -> Any:

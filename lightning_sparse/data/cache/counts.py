@@ -7,11 +7,10 @@ import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_sparse.agree import on_all
 from lightning_sparse.data.cache import segment as segments
 from lightning_sparse.data.folders import file_name
 from lightning_sparse.messages import human_bytes, log
@@ -144,23 +143,28 @@ class TierSizes(NamedTuple):
 
 
 class TierLog:
-    """Counts by epoch, summed over ranks."""
+    """Counts by epoch, summed over ranks. `gather` is `lightning_sparse.agree.on_all`, which imports torch."""
 
-    def __init__(self, read: Callable[[], TierCounts], sizes: Callable[[], TierSizes]) -> None:
-        self._read, self._sizes = read, sizes
+    def __init__(
+        self,
+        read: Callable[[], TierCounts],
+        sizes: Callable[[], TierSizes],
+        gather: Callable[[Callable[[], Any]], list[Any]],
+    ) -> None:
+        self._read, self._sizes, self._gather = read, sizes, gather
         self._total = TierCounts()
         self.epochs: dict[int, TierCounts] = {}
 
     def end_epoch(self, epoch: int) -> TierCounts:
         """Return the counts since the last call. A collective."""
-        total = sum(on_all(self._read), TierCounts())
+        total = sum(self._gather(self._read), TierCounts())
         self.epochs[epoch] = self.epochs.get(epoch, TierCounts()) + (total - self._total)
         self._total = total
         return self.epochs[epoch]
 
     def summary(self) -> str:
         """Return a table of the samples by tier and epoch. A collective."""
-        held = on_all(self._sizes)
+        held = self._gather(self._sizes)
         # several nodes of a host may share a disk tier
         disks = {node.folder: node for node in held}.values()
         sizes = (

@@ -21,7 +21,6 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lightning_sparse.data import decode
 from lightning_sparse.data.cache import segment as segments
@@ -285,7 +284,7 @@ def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.b
 
 def content_name(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.bool_], format: Format) -> str:
     """Return the name of a segment: a hash of everything that determines its contents, and of its size limit."""
-    pixels = (config.short_side, decode.decoder_id(), torch.__version__) if format == "decoded" else None
+    pixels = (config.short_side, decode.decoder_id(), decode.resizer_id()) if format == "decoded" else None
     # options choose the server or the version of a URL, and not all storage tells times, which tell files apart
     source = (source_name(config.source), json.dumps(config.storage_options, sort_keys=True))
     limit = None if config.memory_gb is None else float(config.memory_gb)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.decode import FileKey
@@ -237,6 +236,8 @@ class Manifest:
         return self.shards[int(self.shard_of[index])], first, first + int(self.sizes[index])
 
     def to_bytes(self) -> bytes:
+        import torch  # the process that serves a node's samples starts without it
+
         content: dict[str, Any] = {"version": VERSION}
         for name in (member.name for member in fields(self)):
             value = getattr(self, name)
@@ -253,6 +254,8 @@ class Manifest:
     @classmethod
     def load(cls, source: Path | bytes) -> Manifest:
         """Return the manifest in a file or in the result of `to_bytes`. Raise DataError if it cannot be read."""
+        import torch
+
         try:
             if isinstance(source, Path):
                 # mapped, so that all processes of a node share one copy
