@@ -1,5 +1,7 @@
-"""exchange="auto" on real ranks: measurements are agreed, decisions are kept, changing paths loses nothing, and nothing
-is left out where the optimizer cannot bear it."""
+"""``exchange="auto"`` on real ranks: ranks agree on the measured rates, and a resumed run keeps them.
+
+Changing paths loses nothing. Adaptive optimizers get dense gradients.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ def measure() -> tuple[list[float], list[str]]:
 
 
 def test_measurement_ignores_the_default_dtype_and_draws_no_random_number() -> None:
-    """Lightning sets the default dtype for a whole training step, with its backward in manual optimization."""
+    """Lightning sets the default dtype during a training step, including the backward pass in manual optimization."""
     assert run_ranks(measure_under, torch.bfloat16, nodes=2, devices=2) == [True] * 4
 
 
@@ -129,7 +131,7 @@ def resume(folder: str) -> tuple[list[float], list[float], int]:
     return rates[0], rates[1], len(probed)
 
 
-# -- optimizers that do not tolerate gradients whose entries arrive rarely ---------------------------------------------
+# -- optimizers that do not tolerate sparse gradients ------------------------------------------------------------------
 
 
 def optimizer(name: str, *bases: type[Optimizer]) -> Optimizer:
@@ -196,7 +198,7 @@ def train(cls: type[Optimizer], exchange: Any) -> tuple[list[str], list[str]]:
 def test_auto_sends_everything_with_adaptive_optimizers(
     ranks: RunRanks, cls: type[Optimizer], exchange: str, path: str, said: str | None
 ) -> None:
-    """On a link so slow that anything else would be sparse."""
+    """The link is so slow that "auto" would choose sparse messages for any other optimizer."""
     for rank, (paths, lines) in enumerate(ranks(train, cls, exchange, nodes=2, devices=1)):
         assert paths == [path]
         found = [line for line in lines if "divides by" in line]

@@ -1,4 +1,4 @@
-"""Parameters excluded from selection: reduced densely in every round, without a residual, wherever they lie."""
+"""Excluded parameters are reduced densely in every round, without a residual."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ SPARSE: dict[str, Any] = {"density": 0.03, "exchange": "sparse", "value_dtype": 
 BIASES = {"0.bias", "2.bias", "4.bias"}
 
 
-# -- which ones --------------------------------------------------------------------------------------------------------
+# -- selection by name -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exclude", ["vector", "", (), ("",), ["*.bias"], (1,), None])
@@ -58,7 +58,7 @@ def test_bucket_is_cut_into_excluded_and_other_parameters() -> None:
     layout = Layout(excluded=frozenset({"d", "b"}))
     rest, excluded = ParamGroup(("c", "a"), (2, 4)), ParamGroup(("d", "b"), (1, 3))
     for _ in range(2):
-        assert layout.groups_in(bucket) == (bucket,), "not before it is settled"
+        assert layout.groups_in(bucket) == (bucket,), "split before the layout is settled"
         layout.record(bucket)
         layout.end_round()
     assert layout.groups_in(bucket) == layout.settled == (rest, excluded)
@@ -66,7 +66,7 @@ def test_bucket_is_cut_into_excluded_and_other_parameters() -> None:
     assert layout.split_excluded((rest, excluded)) == (rest, excluded)
 
 
-# -- how they travel ---------------------------------------------------------------------------------------------------
+# -- reduction ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("nodes", "devices", "exchange"), [(2, 2, "sparse"), (3, 1, "regional"), (2, 2, "dense16")])
@@ -132,7 +132,7 @@ def beside_nothing(exchange: str) -> set[str]:
     return set(state.exchange.stats.paths)
 
 
-# -- resumed -----------------------------------------------------------------------------------------------------------
+# -- resume ------------------------------------------------------------------------------------------------------------
 
 
 def test_residual_of_a_parameter_excluded_on_resume_is_sent(ranks: RunRanks, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_residual_of_a_parameter_excluded_on_resume_is_sent(ranks: RunRanks, tmp
 
 
 def exclude_on_resume(path: str) -> tuple[Tensor, Tensor, set[str]]:
-    """Gradients of zero after the resume: what is applied or waits then had waited before."""
+    """Gradients are zero after the resume, so all applied or pending values come from the saved residual."""
     model = mlp()
     ddp, state = wrap(model, HierConfig(**SPARSE))
     steps(model, ddp, range(6), lr=0.0)

@@ -1,4 +1,4 @@
-"""What the strategy refuses before it goes wrong, what it passes on, and what it says is slower; without a fit."""
+"""Options that the strategy refuses, passes on, or warns about, without a fit."""
 
 import re
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
     state = SimpleNamespace(fn="fit")
     t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=state, save_checkpoint=print)
     strategy.model = module
-    with pytest.raises(AssertionError):  # from Lightning, which has no accelerator yet: our own check has let it pass
+    with pytest.raises(AssertionError):  # raised by Lightning, which has no accelerator yet: our own check has passed
         strategy.setup(t)
 
 
@@ -98,8 +98,7 @@ def test_defaults_reach_ddp() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
-    """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on; in an interpreter
-    that has one flavour only."""
+    """LightningCLI reads a class's options from its constructor. The interpreter has only one Lightning package."""
     pytest.importorskip("jsonargparse")
     options = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
     expected = {**options, "gradient_as_bucket_view": True}
@@ -111,7 +110,7 @@ STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy", "MSTopKElasticStrateg
 
 
 def parse_options(flavour: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that LightningCLI passes to each strategy: these options, and one with its default."""
+    """Return the options that LightningCLI passes to each strategy: the given options, and an option with a default."""
     from jsonargparse import ArgumentParser
 
     found = {}
@@ -135,7 +134,7 @@ MB = 1 << 20
         ("cuda", NODES_OF_8, 100 * MB, 25),
         ("cuda", NODES_OF_8, 800 * MB, 100),  # eight buckets
         ("cuda", NODES_OF_8, 28_000 * MB, 200),
-        ("cuda", Topology(((0,), (1,)), 0), 28_000 * MB, 25),  # a device selects in the whole bucket
+        ("cuda", Topology(((0,), (1,)), 0), 28_000 * MB, 25),  # each device selects in the whole bucket
     ],
 )
 def test_buckets_on_gpus_grow_with_the_devices_of_a_node(
@@ -165,7 +164,7 @@ def test_the_size_of_buckets_is_set_while_ddp_wraps(
     with pytest.raises(_Wrapped) as wrapped:
         getattr(strategy, method)(torch.nn.Linear(25 * MB, 8, device="meta"))
     assert wrapped.value.args[0]["bucket_cap_mb"] == size
-    assert strategy._ddp_kwargs.get("bucket_cap_mb") == given.get("bucket_cap_mb"), "as the user has them"
+    assert strategy._ddp_kwargs.get("bucket_cap_mb") == given.get("bucket_cap_mb"), "the user's options changed"
 
 
 @pytest.mark.parametrize(("nodes", "warned"), [(4, False), (64, False), (128, True)])
@@ -183,12 +182,12 @@ def test_an_all_gather_that_receives_more_than_it_saves_is_said(nodes: int, warn
     ("name", "option"), [("MSTopKFSDPStrategy", "cluster_environment"), ("MSTopKHierStrategy", "kwargs")]
 )
 def test_what_no_base_takes_is_refused(flavour: str, name: str, option: str) -> None:
-    """Not taken and dropped."""
+    """The options are not ignored, either."""
     with pytest.raises(ValueError, match=rf"has no option\(s\) {option}"):
         getattr(ours(flavour), name)(**{option: 2})
 
 
-# -- what works slower is told, and what cannot work is refused in time ------------------------------------------------
+# -- warnings about slow settings, and errors for impossible ones ------------------------------------------------------
 
 TWO_NODES = Topology(((0,), (1,)), 0)
 
@@ -206,7 +205,7 @@ def test_the_python_reducer_is_refused() -> None:
 
 
 def updates_step(state: HierState) -> None:
-    updates = LocalUpdates.__new__(LocalUpdates)  # one with groups needs ranks
+    updates = LocalUpdates.__new__(LocalUpdates)  # an instance with groups needs ranks
     updates.active, updates.exchange = True, state.exchange
     updates.step()
 
@@ -232,7 +231,7 @@ def test_a_real_capture_is_refused() -> None:
     state = HierState(nn.Linear(2, 2, device="cuda"), HierConfig(), TWO_NODES)
     x = torch.zeros(1, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x += 1  # torch warns of an empty graph
+        x += 1  # torch warns about an empty graph
         with pytest.raises(ValueError, match="cannot be captured"):
             state.before_backward()
 

@@ -1,4 +1,4 @@
-"""What needs no ranks: configuration, schedule, layout, residuals, topology, cost."""
+"""Code that needs no ranks: configuration, schedule, layout, residuals, topology, cost."""
 
 import dataclasses
 import itertools
@@ -73,7 +73,7 @@ def test_a_topology_that_is_no_world_is_refused(nodes: tuple[tuple[int, ...], ..
 
 
 def test_nodes_may_be_named() -> None:
-    """Two hosts of a rack are one node, one host may hold two."""
+    """Two hosts of a rack may form one node, and one host may hold two nodes."""
     rack = [RankInfo(rank // 2, f"host{rank // 2}", rank % 2, f"rack{rank // 4}") for rank in range(8)]
     assert nodes_from_places(rack) == ((0, 1, 2, 3), (4, 5, 6, 7))
     split = [RankInfo(0, "host", rank, "ab"[rank % 2]) for rank in range(4)]
@@ -100,7 +100,7 @@ def test_warm_up_in_rounds_ends_in_a_run_of_one_epoch(density: float, rounds: in
     assert densities == sorted(densities, reverse=True)
     assert densities[rounds:] == [density] * 3
     both = Warmup(epochs, rounds)
-    assert both.density(density, epochs, 0) == both.density(density, 0, rounds) == density, "whichever is over first"
+    assert both.density(density, epochs, 0) == both.density(density, 0, rounds) == density, "the earlier end counts"
     assert Warmup().density(density, 0, 0) == density
 
 
@@ -146,8 +146,10 @@ def _path(nodes: int, devices: int, numel: int, rates: Rates = BYTES_ONLY, **opt
 
 
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
-    """16 nodes, fp32 gradients: dense receives 7.5 bytes an element or, rounded, 3.75; pairs of 5, 3 or 1.25 bytes make
-    it 75, 45 or 19 * density, and sparse must win by a margin."""
+    """16 nodes, fp32 gradients: dense receives 7.5 bytes per element, dense16 receives 3.75.
+
+    Pairs of 5, 3 or 1.25 bytes make it 75, 45 or 19 * density. Sparse must win by a margin.
+    """
     densities = (0.01, 0.07, 0.08, 0.17, 0.2)
     paths = {dtype: [_path(16, 1, 10**6, density=d, value_dtype=dtype).name for d in densities] for dtype in DTYPES}
     assert paths["bfloat16"] == ["sparse", "sparse", "dense16", "dense16", "dense16"]
@@ -165,7 +167,7 @@ def test_a_tiny_group_does_not_gain() -> None:
 def test_a_fast_network_is_left_to_dense_rounds() -> None:
     fast = dataclasses.replace(HOST, inter=Link(1e-5, 1e-10))
     assert _path(4, 2, 10**7, HOST).name == "sparse"
-    assert _path(4, 2, 10**7, fast).name == "flat", "no network inside the node is worth going round by"
+    assert _path(4, 2, 10**7, fast).name == "flat", "the network inside the node is too slow to save time"
     slow_inside = dataclasses.replace(HOST, intra=HOST.inter)
     assert _path(4, 2, 10**7, dataclasses.replace(slow_inside, select=1e-6, cast=1e-6)).name == "flat"
     assert _path(4, 2, 10**7, dataclasses.replace(HOST, select=1e-6, cast=1e-6)).name == "dense"
@@ -185,7 +187,7 @@ def test_what_the_user_fixes_is_not_decided() -> None:
     assert _path(4, 2, 10**7, HOST, exchange="dense").name == "dense"
     given = _choice(4, 2, HOST, exchange="sparse")
     given.forbid_sparse = True
-    assert given.path(TensorSpec(4, 2, 10**7), 0.01).name == "sparse", "an objection is for 'auto' alone"
+    assert given.path(TensorSpec(4, 2, 10**7), 0.01).name == "sparse", "objections apply to 'auto' only"
 
 
 def test_no_entries_are_left_out_for_an_optimizer_that_cannot_bear_it() -> None:
@@ -196,7 +198,7 @@ def test_no_entries_are_left_out_for_an_optimizer_that_cannot_bear_it() -> None:
 
 
 def test_calls_decide_for_small_shards() -> None:
-    """25 MB on 8 devices are 0.8 M elements each: what a call costs at any size is then most of it."""
+    """25 MB on 8 devices are 0.8 M elements per device, so the fixed cost of a call dominates."""
     fast = Rates(Link(1e-5, 2e-10), Link(5e-6, 1e-11), select=1e-11, fill=1e-11, cast=1e-10)
     calls = dataclasses.replace(fast, select_call=1e-3, cast_call=1e-3)
     small, large = TensorSpec(4, 8, 6_553_600), TensorSpec(4, 8, 6_553_600_000)
@@ -229,7 +231,7 @@ def test_times_are_those_of_pencil_and_paper() -> None:
 
 @pytest.mark.parametrize("name", [kind.name for kind in PATHS])
 def test_what_is_spent_between_nodes_is_that_part_of_the_round(name: str) -> None:
-    """Without a network inside the node and a host that takes no time nothing else is left of a round."""
+    """Without time inside the node and on the host, only the time between nodes remains."""
     rates = Rates(HOST.inter, Link(0.0, 0.0), add=0.0)
     path = _of(name, TensorSpec(4, 2, 2000))
     assert path.seconds_between(rates) == pytest.approx(path.seconds(rates))
@@ -291,7 +293,7 @@ def test_one_big_bucket_is_split_into_the_settled_groups() -> None:
     assert layout.groups_in(ParamGroup(("d", "c", "b", "a"), (4, 3, 2, 1))) == (ab, cd)
     assert layout.groups_in(ab) == (ab,)
     odd = ParamGroup(("a", "b", "c"), (1, 2, 3))
-    assert layout.groups_in(odd) == (odd,), "a group that is cut apart cannot be used"
+    assert layout.groups_in(odd) == (odd,), "a group that is split cannot be used"
 
 
 def test_a_parameter_of_another_module_is_refused() -> None:
@@ -337,7 +339,7 @@ def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int,
 
 
 def test_a_residual_follows_its_parameters_into_new_groups() -> None:
-    """One device a node, so gathering is the identity; the parameter that no new group asks for stays parked."""
+    """With one device per node gathering is the identity. A parameter that no new group contains stays parked."""
     store = ResidualStore(0, 1)
     store.propose(ParamGroup(("a", "b", "frozen"), (2, 3, 1)), torch.arange(6.0))
     store.commit(frozenset())
@@ -349,11 +351,11 @@ def test_a_residual_follows_its_parameters_into_new_groups() -> None:
     assert store.by_name["frozen"].tolist() == [5.0]
 
 
-# -- what sums a fit up: times that no host waits for, and the table ---------------------------------------------------
+# -- the summary of a fit: times without waiting, and the table --------------------------------------------------------
 
 
 class Events:
-    """Stands for a CUDA stream: events are passed only when the device gets there."""
+    """Stands in for a CUDA stream whose events are passed only when the device reaches them."""
 
     def __init__(self) -> None:
         self.recorded: list[Any] = []
@@ -377,8 +379,8 @@ class Events:
                 return self.place <= stream.passed
 
             def elapsed_time(self, end: Any) -> float:
-                assert self.query(), "an event that was not passed has no time, and to ask would wait"
-                assert end.query(), "an event that was not passed has no time, and to ask would wait"
+                assert self.query(), "reading the time of a pending event would wait"
+                assert end.query(), "reading the time of a pending event would wait"
                 return 1000.0 * (end.place - self.place)
 
         return Event()
@@ -392,7 +394,7 @@ def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.Mon
         with watch.running(device):
             pass
     assert watch.seconds() == 0
-    events.passed = 5  # the third stretch is under way
+    events.passed = 5  # the third interval is being measured
     assert watch.seconds() == 2
     events.passed = 6
     assert watch.seconds() == 3

@@ -1,4 +1,4 @@
-"""The warm-up that Trainer's strategy chooses, and what else changes between fits; on real ranks."""
+"""The length of the warm-up in a Trainer, and changes between fits, on real ranks."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ from tests.strategy.trainers import data, lightning_of, ours, plain_module, rank
 
 
 class Ordered:
-    """What a module's data hooks are called in, and what a loader is given back."""
+    """Records the order in which data hooks are called, and the state that a loader restores."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -79,11 +79,11 @@ def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
 
 
 def test_warmup_length_is_found_when_data_and_loops_are_ready(results: Results) -> None:
-    """5% of the 24 steps of each rank."""
+    """The warm-up takes 5% of the 24 steps of each rank."""
     for rank, found in enumerate(each["fit_twice"] for each in results):
         first, second, warmup, lines = found
-        assert first[:2] == ["on_fit_start", "train_dataloader"], "as under plain DDP"
-        assert "position 7" in second, "a checkpoint of plain DDP has a place in the data"
+        assert first[:2] == ["on_fit_start", "train_dataloader"], "the order of plain DDP"
+        assert "position 7" in second, "a checkpoint of plain DDP contains the loader's position"
         assert warmup == Warmup(4, 2)
         assert len(lines) == (2 if rank == 0 else 0)
 
@@ -123,5 +123,5 @@ def swap() -> tuple[bool, list[str]]:
 
 
 def test_replaced_optimizer_does_not_decide_the_path() -> None:
-    """Whoever still holds it: ranks that chose by what is alive would call different collectives."""
+    """The path must not depend on which optimizers are still alive, because that may differ by rank."""
     assert run_ranks(swap, nodes=2, devices=2, timeout=120, init=False) == [(False, ["sparse"])] * 4
