@@ -76,7 +76,7 @@ def measure_under(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_changes_of_paths_lose_nothing_and_keep_ranks_equal(ranks: RunRanks, nodes: int, devices: int) -> None:
+def test_path_changes_lose_nothing_and_keep_ranks_equal(ranks: RunRanks, nodes: int, devices: int) -> None:
     everyone = ranks(change_paths, nodes=nodes, devices=devices)
     for each in everyone:
         torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
@@ -140,7 +140,7 @@ def optimizer(name: str, *bases: type[Optimizer]) -> Optimizer:
 
 
 @pytest.mark.parametrize("name", [each for each in dir(torch.optim) if isinstance(getattr(torch.optim, each), type)])
-def test_every_torch_optimizer_is_known(name: str) -> None:
+def test_torch_optimizer_is_classified(name: str) -> None:
     if name in ("Optimizer", "LBFGS", "SparseAdam"):
         pytest.skip("no optimizer of its own, or one that cannot be used here")
     cls: Any = getattr(torch.optim, name)
@@ -157,11 +157,11 @@ def test_every_torch_optimizer_is_known(name: str) -> None:
         ("Mine", "unknown"),
     ],
 )
-def test_other_optimizers_are_known_by_name(name: str, response: str) -> None:
+def test_optimizers_of_other_libraries_are_classified_by_name(name: str, response: str) -> None:
     assert gradient_scaling_of(optimizer(name)) == response
 
 
-def test_derived_and_wrapping_optimizers_are_known_by_their_base() -> None:
+def test_derived_or_wrapping_optimizer_is_classified_by_its_base() -> None:
     assert gradient_scaling_of(optimizer("Mine", torch.optim.SGD)) == "linear"
     assert gradient_scaling_of(optimizer("Mine", torch.optim.AdamW)) == "adaptive"
     sam = optimizer("SAM")
@@ -169,7 +169,7 @@ def test_derived_and_wrapping_optimizers_are_known_by_their_base() -> None:
     assert gradient_scaling_of(sam) == "linear"
 
 
-def test_one_adaptive_optimizer_of_several_decides() -> None:
+def test_adaptive_optimizer_among_several_forbids_sparse_gradients() -> None:
     sgd, adam = optimizer("Mine", torch.optim.SGD), optimizer("Other", torch.optim.Adam)
     assert sparse_gradient_objection([]) == sparse_gradient_objection([sgd]) == ""
     assert sparse_gradient_objection([sgd, adam]).startswith("Other divides by the size of recent gradients")

@@ -154,7 +154,7 @@ def configured() -> None:
     discover(config={"density": 0.02 if dist.get_rank() == 2 else 0.01, "exchange": "auto"})
 
 
-def test_ranks_with_other_options_are_named_before_they_hang() -> None:
+def test_ranks_with_different_options_fail_before_a_collective() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(configured, nodes=3, devices=1)
     for said in failed.value.raised.values():
@@ -225,7 +225,7 @@ def test_nccl_group_between_nodes_uses_few_blocks_and_keeps_other_options(
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", "undefined", "nccl"])
-def test_nccl_options_are_for_nccl_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_options_are_set_only_for_nccl(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's NCCL_MAX_CTAS takes precedence."""
     monkeypatch.setenv("NCCL_MAX_CTAS", "16" if "nccl" in backend else "")
     made = groups_made(monkeypatch, backend, False, None)

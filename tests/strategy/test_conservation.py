@@ -59,7 +59,7 @@ SLOW: list[tuple[dict[str, Any], tuple[int, int]]] = [
 @pytest.mark.parametrize(
     ("options", "shape"), [*CONSERVED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
-def test_mass_is_conserved_over_rebuilt_buckets_and_ranks_are_bit_identical(
+def test_rebuilt_buckets_conserve_gradients_and_keep_ranks_bit_identical(
     ranks: RunRanks, options: dict[str, Any], shape: tuple[int, int]
 ) -> None:
     everyone, exchange = ranks(conserve, options, nodes=shape[0], devices=shape[1], timeout=120), options["exchange"]
@@ -75,7 +75,7 @@ def test_mass_is_conserved_over_rebuilt_buckets_and_ranks_are_bit_identical(
             assert waiting.abs().max() > 1e-3, "the test would pass without error feedback"
 
 
-def test_the_owner_of_a_region_keeps_its_error_whatever_the_order_of_ranks(ranks: RunRanks) -> None:
+def test_dense16_region_owner_keeps_the_rounding_error_in_any_rank_order(ranks: RunRanks) -> None:
     for given, applied, waiting, _ in ranks(conserve, {"exchange": "dense16"}, placement=[[2], [0], [1]]):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-6, atol=2e-6)
 
@@ -94,7 +94,7 @@ def conserve(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, set[str]]
     ("life", "nodes", "devices"),
     [("several backwards", 2, 2), ("several backwards", 3, 1), ("added groups", 2, 1), ("masked and clipped", 2, 2)],
 )
-def test_nothing_is_lost_in_a_loop_of_ones_own(ranks: RunRanks, life: str, nodes: int, devices: int) -> None:
+def test_plain_pytorch_loop_loses_no_gradient(ranks: RunRanks, life: str, nodes: int, devices: int) -> None:
     """Several backward passes per step, parameters that join the optimizer, gradients that the user zeroes or changes.
 
     Each backward pass is a round. Entries that the user sets to zero count as used.
@@ -127,7 +127,7 @@ def live(life: str) -> tuple[Tensor, Tensor, Tensor]:
     return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
 
 
-def test_a_dense_round_sends_the_residual_and_leaves_none(ranks: RunRanks) -> None:
+def test_dense_round_sends_the_whole_residual(ranks: RunRanks) -> None:
     for residual_before, residual_after, applied, expected in ranks(dense_flush, nodes=2, devices=2):
         assert residual_before.abs().max() > 0
         assert torch.count_nonzero(residual_after) == 0
@@ -151,7 +151,7 @@ def dense_flush() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return before, node_residual(model, state), applied, expected
 
 
-def test_duplicate_indices_of_several_nodes_add(ranks: RunRanks) -> None:
+def test_entries_selected_by_several_nodes_are_summed(ranks: RunRanks) -> None:
     """All ranks have one gradient, so all nodes select the same entries. The mean is that gradient, not 1/M of it."""
     for applied, gradient in ranks(duplicates, nodes=3, devices=1):
         sent = applied != 0
@@ -179,7 +179,7 @@ def local_gradient() -> Tensor:
 
 
 @pytest.mark.parametrize(("exchange", "set_to_none"), [("sparse", True), ("sparse", False), ("dense16", True)])
-def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(
+def test_discarded_gradient_of_several_rounds_leaves_residual_unchanged(
     ranks: RunRanks, exchange: str, set_to_none: bool
 ) -> None:
     for before, after in ranks(throw_away, exchange, set_to_none, nodes=2, devices=2):
@@ -201,7 +201,7 @@ def throw_away(exchange: str, set_to_none: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (2, 2)])
-def test_a_gradient_dropped_before_the_step_leaves_no_trace(ranks: RunRanks, nodes: int, devices: int) -> None:
+def test_gradient_dropped_before_the_step_leaves_residual_unchanged(ranks: RunRanks, nodes: int, devices: int) -> None:
     for before, after, others_moved in ranks(drop_some, nodes=nodes, devices=devices):
         assert before.abs().max() > 0
         assert torch.equal(before, after)
@@ -287,7 +287,7 @@ def lost() -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", [stepper.__name__ for stepper in STEPPERS])
-def test_nothing_is_lost(lost: list[dict[str, float]], name: str) -> None:
+def test_optimizer_with_unusual_step_loses_no_gradient(lost: list[dict[str, float]], name: str) -> None:
     assert all(each[name] < 1e-6 for each in lost), lost
 
 
@@ -319,7 +319,7 @@ def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
     return float((balance - sum_over_nodes(node_residual(model, state), state)).abs().max())
 
 
-def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
+def test_step_tracker_without_rounds_stays_small_and_is_collected() -> None:
     """torch's step hooks must not keep the tracker alive, either."""
     model = mlp()
     parameters = Parameters(model)
@@ -337,7 +337,7 @@ def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
     assert reference() is None
 
 
-def test_a_watch_may_go_in_the_middle_of_a_step() -> None:
+def test_step_tracker_may_be_deleted_during_a_step() -> None:
     """The garbage collector may delete it at any time, also while torch iterates over the hooks."""
     model = mlp()
     held = [StepTracker(Parameters(model), set)]
@@ -357,7 +357,7 @@ def test_a_watch_may_go_in_the_middle_of_a_step() -> None:
     assert not torch.equal(before, flat_parameters(model))
 
 
-def test_who_lives_where_a_parameter_lived_is_not_taken_for_it() -> None:
+def test_parameter_at_a_reused_address_is_not_mistaken_for_the_old_one() -> None:
     model = mlp()
     parameters, stranger = Parameters(model), nn.Parameter(torch.zeros(3))
     name, first = next(iter(model.named_parameters()))
@@ -376,9 +376,7 @@ BAD_STEPS = (5, 6, 9)
     ("nodes", "devices", "exchange", "fused"),
     [(2, 2, "sparse", False), (3, 1, "sparse", True), (2, 2, "dense16", False)],
 )
-def test_a_skipped_step_leaves_everything_as_it_was(
-    ranks: RunRanks, nodes: int, devices: int, exchange: str, fused: bool
-) -> None:
+def test_skipped_step_changes_nothing(ranks: RunRanks, nodes: int, devices: int, exchange: str, fused: bool) -> None:
     everyone = ranks(skip_steps, exchange, fused, nodes=nodes, devices=devices)
     for each in everyone:
         assert each["skipped"] == list(BAD_STEPS)
@@ -438,7 +436,7 @@ def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: An
 
 
 @pytest.mark.parametrize(("outcome", "begins", "ends"), [("discarded", 1, 1), ("used", 10, 10), ("waiting", 10, 1)])
-def test_residual_whose_choice_is_open_stays_open_in_new_groups(outcome: str, begins: int, ends: int) -> None:
+def test_undecided_residual_stays_undecided_in_new_groups(outcome: str, begins: int, ends: int) -> None:
     """Buckets are rebuilt before an optimizer has stepped the gradient, which may still be discarded."""
     store, cpu = ResidualStore(0, 1), torch.device("cpu")
     both, first, second = ParamGroup(("x", "y"), (3, 4)), ParamGroup(("x",), (3,)), ParamGroup(("y",), (4,))

@@ -35,7 +35,7 @@ BIASES = {"0.bias", "2.bias", "4.bias"}
 
 
 @pytest.mark.parametrize("exclude", ["vector", "", (), ("",), ["*.bias"], (1,), None])
-def test_exclude_that_is_neither_a_word_nor_patterns_is_refused(exclude: Any) -> None:
+def test_exclude_with_invalid_value_is_refused(exclude: Any) -> None:
     with pytest.raises(ValueError, match=r"exclude=.* must be 'none', 'vectors'"):
         HierConfig(exclude=exclude)
 
@@ -53,7 +53,7 @@ def test_exclude_pattern_that_matches_nothing_is_refused() -> None:
         excluded_names(mlp(), ("*.bias", "bias"))
 
 
-def test_bucket_is_cut_into_excluded_and_other_parameters() -> None:
+def test_bucket_is_split_into_excluded_and_other_parameters() -> None:
     bucket = ParamGroup(("d", "c", "b", "a"), (1, 2, 3, 4))
     layout = Layout(excluded=frozenset({"d", "b"}))
     rest, excluded = ParamGroup(("c", "a"), (2, 4)), ParamGroup(("d", "b"), (1, 3))
@@ -108,7 +108,7 @@ def count_bytes() -> None:
     assert state.exchange.stats.density == pytest.approx((k + biases) / (weights + biases))
 
 
-def test_dense_buckets_are_not_cut(ranks: RunRanks) -> None:
+def test_dense_buckets_are_not_split(ranks: RunRanks) -> None:
     assert ranks(groups_when_dense, nodes=2, devices=1) == [1, 1]
 
 

@@ -109,7 +109,7 @@ def identity_equals_ddp(exchange: str) -> tuple[Tensor, Tensor]:
     return train(ours, wrapped, 6), train(plain, DistributedDataParallel(plain, **PLAIN), 6)
 
 
-def test_one_node_reduces_only_buckets(ranks: RunRanks) -> None:
+def test_single_node_reduces_only_buckets(ranks: RunRanks) -> None:
     assert ranks(collectives_of_one_node, nodes=1, devices=2) == [[torch.float32] * 3] * 2
 
 
@@ -251,7 +251,7 @@ def two_modules(exchange: str) -> int:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_messages_have_the_size_known_in_advance(ranks: RunRanks, nodes: int, devices: int) -> None:
+def test_messages_have_the_predicted_size(ranks: RunRanks, nodes: int, devices: int) -> None:
     everyone = ranks(message_sizes, nodes=nodes, devices=devices)
     assert all(sizes == everyone[0] for sizes in everyone)
     sent, expected = everyone[0]

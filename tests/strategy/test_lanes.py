@@ -48,7 +48,7 @@ def backward_with(jobs: list[Iterator[None]], runner: Runner) -> list[torch.futu
     return futures
 
 
-def test_a_bucket_is_between_nodes_while_the_next_is_selected() -> None:
+def test_lanes_exchange_a_bucket_while_the_next_is_selected() -> None:
     """Bucket 0 is exchanged until bucket 1 is selected. It is applied only once bucket 1 is being exchanged."""
     selected, exchanging = threading.Event(), threading.Event()
 
@@ -69,7 +69,7 @@ def test_a_bucket_is_between_nodes_while_the_next_is_selected() -> None:
 
 
 @pytest.mark.parametrize("runner", [FifoLanes, Runner])
-def test_each_lane_takes_jobs_in_order(runner: Callable[[], Runner]) -> None:
+def test_lanes_run_jobs_in_order(runner: Callable[[], Runner]) -> None:
     seen: list[tuple[int, int, bool]] = []
 
     def job(number: int) -> Iterator[None]:
@@ -84,7 +84,7 @@ def test_each_lane_takes_jobs_in_order(runner: Callable[[], Runner]) -> None:
     assert not any(grad for _, _, grad in seen)
 
 
-def test_the_first_error_fails_the_backward_pass_and_nothing_runs_after_it() -> None:
+def test_lanes_after_an_error_fail_backward_and_run_no_later_job() -> None:
     ran: list[str] = []
 
     def fails() -> Iterator[None]:
@@ -107,7 +107,7 @@ def test_the_first_error_fails_the_backward_pass_and_nothing_runs_after_it() -> 
     assert ran == ["exchange 3", "apply 3"], "the error must not affect the next backward pass"
 
 
-def test_ended_lanes_leave_no_thread_and_begin_again_with_the_next_job() -> None:
+def test_ended_lanes_leave_no_thread_and_restart_with_the_next_job() -> None:
     ran: list[int] = []
 
     def job(number: int) -> Iterator[None]:
@@ -126,7 +126,7 @@ def test_ended_lanes_leave_no_thread_and_begin_again_with_the_next_job() -> None
     assert ran == [0, 1]
 
 
-def test_a_lane_that_hangs_is_not_waited_for() -> None:
+def test_lanes_end_does_not_wait_for_a_job_that_hangs() -> None:
     """After an exception during backward a collective may hang; the teardown must not hang with it."""
     begun, released = threading.Event(), threading.Event()
 
@@ -148,7 +148,7 @@ def test_a_lane_that_hangs_is_not_waited_for() -> None:
     lanes.drain()
 
 
-def test_what_follows_a_backward_pass_that_raised_queues_behind_it() -> None:
+def test_job_after_a_failed_backward_waits_for_queued_jobs() -> None:
     """New threads would run collectives before the queued jobs, in another order than other ranks."""
     released, seen = threading.Event(), []
 
@@ -200,7 +200,7 @@ lanes.start(Job(), torch.zeros(1))
 """
 
 
-def test_a_program_may_end_while_a_job_runs() -> None:
+def test_program_may_end_while_a_job_runs() -> None:
     """Python would unwind the thread inside torch, and C++ would abort: exit status 134 after a whole training."""
     done = subprocess.run([sys.executable, "-c", _LEAVES], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "applied\napplied\n", "")

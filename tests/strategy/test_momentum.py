@@ -144,23 +144,23 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", SGDS)
-def test_where_all_is_sent_it_is_sgd(results: list[dict[str, Any]], name: str) -> None:
+def test_momentum_at_density_one_equals_sgd(results: list[dict[str, Any]], name: str) -> None:
     for each in results:
         sgd, *ours = each[name]
         for parameters in ours:
             torch.testing.assert_close(parameters, sgd, rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_stay_equal(results: list[dict[str, Any]]) -> None:
+def test_momentum_keeps_ranks_equal(results: list[dict[str, Any]]) -> None:
     assert all(torch.equal(each["sparse"], results[0]["sparse"]) for each in results)
 
 
-def test_what_is_thrown_away_moves_no_velocity(results: list[dict[str, Any]]) -> None:
+def test_discarded_gradient_leaves_velocity_unchanged(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert each["discarded"] == {"skipped": True, "one": True}
 
 
-def test_sums_of_velocity_and_residual_are_what_momentum_would_have(ranks: RunRanks, tmp_path: Path) -> None:
+def test_velocity_and_residual_sum_to_the_momentum_buffers(ranks: RunRanks, tmp_path: Path) -> None:
     """With constant gradients g, applied and pending values sum to SGD's momentum buffers if nothing is masked.
 
     With masking, the sum is smaller.
@@ -209,7 +209,7 @@ def balance() -> tuple[Tensor, Tensor, float]:
 
 @pytest.mark.parametrize("nesterov", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"momentum_correction": True}])
-def test_what_waits_moves_parameters_as_far_where_sgd_has_its_momentum(
+def test_residual_resumed_without_correction_moves_parameters_equally_far(
     ranks: RunRanks, tmp_path: Path, nesterov: bool, options: dict[str, Any]
 ) -> None:
     """If a run resumes without correction or on one node, SGD's own momentum multiplies the residual."""
@@ -271,7 +271,7 @@ def hierarchical_state(model: nn.Module) -> HierState:
     return HierState(model, HierConfig(momentum_correction=True, overlap=False), Topology(((0,), (1,)), 0))
 
 
-def test_a_new_optimizer_begins_without_momentum() -> None:
+def test_new_optimizer_starts_without_velocity() -> None:
     model = mlp()
     state = hierarchical_state(model)
     assert state.momentum is not None
@@ -295,25 +295,25 @@ def test_a_new_optimizer_begins_without_momentum() -> None:
         (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)] * 2, "with 2 optimizers; it needs one"),
     ],
 )
-def test_what_cannot_be_corrected_is_refused(optimizers: Any, message: str) -> None:
+def test_momentum_correction_of_unsupported_optimizers_is_refused(optimizers: Any, message: str) -> None:
     model = mlp()
     with pytest.raises(ValueError, match=message):
         hierarchical_state(model).watch(optimizers(list(model.parameters())))
 
 
-def test_parameters_that_are_reduced_whole_are_refused() -> None:
+def test_momentum_correction_of_float64_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"64-bit or complex parameters \(weight, bias\)"):
         hierarchical_state(nn.Linear(2, 2).double())
 
 
-def test_an_optimizer_nobody_named_is_asked_for() -> None:
+def test_momentum_correction_without_a_watched_optimizer_is_refused() -> None:
     state = hierarchical_state(mlp())
     assert state.momentum is not None
     with pytest.raises(ValueError, match=r"Call state.watch\(\[optimizer\]\)"):
         state.before_backward()
 
 
-def test_the_optimizer_has_its_momentum_but_for_the_step() -> None:
+def test_optimizer_has_no_momentum_only_during_the_step() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
     state = hierarchical_state(model)
@@ -344,12 +344,12 @@ def test_the_optimizer_has_its_momentum_but_for_the_step() -> None:
     assert {name: optimizer.param_groups[0][name] for name in given} == given
 
 
-def test_one_node_leaves_momentum_to_the_optimizer() -> None:
+def test_momentum_on_one_node_is_left_to_the_optimizer() -> None:
     state = HierState(mlp(), HierConfig(momentum_correction=True, overlap=False), Topology(((0, 1),), 0))
     assert state.momentum is None
 
 
-def test_momentum_of_a_run_without_correction_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_momentum_of_a_run_without_correction_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for p in model.parameters():
@@ -371,7 +371,7 @@ STEPS = 24
 
 
 @pytest.mark.slow
-def test_a_trainer_trains_as_with_ddp(tmp_path: Path) -> None:
+def test_momentum_correction_in_a_trainer_equals_ddp(tmp_path: Path) -> None:
     for each in run_ranks(trained, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
         for name, (ddp, corrected) in each["runs"].items():
             torch.testing.assert_close(corrected, ddp, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
@@ -451,6 +451,6 @@ def late_groups() -> tuple[Tensor, Tensor]:
     return late_group(True), late_group(False)
 
 
-def test_momentum_parameters_that_join_the_optimizer_late_begin_without_velocity(ranks: RunRanks) -> None:
+def test_parameters_that_join_the_optimizer_late_start_without_velocity(ranks: RunRanks) -> None:
     for corrected, plain in ranks(late_groups, nodes=2, devices=2):
         torch.testing.assert_close(corrected, plain, rtol=1e-5, atol=1e-6)

@@ -144,7 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_round_never_waits_for_the_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu.cluster import Alone
 
     model = a_model()
@@ -176,7 +176,7 @@ def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("path", "count"), [("sparse", 2), ("sparse", 3), ("regional", 2), ("dense", 2), ("dense16", 2)]
 )
-def test_updates_wait_for_nothing(path: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_step_never_waits_for_the_gpu(path: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu.cluster import Alone
 
     model = a_model()
@@ -219,7 +219,9 @@ def _settle_then_watch(step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
         lambda x: x.tolist(),
     ],
 )
-def test_what_waits_is_found(waits: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operation_that_waits_for_the_gpu_is_found(
+    waits: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.empty(3, device="cuda")
     with watched(monkeypatch), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         waits(x)

@@ -54,7 +54,7 @@ def test_hier_strategy_option_that_is_bad_or_unknown_is_refused(
         ours(flavour).MSTopKHierStrategy(**{option: value})
 
 
-def test_the_other_flavour_is_refused_with_the_right_import() -> None:
+def test_strategy_of_the_other_lightning_package_is_refused() -> None:
     with pytest.raises(ValueError, match=r"use lightning_sparse.flavours.pytorch_lightning.MSTopKHierStrategy"):
         lightning_of("pytorch_lightning").Trainer(strategy=ours("lightning").MSTopKHierStrategy(), accelerator="cpu")
 
@@ -73,7 +73,7 @@ def test_static_graph_with_accumulation_is_refused() -> None:
         t.strategy.setup(t)
 
 
-def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
+def test_callback_with_its_own_schedule_is_accepted() -> None:
     pl = lightning_of("pytorch_lightning")
     callback = pl.Callback()
     callback.scheduling = {0: "warm", 5: "cold"}
@@ -85,7 +85,7 @@ def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
         strategy.setup(t)
 
 
-def test_defaults_reach_ddp() -> None:
+def test_ddp_receives_default_options() -> None:
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
     assert strategy.config == HierConfig()
     strategy._prepare_ddp()
@@ -137,7 +137,7 @@ MB = 1 << 20
         ("cuda", Topology(((0,), (1,)), 0), 28_000 * MB, 25),  # each device selects in the whole bucket
     ],
 )
-def test_buckets_on_gpus_grow_with_the_devices_of_a_node(
+def test_bucket_size_on_gpus_grows_with_devices_per_node(
     device: str, topology: Topology, nbytes: int, size: int | None
 ) -> None:
     assert bucket_cap_mb(nbytes, topology, torch.device(device)) == size
@@ -149,7 +149,7 @@ class _Wrapped(Exception):
 
 @pytest.mark.parametrize("flavour", [*FLAVOURS, "fabric", "lightning_fabric"])
 @pytest.mark.parametrize(("given", "size"), [({}, 100), ({"bucket_cap_mb": 7}, 7)])
-def test_the_size_of_buckets_is_set_while_ddp_wraps(
+def test_bucket_size_is_set_only_while_ddp_wraps(
     flavour: str, given: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrap(self: Any, module: torch.nn.Module) -> None:
@@ -168,7 +168,7 @@ def test_the_size_of_buckets_is_set_while_ddp_wraps(
 
 
 @pytest.mark.parametrize(("nodes", "warned"), [(4, False), (64, False), (128, True)])
-def test_an_all_gather_that_receives_more_than_it_saves_is_said(nodes: int, warned: bool) -> None:
+def test_sparse_exchange_larger_than_dense_is_logged(nodes: int, warned: bool) -> None:
     config = HierConfig(exchange="sparse", density=0.01)
     choice = PathChoice(config, Topology(tuple((rank,) for rank in range(nodes)), 0), 10**8, print)
     said = _more_than_dense(choice, config, 10**8)
@@ -181,7 +181,7 @@ def test_an_all_gather_that_receives_more_than_it_saves_is_said(nodes: int, warn
 @pytest.mark.parametrize(
     ("name", "option"), [("MSTopKFSDPStrategy", "cluster_environment"), ("MSTopKHierStrategy", "kwargs")]
 )
-def test_what_no_base_takes_is_refused(flavour: str, name: str, option: str) -> None:
+def test_option_that_no_base_class_accepts_is_refused(flavour: str, name: str, option: str) -> None:
     """The options are not ignored, either."""
     with pytest.raises(ValueError, match=rf"has no option\(s\) {option}"):
         getattr(ours(flavour), name)(**{option: 2})
@@ -196,7 +196,7 @@ def a_state() -> HierState:
     return HierState(nn.Linear(2, 2), HierConfig(), TWO_NODES)
 
 
-def test_the_python_reducer_is_refused() -> None:
+def test_python_reducer_is_refused() -> None:
     with (
         torch._dynamo.config.patch(optimize_ddp="python_reducer"),
         pytest.raises(ValueError, match="python_reducer.*Set it to True or False"),
@@ -218,7 +218,9 @@ BEGINNINGS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_the_capture_of_a_round_is_refused(monkeypatch: pytest.MonkeyPatch, begin: Callable[[Any], object]) -> None:
+def test_cuda_graph_capture_of_a_round_is_refused(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[[Any], object]
+) -> None:
     state = a_state()
     monkeypatch.setattr(state.exchange, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -227,7 +229,7 @@ def test_the_capture_of_a_round_is_refused(monkeypatch: pytest.MonkeyPatch, begi
 
 
 @pytest.mark.gpu
-def test_a_real_capture_is_refused() -> None:
+def test_cuda_graph_capture_on_a_gpu_is_refused() -> None:
     state = HierState(nn.Linear(2, 2, device="cuda"), HierConfig(), TWO_NODES)
     x = torch.zeros(1, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -236,9 +238,7 @@ def test_a_real_capture_is_refused() -> None:
             state.before_backward()
 
 
-def test_a_device_without_compiled_kernels_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_compiled_kernels_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     report = KernelReport(cpu="plain torch", cuda="plain torch", library=None, reasons=("nothing was built",))
     monkeypatch.setattr(engine, "kernel_report", lambda: report)
     with caplog.at_level("INFO", "lightning_sparse"):

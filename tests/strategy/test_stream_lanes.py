@@ -80,7 +80,7 @@ def test_streams_select_the_next_bucket_during_an_exchange(streams: Any) -> None
     assert all(stream.priority == -1 for stream in lanes._streams)
 
 
-def test_started_jobs_use_one_stream_beside_the_caller_until_wait(streams: Any) -> None:
+def test_started_jobs_run_on_one_stream_parallel_to_the_caller(streams: Any) -> None:
     seen, do, job = streams
     lanes = StreamLanes(torch.device("cuda"))
     for number in range(2):
@@ -158,7 +158,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("config", "options"), CASES, ids=str)
-def test_gradients_are_handed_over(ranks: RunRanks, config: dict[str, Any], options: dict[str, Any]) -> None:
+def test_gradient_jobs_hand_over_their_tensors(
+    ranks: RunRanks, config: dict[str, Any], options: dict[str, Any]
+) -> None:
     for faults, jobs in ranks(watched_gradients, config, options, nodes=2, devices=2):
         assert faults == []
         assert jobs > 8
@@ -181,7 +183,7 @@ def watched_gradients(config: dict[str, Any], options: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_updates_are_handed_over(ranks: RunRanks, path: str) -> None:
+def test_update_jobs_hand_over_their_tensors(ranks: RunRanks, path: str) -> None:
     for faults, jobs in ranks(watched_updates, path, nodes=2, devices=2):
         assert faults == []
         assert jobs == 3
@@ -220,7 +222,7 @@ class SelectedLate:
         return self._transfer.apply()
 
 
-def test_tensors_that_are_not_handed_over_are_found(ranks: RunRanks) -> None:
+def test_missing_handover_of_tensors_is_found(ranks: RunRanks) -> None:
     for faults, _ in ranks(watched_carelessly, nodes=2, devices=2):
         assert any("stage 1" in fault and "uint8" in fault for fault in faults), "the message"
         assert any("stage 2" in fault and "uint8" in fault for fault in faults), "the messages"

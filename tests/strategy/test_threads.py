@@ -72,7 +72,7 @@ def rounds(device: str, dtype: torch.dtype, count: int = 6) -> list[Outcome]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_agree_and_nothing_is_lost(device: str, dtype: torch.dtype) -> None:
+def test_rounds_lose_no_gradient_and_keep_ranks_equal(device: str, dtype: torch.dtype) -> None:
     outcomes = rounds(device, dtype)
     for other in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0].applied, other.applied, strict=True))
@@ -83,7 +83,7 @@ def test_ranks_agree_and_nothing_is_lost(device: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(given, accounted, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
-def test_the_sum_of_half_precision_gradients_may_pass_their_largest_value() -> None:
+def test_half_precision_gradients_whose_sum_overflows_stay_finite() -> None:
     """Each of two devices has 40,000. DDP divides first and stays finite, so the hook must do so, too."""
 
     def rank(topology: Topology, exchange: Exchange) -> Tensor:
@@ -108,7 +108,7 @@ def test_cuda_equals_cpu_bit_for_bit() -> None:
 
 
 @pytest.mark.gpu
-def test_the_hook_in_ddp_with_synchronised_batch_norm() -> None:
+def test_hook_works_with_synchronized_batch_norm() -> None:
     """One rank on NCCL: SyncBatchNorm runs on CUDA only, and the future must carry the stream."""
     import tempfile
 

@@ -326,14 +326,14 @@ def test_activation_checkpointing_changes_nothing(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_model_gives_the_result_of_the_model(results: Results) -> None:
+def test_compiled_model_equals_the_eager_model(results: Results) -> None:
     for each in results:
         torch.testing.assert_close(each["models"]["compiled"], each["models"]["uncompiled"], rtol=1e-4, atol=1e-5)
     assert same_on_all_ranks(results, "models", "compiled")
 
 
 @pytest.mark.slow
-def test_double_and_complex_parameters_go_dense(results: Results) -> None:
+def test_double_and_complex_parameters_are_reduced_densely(results: Results) -> None:
     for each in results:
         for name in ("double", "phase"):
             torch.testing.assert_close(*each["models"][name], rtol=1e-5, atol=1e-6)

@@ -78,7 +78,7 @@ def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
     return first.calls, second.calls, strategy.engine.warmup, [line for line in lines if "warm-up ends" in line]
 
 
-def test_warmup_length_is_found_when_data_and_loops_are_ready(results: Results) -> None:
+def test_warmup_length_is_set_once_the_data_is_loaded(results: Results) -> None:
     """The warm-up takes 5% of the 24 steps of each rank."""
     for rank, found in enumerate(each["fit_twice"] for each in results):
         first, second, warmup, lines = found
@@ -103,7 +103,7 @@ def fit_and_forget(_: str) -> tuple[int, int]:
     return len(strategy._gradients.optimizers_by_state), sum(state() is not None for state in states)
 
 
-def test_strategy_keeps_the_state_of_its_last_module_alone(results: Results) -> None:
+def test_strategy_keeps_only_the_state_of_its_last_module(results: Results) -> None:
     assert [each["fit_and_forget"] for each in results] == [(1, 1)] * 2
 
 
