@@ -1,4 +1,4 @@
-"""Which modules are sharded: blocks in nested containers, one block several times, blocks that share parameters."""
+"""Selection of the modules to shard: nested blocks, repeated blocks, blocks that share parameters."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -20,7 +20,7 @@ from tests.strategy.trainers import plain_module
 
 
 class Rows(nn.Module):
-    """Rows of blocks, as in a UNet, in a list of lists or of dicts, or in a dict of lists."""
+    """Rows of blocks, as in a UNet: a list of lists, a list of dicts, or a dict of lists."""
 
     def __init__(self, row: Callable[[dict[str, nn.Module]], nn.Module], named: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Rows(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One block that occurs several times, as in ALBERT, and two blocks that share a weight."""
+    """A block that occurs several times, as in ALBERT, or two blocks that share a weight."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_shard_tied_modules_without_common_forward_are_refused_with_code_to_writ
 
 
 class Encoder(nn.Module):
-    """`encode` uses parameters, and FSDP2 gathers them for `forward`."""
+    """`encode` uses the layer's parameters, but FSDP2 gathers them only for `forward`."""
 
     def __init__(self) -> None:
         super().__init__()

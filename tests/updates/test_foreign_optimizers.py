@@ -23,7 +23,7 @@ Make = Callable[[nn.Module], Optimizer]
 
 
 class Toy(nn.Module):
-    """A model with parameters that begin at zero and at one, and some of one element."""
+    """A model with parameters that are initially zero or one, and parameters of one element."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Masters(Optimizer):
 
 
 class ZeroState(Optimizer):
-    """Its state is zero for ten steps, and it counts them in a tensor: equal to parameters that are zero, or one."""
+    """Has a state that is zero for ten steps, and a step counter: both can equal parameters that are zero or one."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -84,8 +84,10 @@ class ZeroState(Optimizer):
 
 
 class PullsBack(torch.optim.SGD):
-    """Moves the weights in each step towards weights that only its own gradients change, as schedule-free optimizers
-    with a warm-up do: completely in step 1, by 80% in step 2, by less in each later step."""
+    """Moves the weights in each step towards weights that only its own gradients change.
+
+    Schedule-free optimizers with a warm-up do so: completely in step 1, by 80% in step 2, by less in each later step.
+    """
 
     steps, total = 0, 0
 
@@ -116,7 +118,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Clips(torch.optim.SGD):
-    """Keeps weights within bounds, where half of them are, as optimizers of binary weights do."""
+    """Clips weights to bounds, as optimizers of binary weights do. Half of the weights are at a bound."""
 
     BOUND = 0.05
 
@@ -128,7 +130,7 @@ class Clips(torch.optim.SGD):
 
 
 class NeverInitialized(Optimizer):
-    """Wraps another optimizer, and never calls ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
+    """Wraps another optimizer and never calls ``Optimizer.__init__``, as Lookahead in torch_optimizer does."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
@@ -160,7 +162,7 @@ MAKE: dict[str, Callable[..., Make]] = {
 
 
 def trained(make: Make, dtype: torch.dtype = torch.float32, count: int = STEPS + 6, **options: Any) -> dict[str, Any]:
-    """Train on 2 nodes; return what was refused, what was logged, the losses and the weights."""
+    """Train on 2 nodes. Return the error, the warnings, the losses and the weights."""
     lines, losses, model = Lines(), [], Toy(dtype)
     wrapped, optimizer, updates = start(make, model, **{"density": 0.1, **options})
     said = ""
@@ -248,8 +250,10 @@ def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
 
 
 class Sam(Optimizer):
-    """Steps by methods of its own, which call ``step()`` of another optimizer, as SAM does. The change between the
-    steps is equal on all nodes, so the result must equal DDP."""
+    """Steps in its own methods, which call ``step()`` of another optimizer, as SAM does.
+
+    The change between the steps is equal on all nodes, so the result must equal DDP.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -326,7 +330,7 @@ def test_steps_of_any_form_give_the_result_of_ddp(fits: Callable[[], list[Tensor
 
 
 def with_and_without_saves() -> tuple[Tensor, Tensor]:
-    """The weights after a fit with saves within training steps, and after the same fit without a save."""
+    """Return the weights of a fit with saves within training steps, and of the same fit without a save."""
     ends = []
     for saves in (True, False):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Nodes that make different numbers of steps: one node skips a step, or a training ends in the middle."""
+"""Nodes that make different numbers of steps: a node skips a step, or a training stops early."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -51,7 +51,7 @@ def lost(net: nn.Linear, start: Tensor, moved: Tensor) -> tuple[float, Tensor]:
 
 
 def train_until(topology: Topology, exchange: str, steps: int) -> None:
-    """Raise an exception in the middle of a training, as a user's code or Ctrl-C does."""
+    """Raise an exception during training, as user code or Ctrl-C does."""
     net, optimizer, updates = begin(topology, 1, exchange=exchange)
     try:
         train(net, optimizer, updates, range(steps))
@@ -61,7 +61,7 @@ def train_until(topology: Topology, exchange: str, steps: int) -> None:
 
 
 def interrupted_and_again(exchange: str, steps: tuple[int, int]) -> list[tuple[float, Tensor]]:
-    """Train twice after a training that ended at another step on each node."""
+    """Train twice after a training that ended at a different step on each node."""
     topology, found = discover(), []
     with suppress(Interrupted):
         train_until(topology, exchange, steps[dist.get_rank()])
@@ -87,7 +87,7 @@ def test_training_after_one_that_ended_at_other_steps_loses_nothing(exchange: st
 
 
 def one_skips(exchange: str, sync_every: int, looks: bool) -> tuple[float, Tensor, list[str]]:
-    """Skip a step on node 1, and its call of ``updates.step()`` too."""
+    """Skip a step on node 1, including its call of ``updates.step()``."""
     net, optimizer, updates = begin(discover(), 1, exchange=exchange, sync_every=sync_every)
     start = net.weight.detach().clone()
     lines = Lines()
