@@ -107,7 +107,7 @@ def test_shard_nested_and_repeated_blocks_train_as_ddp_does(ranks: RunRanks) -> 
     [("lists in a list", 6), ("dicts in a list", 6), ("lists in a dict", 6), ("one block three times", 2),
      ("blocks that share a weight", 2)],
 )  # fmt: skip
-def test_blocks_are_those_that_repeat_each_once(name: str, count: int) -> None:
+def test_blocks_contain_repeated_modules_once(name: str, count: int) -> None:
     assert len(list(blocks(MODELS[name]()))) == count
 
 

@@ -78,7 +78,7 @@ def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
         ({"shard_optimizer": True}, "shard_optimizer=True cannot be combined with .*FSDP2 always shards"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+def test_fsdp_invalid_options_are_refused(options: dict[str, Any], said: str) -> None:
     for make in (partial(ours, "lightning_fabric"), partial(fsdp, "pytorch_lightning")):
         with pytest.raises(ValueError, match=said):
             make(**options)

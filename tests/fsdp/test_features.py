@@ -223,6 +223,6 @@ def test_fsdp_options_that_the_strategy_sets_are_refused() -> None:
             kind(find_unused_parameters=True)
 
 
-def test_blocks_are_what_repeats() -> None:
+def test_blocks_are_the_repeated_modules() -> None:
     model = nn.ModuleDict({"body": Blocks(), "one": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())})
     assert list(blocks(model)) == list(model["body"].blocks)

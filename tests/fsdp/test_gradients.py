@@ -188,7 +188,7 @@ def test_fsdp_freezing_within_a_fit_is_refused(of_two_ranks: Results) -> None:
         assert "send='updates'" in said
 
 
-def test_an_exchange_that_measures_is_refused() -> None:
+def test_fsdp_auto_exchange_is_refused() -> None:
     with pytest.raises(ValueError, match="needs DDP's buckets"):
         ShardedGradients(Blocks(), ExchangeConfig(), Topology(((0,), (1,)), 0))
 

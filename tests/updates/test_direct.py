@@ -261,7 +261,7 @@ def test_name_that_takes_long_to_resolve_is_refused_in_time(monkeypatch: pytest.
     ended.set()
 
 
-def test_store_of_a_node_listens_on_its_own_address_alone() -> None:
+def test_store_of_a_node_listens_only_on_its_own_address() -> None:
     store = _store_on("127.0.0.2")
     with socket.create_connection(("127.0.0.2", store.port), timeout=5):
         pass

@@ -200,9 +200,7 @@ def test_optimizer_with_master_weights_is_refused(ranks: RunRanks, place: str, d
 
 
 @pytest.mark.parametrize("options", [{"exchange": "dense"}, {"sync_every": 5, "density": 1.0, "delay": 0}])
-def test_optimizer_with_master_weights_is_refused_whatever_is_exchanged(
-    ranks: RunRanks, options: dict[str, Any]
-) -> None:
+def test_optimizer_with_master_weights_is_refused_with_every_exchange(ranks: RunRanks, options: dict[str, Any]) -> None:
     for found in ranks(of_kind, "masters", ("an attribute",), torch.float32, options, nodes=2, devices=1):
         assert "Masters undoes received updates" in found["said"]
 
@@ -217,7 +215,7 @@ def test_optimizer_that_steps_the_parameters_is_not_refused(ranks: RunRanks, kin
         assert torch.equal(each["weights"], found[0]["weights"])
 
 
-def test_optimizer_of_another_library_ends_where_torchs_does(ranks: RunRanks) -> None:
+def test_optimizer_outside_torch_equals_the_torch_optimizer(ranks: RunRanks) -> None:
     exact = {"density": 1.0, "value_dtype": "float32", "delay": 0}
     own = ranks(of_kind, "own", (), torch.float32, exact, nodes=2, devices=2)
     plain = ranks(of_kind, "plain", (), torch.float32, exact, nodes=2, devices=2)
@@ -324,7 +322,7 @@ def stepped_with_a_closure() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fits", [stepped_by_its_own_methods, stepped_past_lightning, stepped_with_a_closure])
-def test_steps_of_any_form_give_the_result_of_ddp(fits: Callable[[], list[Tensor]]) -> None:
+def test_unusual_step_calls_give_the_result_of_ddp(fits: Callable[[], list[Tensor]]) -> None:
     for found, expected in run_ranks(fits, nodes=2, devices=1, timeout=100, init=False):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -216,7 +216,7 @@ def switched_for_validation(folder: str) -> dict[str, Any]:
     return {**seen, "saved": torch.cat([each.flatten() for each in saved.values()]), "after": weights(module)}
 
 
-def test_weights_that_nodes_switch_for_validation_are_averaged(results: Results) -> None:
+def test_weights_replaced_for_validation_are_averaged_over_nodes(results: Results) -> None:
     one, other = (each["switched_for_validation"] for each in results)
     assert torch.allclose(one["validated"], one["before"] + 1.5)
     assert torch.equal(one["validated"], other["validated"])

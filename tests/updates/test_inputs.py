@@ -80,7 +80,7 @@ def refused() -> None:
     dist.barrier()  # otherwise a rank could exit while the others still connect to it
 
 
-def test_optimizers_and_parameters_that_cannot_work_are_refused(ranks: RunRanks) -> None:
+def test_unsupported_optimizers_and_parameters_are_refused(ranks: RunRanks) -> None:
     ranks(refused, nodes=2, devices=1)
 
 
@@ -97,7 +97,7 @@ def ranks_differ() -> None:
         LocalUpdates(model, sgd(model), UpdatesConfig(), topology)
 
 
-def test_ranks_that_differ_are_refused(ranks: RunRanks) -> None:
+def test_ranks_with_different_models_or_options_are_refused(ranks: RunRanks) -> None:
     ranks(ranks_differ, nodes=2, devices=1)
 
 
@@ -248,7 +248,7 @@ def used_again() -> list[Tensor]:
     return found
 
 
-def test_optimizer_used_again_goes_on_with_its_state(ranks: RunRanks) -> None:
+def test_reused_optimizer_continues_with_its_state(ranks: RunRanks) -> None:
     for first, second in ranks(used_again, nodes=2, devices=2):
         assert torch.equal(first, second)
 
@@ -315,7 +315,7 @@ def resumed_in_turn() -> tuple[Tensor, Tensor]:
     return shared_of(whole[2]), shared_of(resumed[2])
 
 
-def test_optimizers_that_step_at_other_times_resume_bit_identically(ranks: RunRanks) -> None:
+def test_optimizers_with_different_steps_resume_bit_identically(ranks: RunRanks) -> None:
     for whole, resumed in ranks(resumed_in_turn, nodes=2, devices=1):
         assert torch.equal(whole, resumed)
 
@@ -410,7 +410,7 @@ def test_optimizer_state_of_a_scalar_is_loaded_to_its_device(options: dict[str, 
 
 
 @pytest.mark.parametrize("shape", [(5, 1), (1, 5)])
-def test_optimizer_state_of_rows_with_as_many_values_as_the_parameter_keeps_its_shape(shape: tuple[int, int]) -> None:
+def test_optimizer_state_of_row_factors_keeps_its_shape(shape: tuple[int, int]) -> None:
     """Adafactor in other packages keeps such factors of rows and columns."""
     weight, part = nn.Parameter(torch.ones(shape)), Part(0, 0, 5)
     optimizer = torch.optim.SGD([weight])

@@ -80,7 +80,7 @@ def whole_pending(updates: Any) -> Tensor:
 
 @pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_nodes_share_one_model_and_nothing_is_lost(
+def test_nodes_share_one_model_and_lose_no_update(
     ranks: RunRanks, nodes: int, devices: int, options: dict[str, Any]
 ) -> None:
     results = ranks(fifty_one_steps, options, True, nodes=nodes, devices=devices)
@@ -117,7 +117,9 @@ def off_between_exchanges(options: dict[str, Any]) -> list[float]:
     ids=str,
 )
 @pytest.mark.parametrize("sharded", [True, False])
-def test_model_keeps_the_share_between_exchanges(ranks: RunRanks, options: dict[str, Any], sharded: bool) -> None:
+def test_model_keeps_its_share_of_pending_updates_between_exchanges(
+    ranks: RunRanks, options: dict[str, Any], sharded: bool
+) -> None:
     for off in ranks(off_between_exchanges, {**options, "shard_optimizer": sharded}, nodes=2, devices=2):
         assert len(off) >= 4
         assert max(off) < 1e-6
@@ -164,7 +166,7 @@ def looked_at_or_not(options: dict[str, Any]) -> list[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_looks_between_steps_change_nothing(ranks: RunRanks, options: dict[str, Any]) -> None:
+def test_reading_weights_between_steps_changes_nothing(ranks: RunRanks, options: dict[str, Any]) -> None:
     """Weights shown or saved between steps include received messages, which the state adds at the next exchange."""
     for looked, alone in ranks(looked_at_or_not, options, nodes=2, devices=2):
         assert all(map(torch.equal, looked, alone))
@@ -254,7 +256,7 @@ def two_optimizers_finish(exchange: str) -> Tensor:
 
 
 @pytest.mark.parametrize("exchange", ["sparse", "dense", "dense16"])
-def test_two_optimizers_finish_alike(ranks: RunRanks, exchange: str) -> None:
+def test_two_optimizers_finish_with_equal_weights_on_all_nodes(ranks: RunRanks, exchange: str) -> None:
     one, other = ranks(two_optimizers_finish, exchange, nodes=2, devices=1, timeout=30)
     assert torch.equal(one, other)
 
@@ -356,7 +358,7 @@ def gone_back(options: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "options", [{}, {"step_ahead": 0.5}, {"exchange": "dense16"}, {"exchange": "regional"}], ids=str
 )
-def test_run_goes_back_with_an_exchange_under_way(ranks: RunRanks, options: dict[str, Any]) -> None:
+def test_run_returns_to_a_checkpoint_during_an_exchange(ranks: RunRanks, options: dict[str, Any]) -> None:
     for ends in ranks(gone_back, options, nodes=2, devices=1):
         assert all(map(torch.equal, ends[:2], ends[2:]))
 

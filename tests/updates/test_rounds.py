@@ -81,7 +81,9 @@ STRANGER = {"run": "x"}
         ),
     ],
 )  # fmt: skip
-def test_quorum(members: list[Member], run: str | None, token: str, known: str, training: str) -> None:
+def test_quorum_selects_run_weights_and_members(
+    members: list[Member], run: str | None, token: str, known: str, training: str
+) -> None:
     found = quorum_of(members)
     assert (found.token, names(found.members), names(found.training)) == (token, list(known), list(training))
     assert run is None or found.run == run
@@ -143,7 +145,7 @@ def settle(rounds: RoundProtocol, token: str, held: Tensor, now: str) -> list[Te
     return outcome.returned
 
 
-def test_messages_of_rounds_that_others_never_had_are_pending_again(rounds: RoundProtocol) -> None:
+def test_messages_of_rounds_unknown_to_others_are_pending_again(rounds: RoundProtocol) -> None:
     first, second = message(1), message(2)
     count(rounds, "0", "1b", first)
     count(rounds, "1b", "2b", second)
@@ -241,7 +243,7 @@ def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
 @example(868, 0.0)  # a node draws across the border of two assignments
-def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(seed: int, misses: float) -> None:
+def test_samples_are_drawn_once_and_only_shares_of_lost_nodes_are_skipped(seed: int, misses: float) -> None:
     """Nodes leave forever, or miss quorums."""
     generator, gone, missed = random.Random(seed), list[Node](), 0
     nodes = last = {name: Node(name) for name in "abc"}

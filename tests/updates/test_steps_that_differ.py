@@ -79,7 +79,7 @@ def interrupted_and_again(exchange: str, steps: tuple[int, int]) -> list[tuple[f
     ("exchange", "steps"),
     [("sparse", (5, 6)), ("regional", (4, 3)), ("dense16", (5, 6)), ("dense", (5, 6)), ("dense", (5, 5))],
 )
-def test_training_after_one_that_ended_at_other_steps_loses_nothing(exchange: str, steps: tuple[int, int]) -> None:
+def test_training_after_an_interrupted_training_loses_no_update(exchange: str, steps: tuple[int, int]) -> None:
     results = run_ranks(interrupted_and_again, exchange, steps, nodes=2, devices=1, timeout=100)
     for (missing, weight), (_, other) in zip(*results, strict=True):
         assert missing < 1e-5
@@ -111,7 +111,7 @@ def of_both_nodes(tensor: Tensor) -> list[Tensor]:
     ("exchange", "sync_every", "looks"),
     [("sparse", 1, False), ("sparse", 3, True), ("regional", 3, True), ("dense16", 1, True), ("dense", 1, False)],
 )
-def test_step_that_one_node_skips_is_named_and_nothing_is_lost(
+def test_step_skipped_by_one_node_is_logged_and_loses_no_update(
     ranks: RunRanks, exchange: str, sync_every: int, looks: bool
 ) -> None:
     (missing, weight, lines), (_, other, quiet) = ranks(one_skips, exchange, sync_every, looks, nodes=2, devices=1)

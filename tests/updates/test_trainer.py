@@ -119,7 +119,7 @@ def everything_sent(flavour: str) -> dict[str, Any]:
     }
 
 
-def test_everything_sent_at_once_equals_ddp_with_accumulation(results: Results) -> None:
+def test_updates_with_everything_sent_equal_ddp_with_accumulation(results: Results) -> None:
     for each in results:
         found = each["everything_sent"]
         torch.testing.assert_close(found["ours"], found["ddp"], rtol=1e-6, atol=1e-6)
@@ -191,7 +191,7 @@ def no_optimizers(flavour: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("scenario", ["shown_at_the_end_of_steps", "buffers_that_come_late", "no_optimizers"])
-def test_all_ranks_end_with_the_global_weights(results: Results, scenario: str) -> None:
+def test_fit_leaves_the_global_weights_on_all_ranks(results: Results, scenario: str) -> None:
     assert same_on_all_ranks(results, scenario)
 
 
@@ -248,7 +248,7 @@ def muon_module(flavour: str) -> Any:
         "by name", "gan", "averaging at epochs", "averaging at steps", "fused", "frozen, then unfrozen", "muon",
     ],
 )  # fmt: skip
-def test_all_ranks_end_with_equal_weights(results: Results, name: str) -> None:
+def test_fit_with_other_features_leaves_equal_weights_on_all_ranks(results: Results, name: str) -> None:
     if name not in results[0]["ways_to_train"]:
         pytest.skip("this Lightning has no WeightAveraging")
     assert same_on_all_ranks(results, "ways_to_train", name)
@@ -355,6 +355,6 @@ def skipping(folder: str) -> str:
     return raised(fitted, "pytorch_lightning", local("pytorch_lightning"), module, devices=1)
 
 
-def test_step_that_one_node_skips_is_an_error(tmp_path: Path) -> None:
+def test_step_skipped_by_one_node_is_an_error(tmp_path: Path) -> None:
     for said in run_ranks(skipping, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
         assert "node 0 in batch 4 with optimizer 0, node 1 in batch 5" in said
