@@ -15,14 +15,14 @@ from tests.kernels.paths import DTYPES, PATHS, PLAIN, VALUES, Path, decoded, eve
 
 @lru_cache(maxsize=8)
 def messages_of(numel: int, k: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Messages of random gradients; the same tensor each time, so that who writes to it clones it."""
+    """Return messages of random gradients. The tensor is cached, so clone it before you write to it."""
     grads = torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
     return torch.stack([PLAIN.compress(grad, None, None, k, dtype, None) for grad in grads])
 
 
 @lru_cache(maxsize=3)
 def decoded_of(numel: int, k: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same, dense."""
+    """Return the messages of `messages_of` as dense vectors."""
     return [decoded(message, numel, k, dtype) for message in messages_of(numel, k, count, dtype)]
 
 
@@ -59,7 +59,7 @@ def test_equal_indices_add_in_row_order(path: Path) -> None:
     ]
     shard = torch.empty(70_001)
     path.accumulate(torch.stack(rows), shard, 1, DTYPES[0])
-    assert shard[70_000].item() == 1.0, "1e8 + 1 - 1e8 + 1 in fp32: another order gives another number"
+    assert shard[70_000].item() == 1.0, "1e8 + 1 - 1e8 + 1 in fp32: another order gives another result"
     assert int(shard.count_nonzero()) == 1
 
 

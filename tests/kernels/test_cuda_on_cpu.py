@@ -1,6 +1,6 @@
-"""The emulated CUDA kernels equal plain torch. The emulation checks races and accesses to memory too.
+"""The emulated CUDA kernels equal plain torch. The emulation also checks races and memory accesses.
 
-Every call has another seed, which orders blocks and threads. test_cuda.py runs the kernels on a GPU.
+Every call uses another seed, which orders blocks and threads. test_cuda.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_compress(cuda: Emulation, numel: int) -> None:
 
 
 @pytest.mark.slow
-def test_groups_of_tiles_look_back_several_steps(emulation: Emulation) -> None:  # a step is 1,048,576 elements
+def test_groups_of_tiles_look_back_several_steps(emulation: Emulation) -> None:  # look back 1,048,576 elements per step
     emulation.start(6000)
     check_look_back(emulation, 1_150_001)
 
@@ -110,7 +110,7 @@ def test_few_pairs_are_added_without_a_pass_over_all_elements(cuda: Emulation, d
         cuda.accumulate(messages[:count].contiguous(), torch.zeros(numel), k, dtype, -0.25)
         nbytes.append(cuda.nbytes)
     assert nbytes[1] < numel * 8 / 4, "a pass over all elements"
-    cuda.accumulate(messages.repeat(5, 1), torch.zeros(numel), k, dtype, -0.25)  # many are added in one pass
+    cuda.accumulate(messages.repeat(5, 1), torch.zeros(numel), k, dtype, -0.25)  # many messages are added in one pass
     assert cuda.nbytes > numel * 8
 
 

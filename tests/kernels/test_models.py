@@ -1,4 +1,4 @@
-"""The model between a node's own and the shared one: every path against a few lines of torch, bit for bit. Seconds."""
+"""Interpolation between a node's own weights and the shared weights: every path equals plain torch bit for bit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.kernels.paths import DTYPES, PLAIN, Path, every_path, inputs, same_bi
 
 SIZES = [(1,), (3, 70_001, 1, 64, 5), (4096, 1, 200_003), tuple(range(1, 120))]
 SHARES = (1.0, 0.5, 0.3, 0.001)
-NEARLY_ONE = 1 - 1e-9  # which fp32 does not tell from 1
+NEARLY_ONE = 1 - 1e-9  # fp32 rounds it to 1
 
 
 def pieces_of(flat: Tensor, sizes: Sequence[int], mixed: bool = False) -> list[Tensor]:
-    """Pieces of tensors that begin anywhere, in all dtypes in turn, or in fp32."""
+    """Return pieces of tensors at any offset, in all dtypes in turn or in fp32."""
     pieces = []
     for turn, values in enumerate(torch.split(flat, list(sizes))):
         dtype = DTYPES[turn % 3] if mixed else torch.float32
@@ -59,7 +59,7 @@ def test_change(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
         before, model = own.clone(), pieces_of(torch.zeros(sum(sizes)), sizes, mixed)
         path.lerp_into(own, shared, model, ahead)
         path.accumulate_delta(own, shared, model, ahead)
-        assert same_bits(own, before), "an optimizer that changes nothing"
+        assert same_bits(own, before), "the model did not change"
         had = [piece.float().clone() for piece in model]
         for turn, piece in enumerate(model):
             piece += 0.25 * (turn + 1)
@@ -81,7 +81,7 @@ def test_whatever_numbers_come(path: Path) -> None:
                 path.lerp_into(own, shared, got, ahead)
                 PLAIN.lerp_into(own, shared, want, ahead)
                 assert all(same_bits(*each) for each in zip(got[1:], want[1:], strict=True)), name  # 16 bits
-                assert torch.equal(got[0].nan_to_num(7e37), want[0].nan_to_num(7e37)), name  # a NaN may be any one
+                assert torch.equal(got[0].nan_to_num(7e37), want[0].nan_to_num(7e37)), name  # any NaN is accepted
 
 
 @every_path
@@ -105,7 +105,7 @@ def test_a_share_is_taken_as_fp32_holds_it(path: Path) -> None:
     seed=st.integers(0, 99),
 )
 def test_what_an_optimizer_did_is_all_there(sizes: list[int], ahead: float, scale: float, seed: int) -> None:
-    """Step after step own lacks nothing: it differs from the sum of updates by roundings alone."""
+    """Over several steps `own` differs from the sum of updates by rounding errors only."""
     numel, generator = sum(sizes), torch.Generator().manual_seed(seed)
     shared, own = torch.randn(2, numel, generator=generator)
     exact, model = own.double(), pieces_of(torch.zeros(numel), sizes)

@@ -1,4 +1,4 @@
-"""The operators as torch sees them: messages to users, arguments that must not crash, tracing. Ten seconds."""
+"""The operators under torch: error messages, arguments that must not crash, and tracing."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
     torch.library.opcheck(getattr(OPS, name).default, arguments)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore")  # torch warns while it compiles
 def test_compiles_in_one_graph() -> None:
     def round_of(grad: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         left, shard = torch.empty_like(residual), torch.empty_like(residual)

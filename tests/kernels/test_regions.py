@@ -1,4 +1,4 @@
-"""A selection in each region of a shard: the bits of one call a region, on every path of the CPU. Seconds."""
+"""A selection per region of a shard gives the bits of one call per region, on every CPU path."""
 
 from __future__ import annotations
 

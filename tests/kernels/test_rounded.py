@@ -1,4 +1,4 @@
-"""Rounding to rows of bfloat16 and their sum: every path against a few lines of torch, bit for bit. Seconds."""
+"""Rounding to rows of bfloat16, and their sum: every path equals plain torch bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cast(exact: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(count: int, numel: int, seed: int = 0) -> Tensor:
-    """Rows that have everything in them which `inputs` know."""
+    """Return rows with all kinds of values in `inputs`."""
     known = list(inputs(numel).values())
     return torch.stack([known[(seed + m) % len(known)].roll(seed) for m in range(count)]).bfloat16()
 
@@ -72,7 +72,7 @@ def test_sum(path: Path, num_rows: int, numel: int) -> None:
 @every_path
 def test_sums_in_row_order(path: Path) -> None:
     rows = torch.tensor([[1e8], [1.0], [-1e8], [1.0]]).bfloat16().expand(4, 70_000).contiguous()
-    assert path.sum_rows(rows, None).eq(1.0).all(), "1e8 + 1 - 1e8 + 1 in fp32: another order gives another number"
+    assert path.sum_rows(rows, None).eq(1.0).all(), "1e8 + 1 - 1e8 + 1 in fp32: another order gives another result"
 
 
 @every_path

@@ -40,7 +40,7 @@ def test_bytes_of_a_pair_at_scale() -> None:
 
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
 def test_message_uses_the_smaller_index(value_dtype: torch.dtype) -> None:
-    """Another pair costs at most a pair and the padding of a section."""
+    """One more pair adds at most the pair and the padding of a section."""
     sizes = [message_bytes(300_001, k, value_dtype) for k in range(1, 3000)]
     assert all(0 <= after - before <= 48 for before, after in itertools.pairwise(sizes))
 
@@ -64,7 +64,7 @@ def test_byte_table_of_cells_and_levels() -> None:
     assert torch.tensor(list(raw[80:88]), dtype=torch.uint8).view(torch.float32).tolist() == [1.0, 3.0]
     assert list(raw[96:130]) == [56, 1, *[0] * 14, 1, 2, *[0] * 16]
     assert list(raw[144:204]) == [*range(100, 156), 0, 239, 0, 1]
-    assert list(raw[208:223]) == [0] * 14 + [0b00_11_00_00], "the third of four codes: negative, upper level"
+    assert list(raw[208:223]) == [0] * 14 + [0b00_11_00_00], "third of four codes: negative, upper level"
     assert len(raw) == 224
     assert not any(raw[68:80] + raw[130:144] + raw[204:208] + raw[223:])
 

@@ -69,7 +69,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal structures of tensors, bit by bit."""
+    """Return whether structures of tensors are equal bit by bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and bits(a) == bits(b)
     if isinstance(a, dict) and isinstance(b, dict):

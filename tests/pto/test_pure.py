@@ -118,7 +118,7 @@ def one(owner: int, numel: int) -> Parts:
 
 
 def odd_tensors(seed: int) -> list[Tensor]:
-    """Every dtype, sizes that fill no alignment, a scalar, an empty tensor, channels last."""
+    """Return tensors of every dtype, unaligned sizes, a scalar, an empty tensor, and channels last."""
     g = torch.Generator().manual_seed(seed)
     return [
         torch.randn(7, 3, generator=g),
@@ -134,7 +134,7 @@ def odd_tensors(seed: int) -> list[Tensor]:
 
 
 class Sending:
-    """Collectives of one simulated rank. Keeps the sent data."""
+    """Simulates the collectives of one rank, and keeps the sent data."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -151,7 +151,7 @@ class Sending:
 
 
 class Receiving:
-    """Collectives that return the sent data."""
+    """Simulates collectives that return the sent data."""
 
     def __init__(self, sent: list[Sending]) -> None:
         self.packed = iter(zip(*(each.packed for each in sent), strict=True))
@@ -190,7 +190,7 @@ def test_state_is_cut_and_joined(layout: torch.memory_format) -> None:
 @pytest.mark.parametrize("piece", [1, 200, 2**20])
 @pytest.mark.parametrize("size", [1, 2, 3, 20])
 def test_gather_brings_every_share_to_every_rank(size: int, piece: int, large: int) -> None:
-    """Each of `size` simulated ranks sends in turn, then each receives."""
+    """Each of `size` simulated ranks sends in turn. Then each rank receives."""
     ranks = [odd_tensors(seed) for seed in range(size)]
     before = [[t.clone() for t in rank] for rank in ranks]
     numels = [t.numel() for t in ranks[0]]
@@ -259,11 +259,11 @@ def test_bad_option_is_refused(option: str, value: object) -> None:
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
-    """Known by its name: torch's own takes long to import and needs a process group."""
+    """Checked by its class name. torch's own class needs a process group and takes long to import."""
 
 
 class Clipping(torch.optim.Adam):
-    """Like timm's LAMB."""
+    """Clips like timm's LAMB."""
 
     def __init__(self, params: list[Tensor], max_grad_norm: float | None) -> None:
         super().__init__(params)

@@ -1,4 +1,4 @@
-"""The emulation must find each kind of fault, in kernels that have one fault each: `make check-emulation`."""
+"""The emulation finds each kind of fault, in kernels with one fault each: `make check-emulation`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(broken: ctypes.CDLL, kernel: str, seed: int) -> str:
 @pytest.mark.parametrize("kernel", FOUND)
 def test_what_is_wrong_is_found(broken: ctypes.CDLL, kernel: str) -> None:
     found = [said(broken, kernel, seed) for seed in SEEDS]
-    # Some of these go well in a lucky order, as on a GPU; and an unlucky one may trip over another effect first.
+    # With a lucky order some faults have no effect, as on a GPU. An unlucky order may show another effect first.
     assert any(FOUND[kernel] in text for text in found), set(found)
     assert sum("sum" not in text for text in found) > len(SEEDS) // 2, found
 
