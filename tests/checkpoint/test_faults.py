@@ -60,7 +60,7 @@ KILLED: list[tuple[Case, list[tuple[str, int]]]] = [
     ],
     ids=str,
 )
-def test_run_killed_at_each_point_of_a_save_goes_on_bit_identically(
+def test_run_killed_at_each_point_of_a_save_resumes_bit_identically(
     case: Case, points: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     """Each kill happens at another point, in a later step."""
@@ -238,7 +238,7 @@ def without_the_file_of_rank_3(folder: str) -> dict[str, tuple[str, list[str], i
     return found
 
 
-def test_side_file_of_one_rank_that_is_lost_never_mixes_states(tmp_path: Path) -> None:
+def test_lost_side_file_of_one_rank_never_mixes_states(tmp_path: Path) -> None:
     """With gradients, one warning is logged and the rank starts with a zero residual.
 
     With updates, all ranks continue from the weights. Files with different global weights are an error on all ranks.

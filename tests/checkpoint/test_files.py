@@ -41,7 +41,7 @@ def same_ends(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_run_restarted_by_torchrun_goes_on_bit_identically(tmp_path: Path) -> None:
+def test_run_restarted_by_torchrun_resumes_bit_identically(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = run_ranks(fit, str(tmp_path / "whole"), None, nodes=2, devices=1, timeout=100, init=False)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

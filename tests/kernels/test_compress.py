@@ -221,7 +221,7 @@ def test_message_does_not_depend_on_the_residual_output(path: Path) -> None:
 
 
 @every_path
-def test_inputs_are_left_alone(path: Path) -> None:
+def test_inputs_are_unchanged(path: Path) -> None:
     """Other tests depend on this, because all paths share the inputs."""
     grad, residual = torch.randn(2, 140_001, generator=torch.Generator().manual_seed(8))
     copies = grad.clone(), residual.clone()

@@ -46,7 +46,7 @@ def _path(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("numel", SIZES)
-def test_exact(numel: int) -> None:
+def test_cuda_selection_equals_a_full_sort(numel: int) -> None:
     for turn, (name, x) in enumerate(inputs(numel).items()):
         for dtype in DTYPES:
             y = x.to(dtype)
@@ -58,7 +58,7 @@ def test_exact(numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 100, 70_001])
-def test_plain_torch_selects_the_same(numel: int) -> None:
+def test_plain_torch_on_cuda_selects_the_same_elements(numel: int) -> None:
     for name, x in inputs(numel).items():
         for k in ks(numel):
             assert same_bits(PLAIN.mstopk(x.cuda(), k)[1].cpu(), reference.topk(x, k)[1]), (name, k)
@@ -110,7 +110,7 @@ def test_accumulate(numel: int, k: int, dtype: torch.dtype) -> None:
         assert same_bits(shard.cpu(), want)
 
 
-def test_damaged_messages_poison() -> None:
+def test_damaged_messages_make_all_elements_nan() -> None:
     messages = messages_of(70_001, 70, 2, torch.float32)
     for name, bad in damaged(messages[1], 70).items():
         shard = torch.empty(70_001, device="cuda")
@@ -156,7 +156,7 @@ def test_models_of_a_node(sizes: tuple[int, ...], ahead: float) -> None:
     assert same_bits(on_device[0].cpu(), own)
 
 
-def test_a_hundred_runs_give_the_same_bits() -> None:
+def test_hundred_runs_on_cuda_give_the_same_bits() -> None:
     grad, residual = torch.randn(2, 1_000_003, generator=torch.Generator().manual_seed(7)).cuda()
     first = None
     for _ in range(100):
@@ -168,7 +168,7 @@ def test_a_hundred_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.usefixtures("_path")
-def test_captured_in_a_graph() -> None:
+def test_compress_and_accumulate_are_captured_in_a_cuda_graph() -> None:
     numel, k = 300_001, 3000
     grad = torch.zeros(numel, device="cuda")
     left, shard = torch.empty_like(grad), torch.empty_like(grad)
@@ -193,7 +193,7 @@ def test_captured_in_a_graph() -> None:
         assert same_bits(shard.cpu(), want)
 
 
-def test_the_regions_are_captured_in_one_graph() -> None:
+def test_regions_are_captured_in_one_cuda_graph() -> None:
     numel, num_regions, k = 300_001, 64, 47
     grad = torch.zeros(numel, device="cuda")
     residual, left, shard = torch.zeros_like(grad), torch.empty_like(grad), torch.empty_like(grad)
@@ -212,7 +212,7 @@ def test_the_regions_are_captured_in_one_graph() -> None:
     assert same_bits(shard.cpu(), want)
 
 
-def test_waits_for_nothing() -> None:
+def test_selection_on_cuda_never_waits() -> None:
     x = torch.randn(100_000, device="cuda")
     mstopk(x, 1000)
     with waits_raise():

@@ -115,7 +115,7 @@ def test_few_pairs_are_added_without_a_pass_over_all_elements(cuda: Emulation, d
 
 
 @pytest.mark.parametrize(("numel", "k"), [(5000, 40), (50_000, 50)])
-def test_more_messages_than_one_pass_takes(cuda: Emulation, numel: int, k: int) -> None:
+def test_more_messages_than_fit_into_one_pass_are_added(cuda: Emulation, numel: int, k: int) -> None:
     messages = messages_of(numel, k, 70, torch.bfloat16).clone()
     got, want = torch.full((2, numel), 0.5)
     PLAIN.accumulate(messages, want, k, torch.bfloat16, 3.0)
@@ -140,7 +140,7 @@ def test_launches_do_not_depend_on_the_number_of_messages(cuda: Emulation) -> No
 
 
 @pytest.mark.parametrize("k", [70, 700])
-def test_damaged_messages_poison(cuda: Emulation, k: int) -> None:
+def test_damaged_messages_make_all_elements_nan(cuda: Emulation, k: int) -> None:
     messages = messages_of(70_001, k, 2, torch.float32)
     for name, bad in damaged(messages[1], k).items():
         shard = torch.empty(70_001)

@@ -39,7 +39,7 @@ def models(numel: int) -> tuple[Tensor, Tensor]:
 
 @every_path
 @pytest.mark.parametrize(("sizes", "ahead"), [*zip(SIZES, SHARES, strict=True)])
-def test_write(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
+def test_lerp_into_writes_the_interpolated_weights(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
     own, shared = models(sum(sizes))
     before = own.clone(), shared.clone()
     for mixed in (False, True):
@@ -53,7 +53,7 @@ def test_write(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
 
 @every_path
 @pytest.mark.parametrize(("sizes", "ahead"), [*zip(SIZES, SHARES, strict=True)])
-def test_change(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
+def test_accumulate_delta_adds_the_change_of_the_model(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
     for mixed in (False, True):
         own, shared = models(sum(sizes))
         before, model = own.clone(), pieces_of(torch.zeros(sum(sizes)), sizes, mixed)
@@ -72,7 +72,7 @@ def test_change(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
 
 
 @every_path
-def test_whatever_numbers_come(path: Path) -> None:
+def test_lerp_into_of_special_values_equals_plain_torch(path: Path) -> None:
     numel = 4099
     for name, own in inputs(numel).items():
         for shared in (own.roll(1), torch.zeros(numel)):
@@ -85,7 +85,7 @@ def test_whatever_numbers_come(path: Path) -> None:
 
 
 @every_path
-def test_a_share_is_taken_as_fp32_holds_it(path: Path) -> None:
+def test_ahead_is_rounded_to_fp32(path: Path) -> None:
     own, shared = models(4099)
     for mixed in (False, True):
         model = pieces_of(torch.zeros(4099), (99, 1000, 3000), mixed)
@@ -104,7 +104,7 @@ def test_a_share_is_taken_as_fp32_holds_it(path: Path) -> None:
     scale=st.sampled_from([1e-8, 1e-3, 1.0, 1e6]),
     seed=st.integers(0, 99),
 )
-def test_what_an_optimizer_did_is_all_there(sizes: list[int], ahead: float, scale: float, seed: int) -> None:
+def test_repeated_deltas_lose_no_update(sizes: list[int], ahead: float, scale: float, seed: int) -> None:
     """Over several steps `own` differs from the sum of updates by rounding errors only."""
     numel, generator = sum(sizes), torch.Generator().manual_seed(seed)
     shared, own = torch.randn(2, numel, generator=generator)
@@ -133,7 +133,9 @@ def test_what_an_optimizer_did_is_all_there(sizes: list[int], ahead: float, scal
         ((torch.zeros(4), torch.zeros(4), [torch.zeros(4)], 1.5), "ahead=1.5"),
     ],
 )
-def test_what_cannot_be(arguments: tuple[Tensor, Tensor, list[Tensor], float], said: str) -> None:
+def test_model_operators_refuse_invalid_arguments(
+    arguments: tuple[Tensor, Tensor, list[Tensor], float], said: str
+) -> None:
     for operator in (accumulate_delta, lerp_into):
         with pytest.raises(ValueError, match=said):
             operator(*arguments)
@@ -150,7 +152,7 @@ def test_models_that_share_memory_are_refused(shared: str) -> None:
 
 @pytest.mark.skipif(kernel_report().cpu != "compiled", reason="plain torch leaves the check to the functions")
 @pytest.mark.parametrize("ahead", [0.0, -1.0, 1.5, float("nan"), float("inf")])
-def test_a_share_that_cannot_be_given_to_the_operators_themselves(ahead: float) -> None:
+def test_raw_model_operators_refuse_invalid_ahead(ahead: float) -> None:
     for name in ("accumulate_delta", "lerp_into"):
         with pytest.raises((ValueError, RuntimeError), match="ahead="):
             getattr(torch.ops.lightning_sparse, name)(torch.ones(4), torch.zeros(4), [torch.ones(4)], ahead)

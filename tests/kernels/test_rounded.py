@@ -42,7 +42,7 @@ def test_round(path: Path, numel: int, num_rows: int) -> None:
 
 
 @every_path
-def test_every_bfloat16_and_what_lies_between(path: Path) -> None:
+def test_rounding_of_all_bfloat16_values_and_values_between_them(path: Path) -> None:
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     words = (torch.arange(-(2**15), 2**15)[:, None] * 65_536 + low).view(-1).to(torch.int32)
     x = words.view(torch.float32)

@@ -65,7 +65,7 @@ def all_patterns() -> list[Case]:
 
 
 @every_path
-def test_every_16_bit_pattern(path: Path) -> None:
+def test_selection_of_all_16_bit_patterns(path: Path) -> None:
     agree(path, all_patterns())
 
 

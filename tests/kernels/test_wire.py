@@ -91,7 +91,7 @@ def test_finite_values_stay_finite(dtype: torch.dtype) -> None:
             assert back == pytest.approx(value, rel=2**-7 if dtype == torch.bfloat16 else 2**-10)
 
 
-def test_bf16_saturates_and_not_earlier() -> None:
+def test_bf16_saturates_only_at_its_largest_value() -> None:
     largest = torch.finfo(torch.bfloat16).max
     assert round_trip([largest, 3.4e38, -3.4e38], torch.bfloat16) == [largest, largest, -largest]
 

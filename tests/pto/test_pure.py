@@ -56,7 +56,7 @@ def test_later_parameters_fill_the_smallest_shares(first: list[int], later: list
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=20), st.integers(1, 5), st.data())
-def test_parameters_are_cut_until_shares_are_balanced(numels: list[int], size: int, data: st.DataObject) -> None:
+def test_parameters_are_split_until_shares_are_balanced(numels: list[int], size: int, data: st.DataObject) -> None:
     cuttable = [data.draw(st.booleans()) for _ in numels]
     parts = partition(numels, numels, [0] * size, cuttable)
     for numel, may, of_one in zip(numels, cuttable, parts, strict=True):
@@ -105,7 +105,7 @@ def test_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_grad
     assert torch.equal(parameter, expected)
 
 
-def test_sparse_gradient_is_not_cut() -> None:
+def test_sparse_gradient_is_not_split() -> None:
     embedding = nn.Embedding(100, 4, sparse=True)
     embedding(torch.tensor([3])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
@@ -171,7 +171,7 @@ class Receiving:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_state_is_cut_and_joined(layout: torch.memory_format) -> None:
+def test_state_is_split_and_joined(layout: torch.memory_format) -> None:
     parameter = torch.zeros(8, 4, 3, 3).to(memory_format=layout)
     moment = torch.randn(8, 4, 3, 3).contiguous(memory_format=layout)
     state = {"step": torch.tensor(3.0), "moment": moment, "name": "x", "nothing": None}
@@ -189,7 +189,7 @@ def test_state_is_cut_and_joined(layout: torch.memory_format) -> None:
 @pytest.mark.parametrize("large", [1, 2000, 2**20])
 @pytest.mark.parametrize("piece", [1, 200, 2**20])
 @pytest.mark.parametrize("size", [1, 2, 3, 20])
-def test_gather_brings_every_share_to_every_rank(size: int, piece: int, large: int) -> None:
+def test_gather_sends_each_share_to_all_ranks(size: int, piece: int, large: int) -> None:
     """Each of `size` simulated ranks sends in turn. Then each rank receives."""
     ranks = [odd_tensors(seed) for seed in range(size)]
     before = [[t.clone() for t in rank] for rank in ranks]

@@ -92,7 +92,7 @@ def node(_: HierCommunicator) -> dict[str, str]:
     }
 
 
-def test_every_variant_equals_the_plain_step(results: list[dict[str, Any]]) -> None:
+def test_sharded_step_equals_the_plain_step_for_all_optimizers(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert len(each["variants"]) == 7 + 5 + 3
         assert set(each["variants"].values()) == {""}, each["variants"]
@@ -322,7 +322,7 @@ class Clock:
         return self._gather(share)
 
 
-def test_auto_keeps_the_faster_way(results: list[dict[str, Any]]) -> None:
+def test_auto_keeps_the_faster_choice(results: list[dict[str, Any]]) -> None:
     for each in results:
         for way, (chosen, *equal) in each["auto"].items():
             assert all(equal), (way, equal)

@@ -250,7 +250,7 @@ def test_run_equals_the_run_without_the_callback(results: list[dict[str, Any]], 
 
 
 @pytest.mark.slow
-def test_other_flavour_equals_the_run_without_the_callback(folder: Path) -> None:
+def test_other_lightning_package_equals_the_run_without_the_callback(folder: Path) -> None:
     for each in run_ranks(run_scenarios, "lightning", str(folder), FEW, nodes=1, devices=2, timeout=120, init=False):
         assert {value for name in FEW for value in each[name].values()} == {""}, each
 
@@ -349,7 +349,7 @@ class FSDPStrategy:
     model = nn.Linear(1, 1)
 
 
-def test_other_strategies_than_ddp_are_refused() -> None:
+def test_strategies_other_than_ddp_are_refused() -> None:
     t = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
     with pytest.raises(ValueError, match="FSDPStrategy does not provide. Use strategy='ddp' or 'mstopk_hier'"):
         ours("pytorch_lightning").PTOCallback().on_fit_start(t, nn.Linear(1, 1))
