@@ -29,7 +29,7 @@ def manifest(count: int = 100, size: int = 100_000) -> Manifest:
 
 @pytest.fixture
 def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
-    """Opens the memory tier of a run."""
+    """Yield a function that opens the memory tier of a run."""
     with contextlib.ExitStack() as stack:
 
         def opened(run: str = "a run", **options: Any) -> MemoryCache:
@@ -73,7 +73,7 @@ def test_pixels_are_kept_where_they_fit(open_memory: Callable[..., MemoryCache],
 
 
 def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
-    """Their decoded size is known from some of them: estimated from the files it would be ten times too high."""
+    """The decoded size comes from a sample of the files. An estimate from file sizes would be ten times too high."""
     folder = make_folder(tmp_path / "pictures", per_class=50, classes=2)  # of 40 x 60 pixels
     (folder / "train" / "c0" / "0.jpg").write_bytes(b"corrupt")
     small = listed(folder)
@@ -87,7 +87,7 @@ def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
 def test_no_more_is_reserved_than_the_samples_need(tmp_path: Path, format: str) -> None:
-    """A run keeps its promised memory, so that other runs on the node cannot take it."""
+    """A run keeps its reserved memory, so that other runs on the node cannot use it."""
     small, owned = listed(make_folder(tmp_path / "pictures", per_class=50, classes=2)), np.ones(100, np.bool_)
     config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), memory_gb=1, format=format)  # type: ignore[arg-type]
     needed = memory_tier.needed_bytes(small, owned, format, 256)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("version", GROUPS)
 def test_tightest_control_group_counts(tmp_path: Path, version: str) -> None:
-    """SLURM limits a job of a step: an inner group, that the limits of the outermost do not show."""
+    """SLURM limits a job step in an inner control group, which the outer groups do not show."""
     line, mount, limit, used, inactive = GROUPS[version]
     (tmp_path / "own").write_text(f"9:pids:/other\n{line}\n")
     root = tmp_path / "cgroup" / mount

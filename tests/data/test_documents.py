@@ -1,4 +1,4 @@
-"""Documents in windows of tokens, apart or packed, and windows that a limit leaves. Pure: files and streams alone."""
+"""Documents in windows of tokens, separate or packed, and the windows within a limit. Files and streams only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT = 6
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """One file whose documents are `TEXTS`."""
+    """Return a file whose documents are `TEXTS`."""
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_text(text)
     (tmp_path / "empty.txt").touch()
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def windows(file: Path, documents: Documents, context: int = CONTEXT) -> list[tuple[Any, ...]]:
-    """(inputs, targets, positions) of each window, ids as characters and the end as a point."""
+    """Return (inputs, targets, positions) of each window, with ids as characters and the end as a point."""
     kind = PackedStream if documents == "packed" else TokenStream
     stream = kind(corpus_of(file), context, documents)
     rows = zip(*stream.windows(np.arange(len(stream))), strict=True)
@@ -64,7 +64,7 @@ def test_packed_documents_are_whole_and_fill_windows(file: Path) -> None:
         assert all(any(piece in inputs for inputs, _, _ in found) for piece in pieces)
     assert len(found) == 4, "23 inputs into windows of 6"
     assert ("rstuvw", "s.uvw.", [0, 1, 0, 1, 2, 3]) in found
-    assert found[-1] == ("abcpq.", "bc..._", [0, 1, 2, 0, 0, 0]), "filled up with an end that is no input"
+    assert found[-1] == ("abcpq.", "bc..._", [0, 1, 2, 0, 0, 0]), "padded with an end that is no input"
 
 
 def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> N
 
 
 class Attention(nn.Module):
-    """A model of one layer, whose positions are those in a document."""
+    """A model of one layer with positions within a document."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) 
 
 
 def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:
-    """The first ids of the windows to train on."""
+    """Return the first ids of the training windows."""
     data.setup("fit")
     stream = data._streams["train"]
     found: list[int] = stream.windows(np.arange(len(stream)), epoch)[0][:, 0].tolist()
@@ -153,7 +153,7 @@ def test_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> None
 
     assert with_limit(10) == with_limit(0.1) == with_limit(10, seed=5)
     assert len(with_limit(10)) == 10
-    assert set(with_limit(10)) < set(with_limit(0.4)), "a lower limit leaves a part of what a higher one does"
+    assert set(with_limit(10)) < set(with_limit(0.4)), "a lower limit leaves a subset of the windows of a higher limit"
     assert len(with_limit(0.5, val_fraction=0.2)) == 40
     with pytest.raises(ValueError, match="limit=101 is more than the 100 samples to train on: omit it"):
         with_limit(101)
@@ -176,4 +176,4 @@ def test_limit_of_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
     whole = [each for epoch in range(3) for each in firsts(data, epoch)]
     assert sum(each >= 500 for each in whole) == 3 * 5
     assert len(whole) == 3 * 20
-    assert len(set(whole)) == 15 + 15, "those of the second come by turns"
+    assert len(set(whole)) == 15 + 15, "windows of the second source are used in turn"

@@ -19,7 +19,7 @@ TEXT = "the first word, the second word; and the third — ein schönes Wort �
 
 @pytest.fixture
 def words(tmp_path: Path) -> Any:
-    """A tokenizer of whole words."""
+    """Return a tokenizer of whole words."""
     found = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({END: 0, "[PAD]": 1, "?": 2, "a": 3, "b": 4}, unk_token="?")
     )

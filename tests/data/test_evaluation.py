@@ -1,6 +1,6 @@
 """Metrics that ``self.log(..., sync_dist=True)`` averages over ranks equal the metrics of one device.
 
-``EVALUATION_INPUTS`` sets the number of random data sets of each cluster, ``EVALUATION_SEED`` the first seed.
+``EVALUATION_INPUTS`` sets the number of random data sets per cluster, ``EVALUATION_SEED`` the first seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def model_of(flavour: str, seed: int) -> Any:
-    """Log a random value of each sample, by its number."""
+    """Return a model that logs a random value for each sample, chosen by the sample's number."""
     values = torch.from_numpy(np.random.default_rng(seed).random(300, np.float32))
 
     class Model(lightning_of(flavour).LightningModule):  # type: ignore[misc, name-defined]

@@ -20,7 +20,7 @@ NEEDS_PYARROW = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files in folders that are no classes."""
+    """Create files in folders that are not classes."""
     for name in ("a/1.bin", "a/b/2.bin", "c/3.bin", "4.bin"):
         write(tmp_path / "source" / name, name)
     return tmp_path / "source"

@@ -1,4 +1,4 @@
-"""Options: parsed as LightningCLI parses them, and refused early with their name and value."""
+"""Options are parsed as LightningCLI parses them, and bad options are refused early with name and value."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_options_of_the_image_module_have_types_that_can_be_parsed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_lightning_cli_accepts_the_options(flavour: str) -> None:
-    """In an interpreter with one package of Lightning."""
+    """The interpreter has only one Lightning package."""
     pytest.importorskip("jsonargparse")
     cls = ours(flavour).__name__, "CachedImageDataModule"
     assert run_ranks(parse, *cls, nodes=1, devices=1, init=False, start_method="spawn") == [PARSED]

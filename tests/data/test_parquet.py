@@ -19,7 +19,7 @@ from tests.helpers.data import bytes_of, read
 
 pyarrow = pytest.importorskip("pyarrow", reason="it reads Parquet files")
 parquet = pytest.importorskip("pyarrow.parquet")
-FILES, ROWS, GROUP = 3, 8, 3  # rows of a file and of a row group
+FILES, ROWS, GROUP = 3, 8, 3  # rows per file and per row group
 
 
 def payload(number: int) -> bytes:
@@ -52,7 +52,7 @@ def config_of(folder: Path | str, cache: Path | None = None, **more: Any) -> Cac
 
 
 def test_selected_rows_equal_the_rows_of_the_file(tmp_path: Path) -> None:
-    """As a limit leaves them: a row group is read for rows that are not neighbours."""
+    """The rows are not adjacent, as after a limit."""
     config = config_of(data_set(tmp_path / "source"))
     some = np.array([1, 2, 5, 9, 17, 23])
     store = SampleStore(config, load_or_list(config, "train").select(some))
@@ -102,7 +102,7 @@ def test_row_group_has_one_owner(tmp_path: Path) -> None:
         owners = owners_of(manifest, nodes, 0)
         assert all(len(set(owners[manifest.shard_of == group])) == 1 for group in range(9))
         assert set(owners) == set(range(nodes))
-    assert set(owners_of(manifest, 12, 0)) == set(range(12)), "fewer groups than nodes: by samples"
+    assert set(owners_of(manifest, 12, 0)) == set(range(12)), "with fewer groups than nodes, samples are assigned"
 
 
 def test_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:

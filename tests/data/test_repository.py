@@ -1,4 +1,4 @@
-"""Data set repositories of Hugging Face as they are: labels as in `datasets`, and errors for unclear repositories."""
+"""Unmodified Hugging Face data set repositories: labels as in `datasets`, and errors for unclear repositories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files_of(split: str, count: int, folder: str = "data") -> list[str]:
 
 
 def fill(root: Path, files: list[str], make: Any = payload, labels: Any = lambda number: number % 3) -> Path:
-    """Rows are numbered through all files; a label is not its place in the alphabet."""
+    """Write rows that are numbered across all files. A label differs from the alphabetical place of its name."""
     for number, name in enumerate(files):
         numbers = range(number * ROWS, (number + 1) * ROWS)
         columns = {"image": image_column([make(each) for each in numbers]), "label": [labels(each) for each in numbers]}
@@ -36,7 +36,7 @@ def fill(root: Path, files: list[str], make: Any = payload, labels: Any = lambda
 
 
 def repository(root: Path, make: Any = payload) -> Path:
-    """A clone: three splits, of which test has no labels, and other files of a repository."""
+    """Create a clone with three splits, of which test has no labels, and other files of a repository."""
     fill(root, files_of("train", 3), make)
     fill(root, files_of("validation", 1), make, lambda number: 2 - number % 3)
     fill(root, ["data/test-00000-of-00001-a09b74b3ef9c3b56.parquet"], make, lambda number: -1)
@@ -108,7 +108,7 @@ def test_warming_finds_the_splits_and_a_new_file_is_noticed(tmp_path: Path, capl
     assert [(each.split, each.fetched) for each in reports] == [("train", 12), ("val", 4), ("test", 4)]
     caplog.set_level(logging.INFO)
     assert len(load_or_list(config, "train")) == 12
-    assert "listing" not in caplog.text, "nothing has changed"
+    assert "listing" not in caplog.text, "the source is unchanged"
     for old, new in zip(files_of("train", 3), files_of("train", 4), strict=False):
         os.rename(folder / old, folder / new)
     with pytest.raises(ValueError, match=r"3 of 4 files train-00000-of-00004.parquet, \.\.\. are there"):

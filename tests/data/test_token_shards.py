@@ -1,4 +1,4 @@
-"""Shards of tokens: read once, tokenised once, kept on the local disk, and refused where they are wrong."""
+"""Shards of tokens: read once, tokenized once, kept on the local disk, and refused if they are wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ["In the beginning. " * 20, "And then, héllo. " * 30, "The end. " * 40]
 
 
 def encoded(text: str) -> list[int]:
-    """The ids of a document: its bytes and its end."""
+    """Return the ids of a document: its bytes and its end."""
     return [*text.encode(), 0]
 
 
@@ -35,7 +35,7 @@ def module(source: str | Path | dict[str, float], cache: Path, **more: Any) -> T
 
 
 def ids(source: str | Path, cache: Path, **more: Any) -> list[list[int]]:
-    """The ids of each shard."""
+    """Return the ids of each shard."""
     data = module(source, cache, **more)
     data.setup("fit")
     corpus = data._streams["train"].corpus
@@ -145,7 +145,7 @@ def test_another_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path)
         with Storage(source.config) as storage:
             for each in shards:
                 source.make(each, storage, lambda size: None)
-    assert kept == [False, True, True], "the first shard alone is read again"
+    assert kept == [False, True, True], "only the first shard is read again"
     assert source.size_of_vocabulary(shards) == 500
 
 
@@ -196,7 +196,7 @@ def test_other_tokenizers_do_not_mix(folder: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
     file, cache = tmp_path / "tokenizer.json", tmp_path / "cache"
     for shift in (500, 600, 500):
-        file.write_text(str(shift))  # the same name, another content
+        file.write_text(str(shift))  # the same name, other contents
         assert ids(folder, cache, tokenizer=f"tokenizers:{file}") == [
             [*(shift + ord(c) for c in text), 1999] for text in TEXTS
         ]
@@ -206,7 +206,7 @@ def test_other_tokenizers_do_not_mix(folder: Path, tmp_path: Path, monkeypatch: 
     found = ids(lines, cache, tokenizer=f"tokenizers:{file}", context=2)
     assert found == [[500 + ord("o"), 500 + ord("n"), 500 + ord("e"), 1999, *(500 + ord(c) for c in "two"), 1999]]
     assert module(folder, cache, tokenizer=f"tokenizers:{file}").vocab_size == 2000
-    sys.modules.pop("tokenizers")  # monkeypatch would bring it back
+    sys.modules.pop("tokenizers")  # monkeypatch would restore it
 
 
 def test_tokenizer_that_is_not_there_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_each_host_reads_storage_once_and_errors_reach_all(
 
 
 def seen(data: TokenDataModule, epochs: int = 1) -> list[list[tuple[int, ...]]]:
-    """The windows of each epoch, in order, without their last token."""
+    """Return the windows of each epoch, in order, without their last token."""
     loader = data.train_dataloader()
     found = []
     for epoch in range(epochs):
@@ -360,7 +360,7 @@ def seen(data: TokenDataModule, epochs: int = 1) -> list[list[tuple[int, ...]]]:
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> dict[str, float]:
-    """A source of text and a mapped file: 96 windows below 128, and 400 of ids from 128 on."""
+    """Create a source of text with 96 windows below 128, and a mapped file with 400 windows of ids from 128 on."""
     rng = np.random.default_rng(0)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(rng.integers(0, 128, 96 * 8 + 1, np.uint8).tobytes())
@@ -383,14 +383,14 @@ def test_mixture_keeps_its_proportions_and_uses_all_windows_before_one_is_used_a
         assert len({row for row in epoch if row[0] < 128}) == 96, "all windows of the source that ends the epoch"
     stream = TokenDataModule(list(mixed)[1], context=8)
     stream.setup("fit")
-    assert len(set(sum(second[:6], []))) == 6 * 64, "none twice while others are left"
-    assert set(sum(second[:7], [])) == set(seen(stream)[0]), "and seven epochs use all 400"
+    assert len(set(sum(second[:6], []))) == 6 * 64, "no window repeats while others are unused"
+    assert set(sum(second[:7], [])) == set(seen(stream)[0]), "seven epochs use all 400 windows"
     assert sorted(second[0]) != sorted(second[1])
     data.teardown("fit")
 
 
 def test_mixture_resumes_exactly_also_with_other_batches(mixed: dict[str, float], tmp_path: Path) -> None:
-    """Other weights of the same ratio change nothing. Other batches are the batches of other nodes."""
+    """Other weights with the same ratio change nothing. Other batch sizes take the place of other nodes."""
 
     def rows_after(state: dict[str, Any] | None, weights: dict[str, float], batch_size: int, steps: int = 999) -> Any:
         data = module(weights, tmp_path / "cache", batch_size=batch_size, seed=3)

@@ -1,4 +1,4 @@
-"""Files of token ids: written from text, mapped, cut into windows, and refused if their description is wrong."""
+"""Files of token ids: written from text, mapped, split into windows, and refused if their description is wrong."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_command_line_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["tokens", str(tmp_path / "a.bin"), str(tmp_path / "a.txt")]) == 0
     assert "3 tokens, vocabulary of 256, uint16" in capsys.readouterr().out
     given = [str(tmp_path / "b"), str(tmp_path / "a.txt"), "--tokenizer", "builtins:len", "--vocab-size", "9"]
-    with pytest.raises(TypeError):  # of the callable itself
+    with pytest.raises(TypeError):  # raised by the callable itself
         main(["tokens", *given])
     with pytest.raises(SystemExit):
         main(["tokens", *given[:3], "no.such:function"])
     assert "cannot be imported as MODULE:FUNCTION" in capsys.readouterr().err
-    assert not list(tmp_path.glob("b*")), "nothing half written is left"
+    assert not list(tmp_path.glob("b*")), "a partial file is left"
 
 
 def test_windows_continue_over_the_ends_of_files(tmp_path: Path) -> None:

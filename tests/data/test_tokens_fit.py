@@ -1,4 +1,4 @@
-"""Token streams in a real Trainer on two nodes: every window once per epoch."""
+"""Token streams in a Trainer on two nodes: each window is used once per epoch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def flavour(request: pytest.FixtureRequest) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokens")
     counted(root / "train" / "0.bin", 10 * CONTEXT + 1)
-    counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)  # so that a window's first id is its number
+    # ids continue, so that the first id of a window gives its number
+    counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)
     counted(root / "val.bin", 7 * CONTEXT + 1)
     return root
 
@@ -54,7 +55,7 @@ def model_of(flavour: str) -> Any:
             self.val += windows(batch[0])
 
         def configure_optimizers(self) -> Any:
-            assert self.trainer.estimated_stepping_batches > 0  # as schedules ask, which makes the loader at once
+            assert self.trainer.estimated_stepping_batches > 0  # schedules read it, which creates the loader early
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     return Model()

@@ -255,9 +255,7 @@ def cluster() -> dict[str, int]:
 
 
 def module_of(case: Case, flavour: str = "pytorch_lightning") -> Any:
-    """Return a LightningModule that makes its batches from the global step, so that a resumed run gets the same
-    batches.
-    """
+    """Return a LightningModule that makes its batches from the global step, so that a resumed run gets them, too."""
     pl = import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]

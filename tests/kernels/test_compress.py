@@ -198,10 +198,7 @@ def test_non_finite_elements_are_counted_and_leave_no_residual(path: Path, value
 def test_largest_finite_elements_stay_finite(path: Path, value_dtype: torch.dtype) -> None:
     largest = torch.finfo(torch.float32).max
     grad = torch.tensor([1.0, largest, -largest, 7e4, 3.39e38] * 20)
-    grad[9], grad[14] = (
-        torch.finfo(torch.bfloat16).max,
-        -torch.finfo(torch.bfloat16).max,
-    )  # these values are not clipped
+    grad[9], grad[14] = torch.finfo(torch.bfloat16).max, -torch.finfo(torch.bfloat16).max  # not clipped
     left = torch.empty(100)
     same_as_plain(path, by_plain(grad, None, 80, value_dtype))
     message = path.compress(grad, None, left, 80, value_dtype)

@@ -284,9 +284,7 @@ def auto(communicator: HierCommunicator) -> dict[str, Any]:
         sharded = ShardedStep(optimizer, communicator, auto=True)
         states = []
         with Clock(communicator, gather=0.0 if way == "shared" else 1e9) as clock:
-            optimizer.register_step_pre_hook(
-                clock.step
-            )  # runs after the other hook, so that it only adds time to the step
+            optimizer.register_step_pre_hook(clock.step)  # after the other hook, so that it adds time to the step
             for first in range(0, STEPS, 5):
                 train(ours, optimizer, first, first + 5)
                 train(theirs, plain, first, first + 5)

@@ -235,9 +235,7 @@ def used_again() -> list[Tensor]:
     """Move an optimizer to a new `LocalUpdates`, where it continues with its state."""
     found = []
     for again in (False, True):
-        ddp, optimizer, updates = start(
-            adamw, mlp(), density=0.1, step_ahead=1
-        )  # a new instance would measure step_ahead again
+        ddp, optimizer, updates = start(adamw, mlp(), density=0.1, step_ahead=1)  # otherwise measured again
         steps(ddp, optimizer, updates, 0, 4)
         updates.finish()
         if again:
