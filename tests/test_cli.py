@@ -38,7 +38,7 @@ def test_an_error_is_one_message_and_exit_code_2(
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     if words == ["doctor"]:
-        monkeypatch.setenv("RANK", "0")  # without an address to meet at
+        monkeypatch.setenv("RANK", "0")  # without a rendezvous address
         monkeypatch.delenv("MASTER_ADDR", raising=False)
     file = tmp_path / "file"
     file.write_text("not a folder")

@@ -69,7 +69,7 @@ def test_example_learns_and_ranks_end_with_equal_weights(config: str, ranks: int
 
 @pytest.mark.slow
 def test_example_resumes_bit_identically(tokens: Path) -> None:
-    """The checkpoint lies in the middle of an epoch of a mixture of text, which is tokenized, and a mapped file."""
+    """The checkpoint is saved during an epoch of a mixture of text, which is tokenized, and a mapped file."""
     (tokens / "texts").mkdir()
     for each in (ROOT / "examples").glob("*.py"):
         (tokens / "texts" / f"{each.stem}.txt").write_text(each.read_text())

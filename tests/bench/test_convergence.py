@@ -73,7 +73,7 @@ def test_finished_runs_are_kept_and_other_settings_are_refused(tmp_path: Path) -
     assert alone["val_bits"] not in (dense["val_bits"], sparse["val_bits"])
     assert sparse["bytes_per_node"] < dense["bytes_per_node"] / 2  # rounds before DDP's buckets settle are dense
     assert sparse["val_bits"] != dense["val_bits"]
-    assert 4 < sparse["val_bits"] < 8  # 6.6 for all characters alike
+    assert 4 < sparse["val_bits"] < 8  # 6.6 if all characters are equally likely
     assert execute(TASK, runs, tmp_path / "not there", tmp_path / "runs") == records
     with pytest.raises(ValueError, match="was made with"):
         execute(TASK, [TASK.run("dense", 0, TextSettings(lr=1e-3, text="any"))], corpus, tmp_path / "runs")
@@ -91,7 +91,7 @@ def test_picture_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
     pictures.draw(file, json.loads(published.with_suffix(".json").read_text()))
     drawn = file.read_text()
     assert drawn.startswith("<?xml")
-    assert "#ffffff" not in drawn, "transparent"
+    assert "#ffffff" not in drawn, "the background must be transparent"
     assert len(drawn) == pytest.approx(len(published.read_text()), rel=0.1)
 
 

@@ -87,7 +87,7 @@ def test_lighthouse_is_shown_with_its_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_address_without_a_lighthouse_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens there, another service does, or it is no address."""
+    """No server listens, another service answers, or the address is invalid."""
     with socket.socket() as unused, socket.create_server(("127.0.0.1", 0)) as other:
 
         def greet() -> None:

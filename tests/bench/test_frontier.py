@@ -90,7 +90,7 @@ def test_muon_steps_each_model_as_the_muon_of_torch(corpus: Corpus) -> None:
         optimizer.step()
         expected.step()
     difference = models.view(models.flat_MN, place)[1] - alone
-    assert difference.abs().max() < 0.01, "three steps of about 0.015 an element; torch iterates in bfloat16"
+    assert difference.abs().max() < 0.01, "three steps of about 0.015 per element; torch iterates in bfloat16"
 
 
 def test_worker_reads_the_windows_of_a_rank(corpus: Corpus) -> None:

@@ -69,7 +69,7 @@ def test_part_at_its_time_limit_keeps_its_results(tmp_path: Path) -> None:
 def test_interrupted_session_has_written_the_first_result_of_a_part(tmp_path: Path) -> None:
     outcomes = gpu_session.run("gpt", gpu_session.PARTS["gpt"], tmp_path, False, 60.0)
     gpu_session.write(tmp_path, {"gpt": next(outcomes)}, {})
-    outcomes.close()  # as at Ctrl-C: the process ends, too
+    outcomes.close()  # as Ctrl-C does; the process ends, too
     assert json.loads((tmp_path / "session.json").read_text())["parts"]["gpt"]["data"] == 7
 
 
@@ -80,7 +80,7 @@ def test_part_that_takes_too_long_has_claims_that_are_not_run(tmp_path: Path) ->
 
 
 def test_session_starts_without_lightning() -> None:
-    """A bare GPU machine may lack it, and each part would import it for seconds."""
+    """A bare GPU machine may lack Lightning, and each part would need seconds to import it."""
     code = "import sys, benchmarks.gpu.session; print([name for name in sys.modules if 'lightning_fabric' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""Labelled output of nodes: lines and progress bars."""
+"""Labeled output of nodes: lines and progress bars."""
 
 import io
 
