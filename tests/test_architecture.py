@@ -131,12 +131,12 @@ def test_imports_in_data_follow_the_layers(graph: Any) -> None:
 
 
 @pytest.mark.parametrize("package", [PACKAGE, "benchmarks"])
-def test_imports_form_no_circle(package: str) -> None:
+def test_imports_form_no_cycle(package: str) -> None:
     assert imports_in_circles(pytest.importorskip("grimp").build_graph(package, cache_dir=None)) == set()
 
 
 @pytest.mark.parametrize("importer", FORBIDDEN)
-def test_part_is_usable_without_others(graph: Any, importer: str) -> None:
+def test_part_imports_no_forbidden_part(graph: Any, importer: str) -> None:
     chains = [
         graph.find_shortest_chains(f"{PACKAGE}.{importer}", f"{PACKAGE}.{imported}", as_packages=True)
         for imported in FORBIDDEN[importer]
@@ -144,7 +144,7 @@ def test_part_is_usable_without_others(graph: Any, importer: str) -> None:
     assert set().union(*chains) == set()
 
 
-def test_only_flavours_import_lightning(graph: Any) -> None:
+def test_lightning_is_imported_only_in_flavours(graph: Any) -> None:
     importers = {
         module.split(".")[1]
         for name in LIGHTNING & graph.modules
@@ -166,7 +166,7 @@ def test_heavy_modules_are_imported_only_where_listed() -> None:
 
 
 @pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning"])
-def test_both_flavours_offer_every_public_name(flavour: str) -> None:
+def test_both_lightning_packages_have_all_public_names(flavour: str) -> None:
     """Pickle looks for a class in its own module, so each Lightning package has its own classes."""
     tree = ast.parse((ROOT / PACKAGE / "flavours" / f"{flavour}.py").read_text(encoding="utf-8"))
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -127,7 +127,7 @@ def test_existing_names_stay_and_errors_of_lightning_reach_the_user(stand_in: Pa
 # --- the lazy public names
 
 
-def test_public_names_come_from_the_installed_flavour(stand_in: Path, tmp_path: Path) -> None:
+def test_public_names_come_from_the_installed_lightning_package(stand_in: Path, tmp_path: Path) -> None:
     code = """
         import importlib.util, sys, lightning_sparse
         assert lightning_sparse._module_of("x") == "lightning_sparse.flavours.pytorch_lightning"
@@ -186,7 +186,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installed", ["metadata", "wheel", "editable"], indirect=True)
-def test_names_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
+def test_names_are_registered_for_both_lightning_packages_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
     code = f"""
         import multiprocessing
         import sys

@@ -92,7 +92,7 @@ def all_ways(strategy: str, cases: list[tuple[str, bool]]) -> dict[str, Tensor]:
         pytest.param("mstopk_fsdp", CASES, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_models_train_as_eager_ones(ranks: RunRanks, strategy: str, cases: list[tuple[str, bool]]) -> None:
+def test_compiled_models_train_as_eager_models(ranks: RunRanks, strategy: str, cases: list[tuple[str, bool]]) -> None:
     run = ranks
     if strategy == "mstopk_fsdp":  # it uses no DDP, and torch would keep meshes of destroyed groups
         run, cases = run_ranks, [case for case in cases if case[1]]

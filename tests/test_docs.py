@@ -138,7 +138,7 @@ def test_quick_start_trains(script: str, page: str, command: str, says: list[str
 
 
 @pytest.mark.slow
-def test_site_builds(tmp_path: Path) -> None:
+def test_docs_site_builds(tmp_path: Path) -> None:
     """mkdocs --strict checks links, names in the API pages, and that the navigation has all pages."""
     pytest.importorskip("material", reason="the site is built with mkdocs-material")
     pytest.importorskip("mkdocstrings", reason="the API's pages are made of docstrings")

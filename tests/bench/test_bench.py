@@ -34,7 +34,7 @@ def test_kernels_record_names_command_commit_hardware_and_versions(
 
 
 @pytest.mark.slow
-def test_data_benchmark_times_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_benchmark_times_each_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = loaders.generated(tmp_path / "images", of_each=32)
     monkeypatch.setattr(tiers, "TIERS", ("storage", "memory decoded"))
     monkeypatch.setattr(tiers, "has_dali", lambda: False)

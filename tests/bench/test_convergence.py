@@ -41,7 +41,7 @@ def test_report_takes_differences_of_equal_seeds(tmp_path: Path) -> None:
     assert (tmp_path / "results.svg").exists()
 
 
-def test_methods_worse_than_one_node_alone_are_named() -> None:
+def test_methods_worse_than_the_single_node_baseline_are_named() -> None:
     from benchmarks.convergence.report import against_alone, verdict
     from benchmarks.convergence.text import BITS
 
@@ -83,7 +83,7 @@ def test_finished_runs_are_kept_and_other_settings_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["exchange-8x1-2026-11-22", "frontier-2026-11-26", "kernels-2026-11-21"])
-def test_picture_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
+def test_plot_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import pictures
 

@@ -237,7 +237,7 @@ def test_demo_that_sends_all_coefficients_loses_nothing() -> None:
     assert way._momentum_MN.abs().max() < 1e-4
 
 
-def test_each_method_has_equally_many_trials() -> None:
+def test_methods_have_equally_many_trials() -> None:
     for name, row in ROWS.items():
         twice = any("every" in each or "sync_every" in each for _, each in row.trials) and "%" in name
         assert len(row.trials) == len(LRS) * (1 + twice)

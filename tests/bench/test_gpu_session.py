@@ -86,7 +86,7 @@ def test_session_starts_without_lightning() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_each_default_part_runs_in_less_than_five_minutes() -> None:
+def test_default_parts_run_in_less_than_five_minutes() -> None:
     assert [name for name, part in gpu_session.PARTS.items() if part.by_default and part.seconds >= 300] == []
 
 
@@ -150,7 +150,7 @@ def test_waits_raise_restores_the_mode_after_an_error(monkeypatch: pytest.Monkey
     assert modes == [0, "error", 0]
 
 
-def test_gpu_tests_all_run_in_session_or_data_check() -> None:
+def test_gpu_tests_run_in_the_session_or_the_data_check() -> None:
     files = set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}
     marked = {str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text()}
     assert marked == {*gpu_tests(), "tests/data/test_gpu.py"}
@@ -158,7 +158,7 @@ def test_gpu_tests_all_run_in_session_or_data_check() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
+def test_session_parts_run_on_a_cpu(tmp_path: Path) -> None:
     parts = gpu_session.PARTS
     words = ["--cpu", "--parts", *parts, "--minutes", "18"]
     command = [sys.executable, "-m", "benchmarks.gpu.session", str(tmp_path), *words]

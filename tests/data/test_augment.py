@@ -17,7 +17,7 @@ edges = st.lists(st.integers(1, 900), min_size=1, max_size=8)
 
 
 @given(edges, edges, st.integers(0, 9), st.sampled_from([(0.08, 1.0), (0.9, 1.0), (0.001, 0.002)]))
-def test_crops_lie_inside_the_picture(
+def test_crops_lie_inside_the_image(
     heights: list[int], widths: list[int], epoch: int, scale: tuple[float, float]
 ) -> None:
     count = min(len(heights), len(widths))

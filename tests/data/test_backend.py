@@ -70,7 +70,7 @@ def chosen(folder: str) -> list[list[Any]]:
 
 
 @needs_dali
-def test_all_ranks_choose_alike_and_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
+def test_ranks_choose_one_backend_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
     """A new run on a CPU would use torch."""
     numbered_folder(tmp_path / "source")
     expected = [["dali", "torch"], ["torch", "torch"]]

@@ -108,7 +108,7 @@ def epochs(flavour: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "sparse", "local"])
-def test_each_epoch_gives_each_rank_what_the_pure_function_says(results: Results, name: str) -> None:
+def test_datamodule_batches_equal_the_sampler_plan_on_each_rank(results: Results, name: str) -> None:
     shuffle = name if name in SHUFFLES else "global"
     for rank, each in enumerate(results):
         seen = each["epochs"][name]
@@ -140,7 +140,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
     assert all(each["epochs"]["ddp"]["rows"] == [] for each in results[1:])
 
 
-def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Results) -> None:
+def test_rank_zero_logs_the_backend_and_samples_by_tier(results: Results) -> None:
     text = "\n".join(results[0]["epochs"]["lines"])
     assert [line for line in results[0]["epochs"]["lines"] if line.startswith("backend=")] == [
         "backend='torch': on a CPU it is faster than DALI"
@@ -153,7 +153,7 @@ def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Resul
         assert [line for line in each["epochs"]["lines"] if "backend" in line or "samples by tier" in line] == []
 
 
-def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> None:
+def test_training_leaves_no_threads_processes_or_segments(results: Results, segments_before: set[str]) -> None:
     for each in results:
         left = {name: found["left"] for name, found in each.items() if "left" in found}
         assert {"epochs", "exceptions"} <= set(left)
@@ -193,7 +193,7 @@ def features(flavour: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @one_flavour
-def test_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
+def test_trainer_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
     for rank, each in enumerate(results):
         seen = each["features"]
         mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]
@@ -221,7 +221,7 @@ def exceptions(flavour: str, folder: Path) -> dict[str, Any]:
     return {"session": dm._session, "left": left_behind()}
 
 
-def test_an_exception_closes_the_session(results: Results) -> None:
+def test_exception_closes_the_data_session(results: Results) -> None:
     for each in results:
         assert each["exceptions"]["session"] is None
 
@@ -278,20 +278,20 @@ def sees_the_rest(results: Results, shuffle: str, stopped: str, step: int) -> No
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(results: Results, shuffle: str) -> None:
+def test_run_resumed_within_an_epoch_gets_the_remaining_batches(results: Results, shuffle: str) -> None:
     sees_the_rest(results, shuffle, "stopped_in_an_epoch", 9)
 
 
 @pytest.mark.slow
 @one_flavour
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_run_resumed_after_an_epoch_sees_the_same(results: Results, shuffle: str) -> None:
+def test_run_resumed_after_an_epoch_gets_the_remaining_batches(results: Results, shuffle: str) -> None:
     sees_the_rest(results, shuffle, "stopped_after_an_epoch", 6)
 
 
 @pytest.mark.slow
 @one_flavour
-def test_a_run_resumed_between_epochs_begins_the_next(results: Results) -> None:
+def test_run_resumed_between_epochs_starts_the_next_epoch(results: Results) -> None:
     for rank, each in enumerate(results):
         mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]
         for name in ("validated", "ended"):
@@ -319,7 +319,7 @@ def moved(flavour: str, folder: Path, results: Results) -> Results:
 
 @pytest.mark.parametrize(("shuffle", "batch"), [("global", 10), ("global", 5), ("local", 5)])
 @pytest.mark.slow
-def test_a_run_moves_to_another_number_of_nodes(moved: Results, shuffle: str, batch: int) -> None:
+def test_run_resumed_on_fewer_nodes_gets_each_remaining_sample_once(moved: Results, shuffle: str, batch: int) -> None:
     seen = [each[f"{shuffle} {batch}"][0] for each in moved]
     length = TRAIN // (2 * batch)
     whole = expected(shuffle, 1)
@@ -358,7 +358,7 @@ def alone(flavour: str, folder: str, backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_single_process_needs_no_group(flavour: str, folder: Path, backend: str) -> None:
+def test_datamodule_in_a_single_process_needs_no_group(flavour: str, folder: Path, backend: str) -> None:
     (seen,) = run_ranks(alone, flavour, str(folder), backend, nodes=1, devices=1, timeout=200, init=False)
     for epoch in range(2):
         mine = [step[0][0] for step in expected("global", epoch, 1, 1)]
@@ -378,7 +378,7 @@ def to_the_other(flavour: str) -> str:
     return str(caught.value)
 
 
-def test_a_trainer_of_the_other_flavour_is_told_which_to_take(flavour: str) -> None:
+def test_trainer_of_the_other_lightning_package_names_the_right_import(flavour: str) -> None:
     """Lightning's error ends with the description of the object, which contains our hint."""
     (said,) = run_ranks(to_the_other, flavour, nodes=1, devices=1, init=False)
     assert "there use lightning_sparse.flavours." in said

@@ -23,7 +23,7 @@ from tests.helpers.data import encoded, jpeg, picture, write
 
 @pytest.mark.parametrize("shape", [(40, 60), (41, 1), (1, 61), (256, 300), (900, 3)])
 @pytest.mark.parametrize("short_side", [None, 1, 24, 256])
-def test_pixels_are_an_array_of_their_own(shape: tuple[int, int], short_side: int | None) -> None:
+def test_decoded_pixels_are_a_contiguous_read_only_array(shape: tuple[int, int], short_side: int | None) -> None:
     image = picture(2, *shape)
     pixels = decode(encoded(image), short_side)
     assert pixels.flags.c_contiguous
@@ -50,7 +50,7 @@ def test_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPatc
         assert 0 < difference.mean() < 2, "gray levels; up to 5 if decoding did not keep twice the needed size"
 
 
-def test_cmyk_jpeg_keeps_its_colours() -> None:
+def test_cmyk_jpeg_keeps_its_colors() -> None:
     difference = decode(jpeg(3, mode="CMYK")).astype(int) - np.asarray(picture(3), int)
     assert np.abs(difference).mean() < 8
 
@@ -134,7 +134,7 @@ def test_file_that_is_not_an_image_is_refused(data: bytes, said: str) -> None:
         decode(data)
 
 
-def test_file_is_not_corrupt_because_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_error_does_not_mark_the_file_as_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(image: object) -> None:
         raise MemoryError
 
@@ -153,7 +153,7 @@ def test_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoder_id() != before
 
 
-def test_error_of_torch_is_not_the_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_error_does_not_mark_the_image_as_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a shortage of memory would mark the file as corrupt on disk."""
 
     def full(*_: object, **__: object) -> None:

@@ -27,7 +27,7 @@ def stored(number: int, length: int = 1000) -> CachedFile:
     return CachedFile(number.to_bytes(4, "little") * (length // 4), 40, 60, 7)
 
 
-def test_files_are_kept(tmp_path: Path) -> None:
+def test_disk_cache_keeps_files(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "c")
     cache.put(key(1), stored(1))
     cache.put(key(2), corrupt_file("it is empty", 7))
@@ -57,7 +57,7 @@ def test_file_that_changed_on_storage_is_not_answered_from_disk(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 16, 24, 28, 32, 40, 500, -1, None])
-def test_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int | None) -> None:
+def test_flipped_bit_anywhere_in_an_entry_is_found(tmp_path: Path, place: int | None) -> None:
     """The bit is in the header, in the file, or in the key."""
     counter = Counter()
     cache = DiskCache(tmp_path / "c", counter=counter)
@@ -78,7 +78,7 @@ def test_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int | None) 
     cache.close()
 
 
-def test_inserting_ends_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_cache_stops_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = DiskCache(tmp_path / "c", limit_bytes=2_000_000)
     for number in range(100):
         cache.put(key(number), stored(number, 50_000))
@@ -203,7 +203,7 @@ def test_forked_children_leave_each_other_their_reader_slots(tmp_path: Path) -> 
     cache.close()
 
 
-def test_files_that_another_decoder_has_validated_take_no_more_room(
+def test_files_validated_by_another_decoder_need_no_additional_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A new version of Pillow writes all files again. A nearly full cache must not stop that."""
@@ -220,7 +220,7 @@ def test_files_that_another_decoder_has_validated_take_no_more_room(
     assert (tmp_path / "c" / "data.mdb").stat().st_size < 5_700_000 + 2 * 10 * 54_000
 
 
-def test_files_that_left_the_source_make_room(tmp_path: Path) -> None:
+def test_space_of_files_removed_from_the_source_is_reused(tmp_path: Path) -> None:
     """LMDB's file does not shrink, so its free pages must be reused."""
     cache = DiskCache(tmp_path / "c", limit_bytes=5_000_000)
 

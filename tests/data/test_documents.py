@@ -45,7 +45,7 @@ def shown(ids: Any) -> str:
     return "".join({0: ".", IGNORED: "_"}.get(each, chr(each % 256)) for each in ids.tolist())
 
 
-def test_separate_documents_have_positions_and_do_not_see_each_others_targets(file: Path) -> None:
+def test_separate_documents_have_own_positions_and_targets(file: Path) -> None:
     assert windows(file, "separate") == [
         ("abc.de", "bc._ef", [0, 1, 2, 3, 0, 1]),
         ("fghijk", "ghijkl", [0, 1, 2, 3, 4, 5]),
@@ -67,7 +67,7 @@ def test_packed_documents_are_whole_and_fill_windows(file: Path) -> None:
     assert found[-1] == ("abcpq.", "bc..._", [0, 1, 2, 0, 0, 0]), "padded with an end that is no input"
 
 
-def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_unknown_document_ends_are_refused_with_the_fix(tmp_path: Path) -> None:
     for documents in ("separate", "packed"):
         with pytest.raises(
             ValueError, match=rf'documents={documents!r} needs the same id .* has end=None: write "end": ID into'
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return seen @ self.token.weight.T
 
 
-def test_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
+def test_packed_document_has_the_loss_of_a_separate_document(file: Path) -> None:
     torch.manual_seed(0)
     model = Attention().double()
     stream = PackedStream(corpus_of(file), CONTEXT, "packed")
@@ -118,7 +118,7 @@ def test_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
         lambda room: st.tuples(st.just(room), st.lists(st.integers(1, room), min_size=1, max_size=80))
     )
 )
-def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tuple[int, list[int]]) -> None:
+def test_packing_leaves_no_window_that_fits_into_another(case: tuple[int, list[int]]) -> None:
     room, lengths = case
     found = pack(np.array(lengths, np.int64), room)
     used = np.bincount(found, lengths)
@@ -128,7 +128,7 @@ def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tu
     assert sum(sorted(used)[:2]) > room or len(used) < 2
 
 
-def test_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+def test_selected_windows_are_renumbered_and_have_their_own_fingerprint(tmp_path: Path) -> None:
     stream = TokenStream(corpus_of(counted(tmp_path / "0.bin", 21)), context=4)
     part = SelectedWindows(stream, np.array([3, 1]))
     assert (len(part), part.context) == (2, 4)
@@ -145,7 +145,7 @@ def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:
     return found
 
 
-def test_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> None:
+def test_limit_selects_the_same_windows_in_each_run(tmp_path: Path) -> None:
     file = counted(tmp_path / "0.bin", 401)
 
     def with_limit(limit: float, **more: Any) -> list[int]:

@@ -55,7 +55,7 @@ def test_dropout_of_a_tokenizer_is_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-def test_document_that_contains_the_end_token_is_not_split(words: Any, tmp_path: Path, is_special: bool) -> None:
+def test_document_with_the_end_token_in_its_text_is_not_split(words: Any, tmp_path: Path, is_special: bool) -> None:
     if not is_special:
         words = tokenizers.Tokenizer.from_str(words.to_str().replace('"special":true', '"special":false'))
     found = saved(words, tmp_path)

@@ -32,7 +32,7 @@ main(["cache", "warm", sys.argv[1], sys.argv[2], "--splits", "train", "--threads
 """
 
 
-def test_fill_that_was_killed_continues(tmp_path: Path) -> None:
+def test_killed_fill_continues_in_the_next_run(tmp_path: Path) -> None:
     """The next run reads only the missing files from storage."""
     folder = make_folder(tmp_path / "pictures", per_class=150, classes=2)
     config = config_of(folder)
@@ -62,7 +62,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("reserve", [0.05, 0.0])
-def test_full_disk_ends_inserting_and_not_the_run(
+def test_full_disk_stops_caching_but_not_the_run(
     tiny_disk: Path,
     tmp_path: Path,
     stores: Open,
@@ -88,7 +88,7 @@ def test_full_disk_ends_inserting_and_not_the_run(
     assert ("of the disk are free" if reserve else "the write failed") in said[0]
 
 
-def test_warm_counts_no_file_that_did_not_fit(tmp_path: Path) -> None:
+def test_warm_does_not_count_files_that_did_not_fit(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pictures", per_class=3, classes=2)
     report = warm(config_of(folder, disk_gb=1e-6), "train")
     assert (report.files, report.fetched, report.full) == (6, 0, True)

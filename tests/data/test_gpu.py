@@ -54,7 +54,7 @@ def test_batch_outlives_the_next_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_torch_normalises_on_the_gpu(tmp_path: Path) -> None:
+def test_torch_backend_normalizes_on_the_gpu(tmp_path: Path) -> None:
     from lightning_sparse.data.pipeline.images import TorchPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train")

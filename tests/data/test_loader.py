@@ -53,7 +53,7 @@ def samples(batches: Iterable[Batch]) -> list[list[int]]:
     return [labels.tolist() for _, labels in batches]
 
 
-def test_epoch_follows_set_epoch_and_every_iterator_is_whole() -> None:
+def test_loader_epoch_follows_set_epoch_and_iterators_are_complete() -> None:
     one = loader()
     assert len(one) == 6
     zero = samples(one)
@@ -66,7 +66,7 @@ def test_epoch_follows_set_epoch_and_every_iterator_is_whole() -> None:
     assert not hasattr(one, "sampler"), "Lightning would warn about a sampler that it cannot replace"
 
 
-def test_sizes_follow_the_epoch_if_samples_do_not() -> None:
+def test_loader_with_fixed_samples_still_changes_sizes_by_epoch() -> None:
     fixed = loader(fixed=True)
     zero = samples(fixed)
     fixed.set_epoch(3)
@@ -150,7 +150,7 @@ def test_state_of_another_data_set_restarts_the_epoch(caplog: pytest.LogCaptureF
     assert len(samples(other)) == 6
 
 
-def test_evaluation_is_the_same_in_every_pass() -> None:
+def test_evaluation_loader_repeats_its_batches() -> None:
     batches = [np.array([1, 2]), np.array([3])]
     one = EvalLoader(batches, Echo(), size=16)
     assert len(one) == 2

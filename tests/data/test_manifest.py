@@ -61,7 +61,7 @@ def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: 
     reader.close()
 
 
-def test_loop_of_links_is_left_out(folder: Path) -> None:
+def test_cycle_of_links_is_left_out(folder: Path) -> None:
     before = list(listed(folder).paths)
     (folder / "train" / "c1" / "up").symlink_to(folder / "train")
     (folder / "train" / "c1" / "self").symlink_to(folder / "train" / "c1")
@@ -120,7 +120,7 @@ def test_source_that_did_not_change_is_not_listed_again(
 
 
 @pytest.mark.parametrize("away", ["gone", "not mounted", "silent"])
-def test_source_that_cannot_be_asked_is_taken_as_it_was(
+def test_source_that_does_not_answer_is_used_as_last_listed(
     folder: Path, tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run whose files are all on local disk does not need storage."""
@@ -140,7 +140,7 @@ def test_source_that_cannot_be_asked_is_taken_as_it_was(
     assert "using the list of train/ in the cache, because storage did not answer" in caplog.text
 
 
-def test_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
+def test_damaged_list_is_created_again(folder: Path, tmp_path: Path) -> None:
     cache = config_of(folder)
     first = load_or_list(cache, "train")
     kept = cache_folder(cache) / "train.manifest"
@@ -153,14 +153,14 @@ def test_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../x.jpg", "/etc/passwd", "a/../../x.jpg", "a\0b"])
-def test_manifest_cannot_lead_outside_the_source(path: str) -> None:
+def test_manifest_path_outside_the_source_is_refused(path: str) -> None:
     with pytest.raises(DataError, match="outside the source"):
         manifest_of("train/c/0.jpg", path)
     with pytest.raises(ValueError, match="split="):
         listed("/somewhere", "../train")
 
 
-def test_manifest_survives_its_travels() -> None:
+def test_manifest_survives_serialization() -> None:
     manifest = manifest_of("train/c/ä.jpg", "train/c/\udcff.jpg", "")
     manifest = replace(manifest, folders=Paths.of(["train/c"]), folder_stamps=np.array([7]))
     for copy in (Manifest.load(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
@@ -183,7 +183,7 @@ def test_manifest_survives_its_travels() -> None:
         ("mountpoint-s3", "fuse", "fuse.mountpoint-s3"),
     ],
 )
-def test_network_file_systems_are_recognised(tmp_path: Path, device: str, kind: str, name: str) -> None:
+def test_network_file_systems_are_recognized(tmp_path: Path, device: str, kind: str, name: str) -> None:
     """The format is the format of /proc/mounts."""
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\n{device} {tmp_path} {kind} rw,relatime 0 0\n")

@@ -49,7 +49,7 @@ def has(memory: MemoryCache, number: int) -> bool:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_shows_samples_to_all_and_views_outlive_it() -> None:
+def test_memory_shares_samples_and_views_outlive_it() -> None:
     first = slab()
     second = joined()
     assert put(first, 3)
@@ -78,7 +78,7 @@ def test_memory_that_is_full_keeps_its_samples() -> None:
     memory.close()
 
 
-def test_memory_takes_the_last_free_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_uses_exactly_the_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is reserved in large pieces. The last piece is larger than the remaining free memory."""
     memory = slab(capacity=1 << 30)
     ((_, before),) = segments.sizes(NAME)
@@ -93,7 +93,7 @@ def test_memory_takes_the_last_free_bytes_and_no_more(monkeypatch: pytest.Monkey
     memory.close()
 
 
-def test_memory_with_a_flipped_bit_gives_no_other_sample() -> None:
+def test_memory_with_a_flipped_bit_never_returns_a_wrong_sample() -> None:
     """Flip all bits that describe a sample, and some bits of its contents."""
     memory = slab()
     segment = segments.find(NAME)

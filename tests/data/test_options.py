@@ -133,7 +133,7 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
     CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "cache"))
 
 
-def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.data.config.is_installed", lambda name: name not in ("lmdb", "xxhash"))
     with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install lmdb .*\[data\]"):
         CacheConfig(source="/there", cache_dir="/here")

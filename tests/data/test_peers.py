@@ -162,7 +162,7 @@ def test_threads_share_one_connection(nodes: Nodes) -> None:
     assert first.counters().peer_samples == 161 * len(foreign)
 
 
-def test_too_many_open_files_do_not_end_a_run(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_continues_with_too_many_open_files(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     first = nodes[0][0]
     foreign = np.flatnonzero(first.owners == 1).tolist()
     first.get(range(12))
@@ -180,7 +180,7 @@ def test_too_many_open_files_do_not_end_a_run(nodes: Nodes, caplog: pytest.LogCa
     assert "cannot be reached (Too many open files)" in caplog.text
 
 
-def test_limit_that_is_too_low_is_raised_or_refused() -> None:
+def test_low_limit_of_open_files_is_raised_or_refused() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -247,7 +247,7 @@ def ask(endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> list[bytes]:
         context.destroy(linger=0)
 
 
-def test_stranger_gets_nothing(nodes: Nodes) -> None:
+def test_unknown_client_gets_no_sample(nodes: Nodes) -> None:
     stores, endpoints = nodes
     keys = Keys.of(stores[0]._run)
     own = zmq.curve_keypair()
@@ -275,7 +275,7 @@ def test_stranger_gets_nothing(nodes: Nodes) -> None:
         probe.bind(("127.0.0.2", int(port)))
 
 
-def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
+def test_peer_server_uses_the_given_port_range(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -292,7 +292,7 @@ def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
             store.close()
 
 
-def test_master_that_resolves_to_loopback_takes_the_interface_towards_the_others() -> None:
+def test_master_with_a_loopback_name_uses_the_interface_towards_other_nodes() -> None:
     """Debian's hosts file gives a machine's own name the address 127.0.1.1."""
     assert interface.reachable("127.0.1.1", ["127.0.1.1", "127.0.1.1"]) == "127.0.1.1"  # all nodes on one machine
     assert interface.reachable("10.0.0.1", ["127.0.1.1"]) == "10.0.0.1"
@@ -302,7 +302,7 @@ def test_master_that_resolves_to_loopback_takes_the_interface_towards_the_others
     assert interface.reachable("127.0.1.1", ["127.0.1.1", "198.51.100.7"]) == own
 
 
-def test_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_address_follows_the_interface_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     assert interface.node_address(loopback) == "127.0.0.1"
     assert interface.node_address("::1") == "::1"

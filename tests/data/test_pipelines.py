@@ -116,7 +116,7 @@ def test_small_images_are_validated_whole(tmp_path: Path) -> None:
 
 
 @needs_dali
-def test_crops_with_resizing_are_alike_in_both_backends(store: FolderStore) -> None:
+def test_crops_with_resizing_are_nearly_equal_in_both_backends(store: FolderStore) -> None:
     wanted = requests(len(store), epoch=2)
     ours, theirs = made("torch", store, wanted, GRAY_LEVELS), made("dali", store, wanted, GRAY_LEVELS)
     for one, other in pairs_of(ours, theirs):
@@ -126,7 +126,7 @@ def test_crops_with_resizing_are_alike_in_both_backends(store: FolderStore) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("train", [True, False])
-def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bool) -> None:
+def test_formats_in_memory_give_equal_pixels(backend: str, folder: Path, train: bool) -> None:
     """Photographs are larger than the short side. The format in memory may depend on the free memory."""
     files, pixels = FolderStore(folder, "jpeg"), FolderStore(folder, "decoded")
     pixels.paths, pixels.labels = files.paths, files.labels  # the folder also has other files
@@ -219,7 +219,7 @@ def test_image_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> No
 
 
 @needs_dali
-def test_files_that_are_not_plain_jpeg_look_alike_in_both_backends(tmp_path: Path) -> None:
+def test_unusual_image_files_look_equal_in_both_backends(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "a").mkdir()
     picture = image.open(next((make_folder(tmp_path / "made") / "train" / "apple").glob("*.jpg"))).convert("RGB")
@@ -249,7 +249,7 @@ def test_file_that_dali_cannot_read_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_starts_before_its_iterator_is_used(backend: str, folder: Path) -> None:
+def test_pipeline_starts_only_when_its_iterator_is_used(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     wanted = requests(len(store), steps=9)
     with pipeline(backend, store) as pipe:
@@ -268,7 +268,7 @@ def test_nothing_starts_before_its_iterator_is_used(backend: str, folder: Path) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) -> None:
+def test_store_error_is_raised_at_its_batch(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     wanted = [*requests(len(store), steps=2), BatchRequest(np.array([10**6]), 0, 32, True)]
     with pipeline(backend, store) as pipe:

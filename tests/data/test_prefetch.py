@@ -12,7 +12,7 @@ from lightning_sparse.data.pipeline import loader as prefetch_module
 from lightning_sparse.data.pipeline.loader import prefetch, prefetch_map
 
 
-def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
+def test_prefetch_keeps_order_and_depth_and_passes_errors() -> None:
     produced: list[int] = []
 
     def items() -> Iterator[int]:
@@ -32,7 +32,7 @@ def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
     assert got == [1, 2, 3, 4, 5]
 
 
-def test_threads_that_make_results_keep_their_order_and_their_errors() -> None:
+def test_prefetch_map_keeps_the_order_of_results_and_errors() -> None:
     begun = threading.Barrier(3, timeout=30)
 
     def make(item: int) -> int:

@@ -303,7 +303,7 @@ def archive(file: Path, kind: str, files: dict[str, bytes]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_windows_of_random_token_files_do_not_depend_on_the_place(
+def test_windows_of_random_token_files_are_equal_on_all_storage_kinds(
     place: tuple[Path, str, dict[str, Any], Any], tmp_path: Path
 ) -> None:
     here, source, options, files = place

@@ -58,7 +58,7 @@ def check(config: CacheConfig) -> None:
         assert manifest.labels.tolist() == [[label(each)] for each in range(count)]
 
 
-def test_cloned_repository_is_read_as_it_is(tmp_path: Path) -> None:
+def test_cloned_repository_is_read_unchanged(tmp_path: Path) -> None:
     check(config_of(repository(tmp_path / "source")))
 
 
@@ -73,7 +73,7 @@ def test_repository_in_s3(tmp_path: Path) -> None:
         check(config_of("s3://repositories/cats", tmp_path / "cache", storage_options=options))
 
 
-def test_configuration_is_a_source_and_val_a_name_of_validation(tmp_path: Path) -> None:
+def test_repository_configuration_is_a_source_and_val_means_validation(tmp_path: Path) -> None:
     source = tmp_path / "source" / "plain"
     for name in (*files_of("train", 1, "plain"), "plain/val.parquet"):
         fill(source.parent, [name])
@@ -85,7 +85,7 @@ def test_configuration_is_a_source_and_val_a_name_of_validation(tmp_path: Path) 
     assert not has_split(config, "test")
 
 
-def test_images_of_a_repository_train(tmp_path: Path) -> None:
+def test_image_module_trains_on_a_repository(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source", jpeg)
     data = ours("pytorch_lightning").CachedImageDataModule(
         str(folder), str(tmp_path / "cache"), batch_size=4, image_size=16, backend="torch", with_indices=True

@@ -71,7 +71,7 @@ def test_format_of_a_second_run_is_the_format_in_memory(
     assert common_format(config, first.manifest, Placement()) == "jpeg"
 
 
-def test_format_of_pixels_that_do_not_fit_is_not_copied(folder: Path, stores: Open) -> None:
+def test_second_run_does_not_copy_the_format_of_pixels_that_do_not_fit(folder: Path, stores: Open) -> None:
     """The first run sets the format, or resumes a run of a larger node."""
     limit = {"memory_gb": 0.00005}
     first = store_of(folder, stores, format="decoded", **limit)
@@ -83,7 +83,7 @@ def test_format_of_pixels_that_do_not_fit_is_not_copied(folder: Path, stores: Op
 OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short_side": 20}, {"memory_gb": 0.02}]
 
 
-def test_name_of_a_segment_depends_on_everything_that_changes_its_samples(
+def test_segment_name_depends_on_all_options_that_change_samples(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     config = config_of(folder, format="decoded")
@@ -113,7 +113,7 @@ def test_name_of_a_segment_depends_on_everything_that_changes_its_samples(
 # -- state per run -----------------------------------------------------------------------------------------------------
 
 
-def test_each_run_warns_once_that_memory_is_full(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_warns_once_that_memory_is_full(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(2):
         store = store_of(folder, stores, format="jpeg", memory_gb=0.00001)
         for _ in range(2):
@@ -197,7 +197,7 @@ print(contents(store) == first, flush=True)
 
 
 @pytest.mark.slow
-def test_killed_run_takes_nothing_from_other_runs(folder: Path) -> None:
+def test_killed_run_does_not_affect_other_runs(folder: Path) -> None:
     """Of three runs, the run that made the segment is killed, and the others end. The next run makes a new segment."""
     warm(config_of(folder), "train")
     with ExitStack() as stack:

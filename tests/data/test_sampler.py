@@ -53,7 +53,7 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
 # -- random bits -------------------------------------------------------------------------------------------------------
 
 
-def test_bits_do_not_change() -> None:
+def test_random_bits_are_equal_in_all_versions() -> None:
     """Checkpoints rely on equal bits on all machines and with all versions of NumPy."""
     assert bits(0).tolist() == [0xE220A8397B1DCDAF]  # the first number of SplitMix64 seeded with 0
     assert bits(7, 1, [2, 3]).tolist() == [12751620290806497687, 1903218893931705413]
@@ -112,7 +112,7 @@ def test_local_shuffle_uses_samples_of_the_node() -> None:
             assert set(np.flatnonzero(home == node)) == set(used)
 
 
-def test_global_asks_peers_for_the_overflow_only() -> None:
+def test_global_shuffle_reads_only_the_overflow_from_peers() -> None:
     config = SamplerConfig(batch_size=64, devices=(2, 2), shuffle="global")
     sampler = sampler_of(25_600, config)
     home = owners(np.arange(25_600) % 5, 2, seed=7)
@@ -139,7 +139,7 @@ def test_devices_of_a_node_read_as_many_samples_from_other_nodes() -> None:
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 99))
-def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> None:
+def test_assign_gives_nodes_their_own_samples_first(seed: int, extra: list[int], draw: int) -> None:
     capacity = np.array(extra) + 1
     home = (bits(seed, draw, np.arange(capacity.sum())) % np.uint64(len(capacity))).astype(np.int64)
     nodes = assign(home, capacity)
@@ -151,7 +151,7 @@ def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> N
 @pytest.mark.parametrize(
     ("devices", "digest"), [((3, 1, 2), "ae91995c103224c9"), ((2,) * 300, "146c94e91866413b")], ids=["3", "300"]
 )
-def test_batches_do_not_change(devices: tuple[int, ...], digest: str) -> None:
+def test_batches_are_equal_in_all_versions(devices: tuple[int, ...], digest: str) -> None:
     """Checkpoints rely on it. Owners are stored in 8 bits for 3 nodes, and in 16 bits for 300."""
     plan = sampler_of(100_000, SamplerConfig(batch_size=70, devices=devices)).epoch(1)
     batches = np.concatenate([plan.batch(plan.steps - 2, node, 0) for node in (0, 1, len(devices) - 1)])
@@ -159,7 +159,7 @@ def test_batches_do_not_change(devices: tuple[int, ...], digest: str) -> None:
 
 
 @pytest.mark.parametrize("skew", [0, 1], ids=["random", "a node is full early"])
-def test_large_batches_are_assigned_as_one_by_one(skew: int) -> None:
+def test_large_batch_is_assigned_as_single_samples(skew: int) -> None:
     """Most samples of a large batch are counted without sorting, unless a node is full early."""
     capacity = np.array([100, 300, 200])
     home = np.repeat(np.arange(3), capacity)[shuffled(np.arange(600), 3, 0)]
@@ -196,7 +196,9 @@ def test_resumed_epoch_gives_the_rest(count: int, config: SamplerConfig, epoch: 
 
 
 @given(counts, st.lists(configs, min_size=2, max_size=3), st.data())
-def test_epoch_on_other_nodes_sees_the_rest(count: int, chain: list[SamplerConfig], data: st.DataObject) -> None:
+def test_epoch_resumed_on_other_nodes_gives_the_rest(
+    count: int, chain: list[SamplerConfig], data: st.DataObject
+) -> None:
     """The run may move several times within one epoch."""
     segments: list[EpochSegment] = []
     times: Counter[int] = Counter()

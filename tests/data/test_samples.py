@@ -166,7 +166,7 @@ def test_testing_uses_its_own_split(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_behind(results: list[dict[str, Any]]) -> None:
+def test_training_leaves_no_threads_processes_or_segments(results: list[dict[str, Any]]) -> None:
     assert [each["left"] for each in results] == [[], []]
 
 
@@ -190,7 +190,7 @@ def test_lists_name_samples_and_several_labels(folder: Path) -> None:
     assert labels.tolist() == [[index % 2, index + 0.5] for index in indices.tolist()]
 
 
-def test_files_without_classes_and_other_batches(folder: Path) -> None:
+def test_samples_without_classes_and_with_custom_batches(folder: Path) -> None:
     shutil.rmtree(folder / "source" / "val")
     for path in (folder / "source" / "train").rglob("*.txt"):
         path.rename(folder / "source" / "train" / path.name)
@@ -239,7 +239,7 @@ def test_corrupt_samples_are_counted_once_and_replaced_by_different_samples(fold
     assert most <= len(corrupt) // 2, "several samples replace the corrupt ones"
 
 
-def test_splits_with_other_labels_are_refused_and_a_test_needs_none(folder: Path) -> None:
+def test_splits_with_other_labels_are_refused_except_test_without_labels(folder: Path) -> None:
     texts = {"train": "path,a\ntrain/even/00.txt,x\n", "val": "path\nval/even/00.txt\n"}
     texts["test"] = "path\ntest/even/01.txt\n"
     for name, text in texts.items():

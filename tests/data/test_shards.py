@@ -227,7 +227,7 @@ def test_sparse_members_of_a_shard_are_read(tmp_path: Path, format: str, scheme:
     }
 
 
-def test_sparse_member_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+def test_missing_sparse_member_is_unreadable(tmp_path: Path) -> None:
     shard(tmp_path / "0.tar", {"0.bin": b"x" * 999})
     with Storage(bytes_of(tmp_path)) as storage:
         (found,) = storage.read([("0.tar", -1 - 512, 0)])
@@ -236,7 +236,7 @@ def test_sparse_member_that_is_gone_is_unreadable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "joined"])
-def test_shard_that_is_not_whole_is_refused(folder: Path, tmp_path: Path, damage: str) -> None:
+def test_incomplete_shard_is_refused(folder: Path, tmp_path: Path, damage: str) -> None:
     """tarfile stops at a damaged header, and at the end of the first of several concatenated files."""
     file = folder / "train" / "000#0.tar"
     data = bytearray(file.read_bytes())

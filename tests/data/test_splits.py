@@ -96,7 +96,7 @@ def test_limit_leaves_an_equal_part_of_each_class(tmp_path: Path, sessions: list
 
 
 @pytest.mark.parametrize(("place", "said"), [("images", "does not have: images"), (".", "contains no class folders")])
-def test_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[Session], place: str, said: str) -> None:
+def test_flat_folder_is_refused_with_the_fix(folder: Path, sessions: list[Session], place: str, said: str) -> None:
     """Tiny ImageNet has this layout: all images of val/ in one folder, and their labels in a text file."""
     shutil.rmtree(folder / "val")
     (folder / "val" / place).mkdir(parents=True)
@@ -111,7 +111,7 @@ def test_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session])
     assert labels(opened(folder, sessions, stage="test")) == [0, 0, 1, 1]
 
 
-def test_without_val_the_way_out_is_named(folder: Path, sessions: list[Session]) -> None:
+def test_missing_val_is_refused_with_the_fix(folder: Path, sessions: list[Session]) -> None:
     shutil.rmtree(folder / "val")
     with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0\.05 \(--data\.val_fraction=0\.05\)"):
         opened(folder, sessions).eval_loader()
@@ -147,7 +147,7 @@ def num_classes(folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_all_nodes_have_as_many_classes(folder: Path) -> None:
+def test_nodes_have_equally_many_classes(folder: Path) -> None:
     assert run_ranks(num_classes, str(folder.parent), nodes=2, devices=1) == ["4 classes"] * 2
 
 

@@ -87,7 +87,7 @@ storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     assert (tmp_path / "starts").read_text() == "started "
 
 
-def test_storage_request_that_always_breaks_off_raises(
+def test_storage_request_that_always_loses_its_connection_raises(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each try reads some entries, which resets the timeout, and then loses its connection."""

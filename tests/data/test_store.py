@@ -25,7 +25,7 @@ def store_of(folder: Path, place: Placement | None = None, run: bytes | None = N
 
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
-def test_samples_are_those_of_the_folder(folder: Path, format: str) -> None:
+def test_store_returns_the_samples_of_the_folder(folder: Path, format: str) -> None:
     """Samples are equal from storage, from memory, and from disk in a second run."""
     order = [7, 0, 3, 3, 9]
     seen = []
@@ -63,7 +63,7 @@ def _get_in_child(store: SampleStore, connection) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> None:
+def test_store_in_a_worker_reopens_tiers_and_shares_memory(folder: Path, method: str) -> None:
     """The worker also writes the files that it has read when it ends, even without close()."""
     store = store_of(folder)
     expected = [sample.data.tobytes() for sample in store.get(range(5))]
@@ -86,7 +86,7 @@ def test_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> No
     again.close()
 
 
-def test_nodes_keep_what_they_own(folder: Path) -> None:
+def test_nodes_keep_their_own_samples_in_memory(folder: Path) -> None:
     """With a global shuffle, memory holds the node's own samples. Without a peer, others come from disk."""
     run = new_run()
     stores = [store_of(folder, Placement(node, 2), run, shuffle="global") for node in range(2)]

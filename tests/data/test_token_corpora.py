@@ -145,7 +145,7 @@ def test_windows_of_random_corpora_equal_a_plain_reader(mode: Documents, tmp_pat
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_held_out_documents_of_random_corpora_are_whole_and_none_is_lost(mode: Documents, tmp_path: Path) -> None:
+def test_held_out_documents_of_random_corpora_are_complete(mode: Documents, tmp_path: Path) -> None:
     for number in range(FIRST, FIRST + CORPORA):
         rng = np.random.default_rng([number, 7])
         folder = write(tmp_path / str(number), random_files(rng, unique=True), rng)

@@ -249,7 +249,7 @@ def test_file_that_becomes_shorter_during_a_run_is_an_error(
         stream.windows(np.array([80]))
 
 
-def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+def test_more_token_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
     for number in range(300):
         counted(tmp_path / f"{number:03}.bin", 3, 3 * number)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -16,7 +16,7 @@ from tests.data.programs import run
 from tests.helpers.data import corpus_of, counted
 
 
-def test_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
+def test_bytes_tokenizer_gives_the_bytes_as_ids(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("héllo")
     (tmp_path / "b.txt").write_text("x")
     out = prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "made" / "train")
@@ -27,14 +27,14 @@ def test_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["train.bin", "train.json"]
 
 
-def test_tokenizer_makes_the_ids_and_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+def test_custom_tokenizer_with_a_large_vocabulary_uses_uint32(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("7 70000 3")
     out = prepare([tmp_path / "a.txt"], tmp_path / "t.bin", lambda text: [int(w) for w in text.split()], 100_000)
     assert np.fromfile(out, "<u4").tolist() == [7, 70000, 3]
     assert files_of(out)[0].dtype.name == "uint32"
 
 
-def test_command_line_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_writes_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("abc")
     assert main(["tokens", str(tmp_path / "a.bin"), str(tmp_path / "a.txt")]) == 0
     assert "3 tokens, vocabulary of 256, uint16" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_file_with_a_wrong_description_is_refused(tmp_path: Path) -> None:
         files_of(tmp_path)
 
 
-def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_unsupported_texts_are_refused_and_leave_no_file(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
     (tmp_path / "empty.txt").touch()
     texts, out = [tmp_path / "latin.txt"], tmp_path / "out.bin"

@@ -89,7 +89,7 @@ def results(flavour: str, folder: Path) -> list[dict[str, Any]]:
     return run_ranks(runs, flavour, str(folder), nodes=2, devices=1, timeout=200, init=False)
 
 
-def test_each_window_is_seen_once_per_epoch(results: list[dict[str, Any]]) -> None:
+def test_windows_are_used_once_per_epoch(results: list[dict[str, Any]]) -> None:
     orders = []
     for epoch in range(2):
         order = [w for each in results for at, ws in each["whole"][0] if at == epoch for w in ws]

@@ -75,7 +75,7 @@ def batches(folder: Path, name: str, options: dict[str, Any], kills: int) -> lis
 
 
 @pytest.mark.slow
-def test_mixture_killed_at_twenty_places_gives_the_batches_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_mixture_killed_twenty_times_gives_uninterrupted_batches(tmp_path: Path) -> None:
     """The process is killed while it tokenizes, between two batches, or at the end of an epoch."""
     for number in range(8):
         lines = (json.dumps({"text": f"{number} {line} " * (1 + line % 7)}) for line in range(30))

@@ -26,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield serving
 
 
-def test_each_file_is_one_request(server: Server, tmp_path: Path) -> None:
+def test_files_are_read_in_one_request_each(server: Server, tmp_path: Path) -> None:
     config = config_of(server.url, tmp_path / "cache", storage_options=KEY, format="jpeg")
     assert classes_of(config, "train")[0] == ("c0", "c1")
     store = SampleStore(config, load_or_list(config, "train"))
@@ -110,16 +110,14 @@ class Bucket:
 
 
 @pytest.mark.parametrize("kind", ["here", "visible"])
-def test_object_that_marks_a_folder_is_not_a_file(kind: str) -> None:
+def test_s3_folder_marker_is_not_a_file(kind: str) -> None:
     storage = FsspecStorage("memory://", {})
     storage._fs, storage._root = Bucket(), "bucket/data"
     assert storage.listing("train", kind, lambda: None) == ([("train/0.bin", 4, 0, 0)], [], [])
 
 
 @pytest.mark.parametrize("format", ["bytes", "jpeg"])
-def test_web_server_gives_the_samples_of_its_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
-) -> None:
+def test_web_server_source_equals_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str) -> None:
     """Index pages and their links are not samples. Names and labels equal the names and labels on a mount.
 
     A web server lists no sizes, so that nothing seems changed, and all samples fit in memory.
@@ -166,7 +164,7 @@ def test_tar_source_with_mixed_member_names_is_refused(tmp_path: Path) -> None:
         load_or_list(config_of(f"tar://::file://{tmp_path / 'a.tar'}", tmp_path / "cache", format="bytes"), "train")
 
 
-def test_only_file_systems_known_to_be_thread_safe_are_read_by_threads_at_once(tmp_path: Path) -> None:
+def test_only_thread_safe_file_systems_are_read_in_parallel(tmp_path: Path) -> None:
     import zipfile
 
     zipfile.ZipFile(tmp_path / "a.zip", "w").close()

@@ -138,7 +138,7 @@ def test_node_and_host_do_not_see_each_other(network):
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_know_their_place():
+def test_lab_ranks_have_the_variables_of_their_node():
     output = io.StringIO()
     with Cluster(LabConfig(nodes=2, devices=2, network=NETWORK)) as cluster:
         result = cluster.run([sys.executable, "-c", PLACE], output=output, timeout=100)
@@ -272,7 +272,7 @@ def test_ranks_of_a_killed_lab_without_a_network_end_with_it(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_answer_takes_the_round_trip_time(tmp_path):
+def test_lab_delay_adds_the_round_trip_time(tmp_path):
     script = tmp_path / "answers.py"
     script.write_text(ANSWERS)
     output = io.StringIO()

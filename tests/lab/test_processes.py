@@ -77,7 +77,7 @@ def test_daemon_is_found_and_ended():
     assert processes_of(run) == []
 
 
-def test_processes_are_looked_for_twice(monkeypatch):
+def test_kill_processes_scans_twice(monkeypatch):
     """A scan of /proc misses a process that forks and ends during the scan, and its child."""
     run = str(RunName.new())
     _daemon(run)
@@ -104,7 +104,7 @@ def test_sigterm_unwinds_the_stack():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_clean_up_ignores_signals():
+def test_cleanup_ignores_signals():
     with signals_ignored():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -38,7 +38,7 @@ def _unpicklable() -> object:
     return lambda: None
 
 
-def test_each_rank_sees_its_place():
+def test_run_ranks_sets_the_environment_of_each_rank():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
     results = run_ranks(_environment, *names, placement=[[0, 2], [1]], init=False)
     assert results == [["0", "3", "0", "2", "0", "0"], ["1", "3", "0", "1", "1", "1"], ["2", "3", "1", "2", "0", "0"]]

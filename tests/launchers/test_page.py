@@ -117,7 +117,7 @@ def test_slurm_command_finds_all_nodes(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft")
-def test_elastic_example_survives_the_end_of_a_node(tmp_path: Path) -> None:
+def test_elastic_example_continues_after_a_node_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--demo", "--rounds", "30"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
