@@ -366,7 +366,7 @@ def test_step_of_an_unknown_optimizer_is_refused(ranks: RunRanks) -> None:
 
 def test_buffers_that_become_trained_are_no_longer_averaged() -> None:
     module, stepped = nn.Linear(2, 3), set[int]()
-    buffers = Buffers(module, None, lambda: stepped)  # no communication
+    buffers = Buffers(module, None, lambda: stepped)  # type: ignore[arg-type]  # no communication
     buffers._drifting = {"weight", "bias"}
     assert buffers.own().keys() == {"weight", "bias"}
     stepped.add(id(module.weight))
