@@ -51,7 +51,7 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-def test_links_lead_to_files_and_headings() -> None:
+def test_document_links_lead_to_files_and_headings() -> None:
     assert {str(page): found for page in PAGES if (found := broken(page))} == {}
 
 

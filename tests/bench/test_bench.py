@@ -68,7 +68,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_row_in_its_own_process_returns_raises_or_is_named_with_its_exit() -> None:
+def test_row_in_its_own_process_returns_raises_or_reports_its_exit() -> None:
     assert processes.alone("a sum", sum, (1, 2)) == 3
     with pytest.raises(TypeError):
         processes.alone("a sum", sum, 1)

@@ -122,7 +122,7 @@ def test_different_digests_of_one_round_are_counted() -> None:
     assert (found["rounds"], found["compared"], found["different"]) == (3, 2, 1)
 
 
-def test_lost_seconds_are_those_beyond_usual_steps() -> None:
+def test_lost_seconds_exceed_the_usual_steps() -> None:
     lost = pytest.importorskip(ELASTIC, reason="needs torchft").lost
     times = [0.0, 1.0, 2.0, 8.0, 9.0, 10.0, 11.0]
     lines = [said(step, time, "", "") for step, time in enumerate(times)]

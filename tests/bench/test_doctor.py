@@ -45,7 +45,7 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_command_prints_one_screen(not_launched: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_at_most_one_screen(not_launched: pytest.MonkeyPatch) -> None:
     """Without compiled kernels, it names the reason."""
     not_launched.setenv("LIGHTNING_SPARSE_KERNELS", "torch")
     command = [sys.executable, "-m", "lightning_sparse.cli", "doctor"]
@@ -64,7 +64,7 @@ def test_command_prints_json(not_launched: pytest.MonkeyPatch, capsys: pytest.Ca
     assert {each["status"] for each in json.loads(capsys.readouterr().out)} <= {"ok", "note"}
 
 
-def test_lines_have_status_subject_and_message() -> None:
+def test_doctor_lines_have_status_subject_and_message() -> None:
     lines = report([CheckResult("ok", "a", "fine"), CheckResult("bad", "longer", "broken")]).splitlines()
     assert lines == ["ok   a       fine", "bad  longer  broken"]
 

@@ -198,7 +198,7 @@ def resumed_on_two_nodes(folder: str) -> list[Trained]:
 
 
 @pytest.mark.slow
-def test_resume_of_one_node_on_two_nodes_starts_from_its_weights_with_nothing_pending(tmp_path: Path) -> None:
+def test_resume_of_one_node_on_two_nodes_starts_with_nothing_pending(tmp_path: Path) -> None:
     one = run_ranks(trained_on_one_node, str(tmp_path), nodes=1, devices=2, timeout=200)
     two = run_ranks(resumed_on_two_nodes, str(tmp_path), nodes=2, devices=1, timeout=200)
     for number in range(len(ONE_NODE)):

@@ -54,7 +54,7 @@ def test_separate_documents_have_own_positions_and_targets(file: Path) -> None:
     ]
 
 
-def test_packed_documents_are_whole_and_fill_windows(file: Path) -> None:
+def test_packed_documents_are_complete_and_fill_windows(file: Path) -> None:
     found = windows(file, "packed")
     pairs = sorted(pair for inputs, targets, _ in found for pair in zip(inputs, targets, strict=True))
     expected = sorted(pair for text in TEXTS for pair in zip(text, f"{text[1:]}.", strict=True))

@@ -151,7 +151,7 @@ def test_tiktoken_in_blocks_gives_the_ids_of_the_whole_document(monkeypatch: pyt
     assert found.end not in encoded(found, END)
 
 
-def test_token_longer_than_a_block_is_not_cut(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_token_longer_than_a_block_is_not_split(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
     found = saved(words, tmp_path)
     monkeypatch.setattr(text_module, "BLOCK", 100)
     monkeypatch.setattr(text_module, "OVERLAP", 10)

@@ -109,7 +109,7 @@ def test_evaluation_random_token_sets_equal_one_device(
             check(found, expected, some, nodes * devices)
 
 
-def test_evaluation_image_sets_that_do_not_divide_equal_one_device(ranks: RunRanks, tmp_path: Path) -> None:
+def test_evaluation_image_sets_of_uneven_size_equal_one_device(ranks: RunRanks, tmp_path: Path) -> None:
     cases = [Case(0, 37, 4, "ddp"), Case(1, 9, 4, "mstopk_local"), Case(2, 5, 1, "ddp"), Case(3, 1, 3, "ddp")]
     for case in cases:
         numbered_folder(tmp_path / str(case.samples), train=8, val=case.samples, classes=1)

@@ -106,7 +106,7 @@ def test_pixels_without_resizing_are_equal_in_both_backends(folder: Path, store_
             torch.testing.assert_close(one[0], (pixels - mean) / std, rtol=0, atol=1e-5)
 
 
-def test_small_images_are_validated_whole(tmp_path: Path) -> None:
+def test_small_images_are_validated_without_cropping(tmp_path: Path) -> None:
     """CIFAR images have 32 pixels. A crop of 7/8 would leave 28, enlarged again."""
     store = FolderStore(make_folder(tmp_path, sizes=((32, 32),)) / "train", short_side=37)
     wanted = requests(len(store), size=32, train=False)

@@ -65,7 +65,7 @@ def test_cloned_repository_is_read_unchanged(tmp_path: Path) -> None:
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.slow
-def test_repository_in_s3(tmp_path: Path) -> None:
+def test_repository_in_s3_is_read_as_the_clone(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     with s3_server() as (options, files):
         files.mkdir("repositories")

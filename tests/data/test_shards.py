@@ -119,7 +119,7 @@ def s3(folder: Path) -> Iterator[dict[str, Any]]:
 
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_shards_and_images_of_s3(folder: Path, tmp_path: Path, s3: dict[str, Any]) -> None:
+def test_shards_and_images_in_s3_equal_local_files(folder: Path, tmp_path: Path, s3: dict[str, Any]) -> None:
     manifest, data, counts = read(bytes_of("s3://shards", tmp_path / "cache", storage_options=s3))
     local, expected, _ = read(bytes_of(folder, tmp_path / "other"))
     assert data == expected

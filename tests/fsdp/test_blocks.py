@@ -122,7 +122,7 @@ def refused() -> list[str]:
     return said
 
 
-def test_shard_tied_modules_without_common_forward_are_refused_with_code_to_write(ranks: RunRanks) -> None:
+def test_shard_tied_modules_without_common_forward_are_refused_with_the_fix(ranks: RunRanks) -> None:
     for said in ranks(refused, nodes=1, devices=2)[0]:
         assert 'fully_shard(self, mesh=self.device_mesh["shard"])' in said
         assert "register_fsdp_forward_method(self, name)" in said

@@ -195,7 +195,7 @@ def trained(options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize(
     ("nodes", "devices", "steps"), [(3, 1, 12), (2, 2, 12), pytest.param(2, 2, 50, marks=pytest.mark.slow)]
 )
-def test_fsdp_updates_give_all_nodes_one_model(nodes: int, devices: int, steps: int) -> None:
+def test_fsdp_updates_give_all_nodes_equal_global_weights(nodes: int, devices: int, steps: int) -> None:
     everyone = run_ranks(with_all_options, steps, nodes=nodes, devices=devices)
     for results in zip(*everyone, strict=True):
         for shared, mean, finished in results:

@@ -42,7 +42,7 @@ def test_sums_in_row_order(path: Path, dtype: torch.dtype, numel: int, k: int) -
 @every_path
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
 @pytest.mark.parametrize("alpha", [1.0, -0.25, 1 / 3])
-def test_alpha_adds_to_what_is_there(path: Path, dtype: torch.dtype, alpha: float) -> None:
+def test_accumulate_with_alpha_adds_to_the_shard(path: Path, dtype: torch.dtype, alpha: float) -> None:
     numel, k = 140_000, 3_000
     messages, shard = messages_of(numel, k, 3, dtype), torch.randn(numel)
     want = shard.clone()
@@ -117,7 +117,7 @@ def test_damaged_message_makes_all_elements_nan(path: Path, k: int) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8))
-def test_any_damage_has_equal_results_on_every_path(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
+def test_damaged_messages_have_equal_results_on_all_paths(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
     numel, k = data.draw(st.sampled_from([(70_001, 70), (70_001, 700), (5, 3)]))
     dtype = data.draw(st.sampled_from([torch.bfloat16, wire.TWO_BIT]))
     messages = messages_of(numel, k, 2, dtype).clone()

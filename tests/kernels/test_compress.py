@@ -116,7 +116,7 @@ def ties(shares: tuple[float, ...]) -> list[Case]:
 
 @compiled_paths
 @pytest.mark.parametrize("shares", [(0.999, 0.001), (0.34, 0.33, 0.33)], ids=str)
-def test_more_ties_than_candidates_have_room_for(path: Path, shares: tuple[float, ...]) -> None:
+def test_more_ties_than_candidates_fit_equal_plain_torch(path: Path, shares: tuple[float, ...]) -> None:
     for case in ties(shares):
         same_as_plain(path, case)
 
@@ -239,7 +239,9 @@ def test_inputs_are_unchanged(path: Path) -> None:
     repeat=st.integers(1, 30),
     value_dtype=st.sampled_from(VALUES),
 )
-def test_any_input(data: st.DataObject, values: list[float], repeat: int, value_dtype: torch.dtype) -> None:
+def test_arbitrary_input_equals_the_reference(
+    data: st.DataObject, values: list[float], repeat: int, value_dtype: torch.dtype
+) -> None:
     grad = torch.tensor(values * repeat, dtype=torch.float32)
     k = data.draw(st.integers(1, grad.numel()))
     case = by_plain(grad, grad.flip(0), k, value_dtype)

@@ -67,7 +67,7 @@ def test_plain_torch_on_cuda_selects_the_same_elements(numel: int) -> None:
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
 @pytest.mark.parametrize("numel", [1, 100, 4097, 200_003])
-def test_compress(numel: int, value_dtype: torch.dtype) -> None:
+def test_compress_equals_plain_torch(numel: int, value_dtype: torch.dtype) -> None:
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
     scale = torch.tensor(1 / 3)
     for name, x in inputs(numel).items():
@@ -84,7 +84,7 @@ def test_compress(numel: int, value_dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
 @pytest.mark.parametrize(("numel", "num_regions"), [(5, 5), (100, 7), (4097, 1), (70_001, 64), (300_003, 4)])
-def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None:
+def test_regions_equal_plain_torch(numel: int, num_regions: int, value_dtype: torch.dtype) -> None:
     k = max(1, numel // num_regions // 20)
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
     for turn, (name, x) in enumerate(inputs(numel).items()):
@@ -101,7 +101,7 @@ def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
 @pytest.mark.parametrize(("numel", "k"), [(1, 1), (100, 100), (70_001, 700), (1_000_003, 30_000)])
-def test_accumulate(numel: int, k: int, dtype: torch.dtype) -> None:
+def test_accumulate_equals_plain_torch(numel: int, k: int, dtype: torch.dtype) -> None:
     messages = messages_of(numel, k, 5, dtype)
     for count, alpha in ((5, None), (5, -0.25), (1, -0.25)):
         want, shard = torch.full((numel,), 3.0), torch.full((numel,), 3.0, device="cuda")
@@ -119,7 +119,7 @@ def test_damaged_messages_make_all_elements_nan() -> None:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_round(numel: int) -> None:
+def test_round_rows_equals_plain_torch(numel: int) -> None:
     residual, scale = torch.randn(numel) * 0.1, torch.tensor(1 / 3)
     for turn, (name, x) in enumerate(inputs(numel).items()):
         grad, before, factor = x.to(DTYPES[turn % 3]), residual if turn % 4 > 1 else None, scale if turn % 2 else None
@@ -131,7 +131,7 @@ def test_round(numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_sum_rows(numel: int) -> None:
+def test_sum_rows_equals_plain_torch(numel: int) -> None:
     for num_rows in (1, 2, 9):
         rows, own = rows_of(num_rows, numel), torch.randn(max(1, numel - 5))
         got = own.cuda()
@@ -141,7 +141,7 @@ def test_sum_rows(numel: int) -> None:
 
 @pytest.mark.parametrize("ahead", SHARES)
 @pytest.mark.parametrize("sizes", PIECES, ids=len)
-def test_models_of_a_node(sizes: tuple[int, ...], ahead: float) -> None:
+def test_model_operators_equal_plain_torch(sizes: tuple[int, ...], ahead: float) -> None:
     own, shared = models(sum(sizes))
     want = pieces_of(torch.zeros(sum(sizes)), sizes, mixed=True)
     got, on_device = [piece.cuda() for piece in want], [own.cuda(), shared.cuda()]

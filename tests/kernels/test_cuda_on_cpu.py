@@ -30,7 +30,7 @@ def cuda(emulation: Emulation, request: pytest.FixtureRequest) -> Emulation:
 
 
 @pytest.mark.parametrize("numel", [1, 4097, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (100, 70_001))])
-def test_select(cuda: Emulation, numel: int) -> None:
+def test_selection_equals_the_reference(cuda: Emulation, numel: int) -> None:
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "5 % dense", "special"):
             continue
@@ -42,7 +42,7 @@ def test_select(cuda: Emulation, numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [100, 4097, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (1, 70_001))])
-def test_compress(cuda: Emulation, numel: int) -> None:
+def test_compress_equals_plain_torch(cuda: Emulation, numel: int) -> None:
     k, scale = max(1, numel // 50), torch.tensor(1 / 3)
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
     for turn, (name, x) in enumerate(inputs(numel).items()):
@@ -92,7 +92,7 @@ def test_views_at_odd_offsets(cuda: Emulation, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
-def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
+def test_accumulate_equals_plain_torch(cuda: Emulation, dtype: torch.dtype) -> None:
     for numel, k in ((1, 1), (100, 100), (140_000, 300), (140_000, 3000)):
         messages = messages_of(numel, k, 4, dtype)
         for alpha in (None, -0.25):
@@ -149,7 +149,7 @@ def test_damaged_messages_make_all_elements_nan(cuda: Emulation, k: int) -> None
 
 
 @pytest.mark.parametrize("k", [200, 2000])
-def test_indices_out_of_order_are_found_wherever_they_are(cuda: Emulation, k: int) -> None:
+def test_indices_out_of_order_are_found_at_any_position(cuda: Emulation, k: int) -> None:
     numel = 70_001
     messages = messages_of(numel, k, 2, torch.bfloat16)
     layout, g = wire.message_layout(numel, k, torch.bfloat16), torch.Generator().manual_seed(1)

@@ -57,7 +57,7 @@ def check_regions(
     ("numel", "num_regions", "k"),
     [(5, 5, 1), (100, 7, 3), (4097, 2, 4000), pytest.param(9001, 64, 5, marks=pytest.mark.slow)],
 )
-def test_regions(cuda: Emulation, numel: int, num_regions: int, k: int) -> None:
+def test_regions_equal_plain_torch(cuda: Emulation, numel: int, num_regions: int, k: int) -> None:
     residual, scale = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1, torch.tensor(1 / 3)
     for turn, x in enumerate(inputs(numel).values()):
         every = 9 if num_regions > 8 else 3  # each size tests another share of the inputs
@@ -153,7 +153,7 @@ def check_sum(emulation: Emulation, rows: Tensor, own: int) -> None:
 
 
 @pytest.mark.parametrize(("numel", "num_rows"), [(1, 5), (100, 3), (4096, 1), (9001, 8)])
-def test_round(emulation: Emulation, numel: int, num_rows: int) -> None:
+def test_round_rows_equals_plain_torch(emulation: Emulation, numel: int, num_rows: int) -> None:
     residual, scale = torch.randn(numel) * 0.1, torch.tensor(1 / 3)
     for turn, x in enumerate(inputs(numel).values()):
         before = residual if turn % 2 else None
@@ -164,7 +164,7 @@ def test_round(emulation: Emulation, numel: int, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "numel"), [(1, 1), (3, 100), (2, 2048), (9, 6160), (70, 2049)])
-def test_sum(emulation: Emulation, num_rows: int, numel: int) -> None:
+def test_sum_rows_equals_plain_torch(emulation: Emulation, num_rows: int, numel: int) -> None:
     for own in (numel, numel // 2, min(numel, 1), 0):
         for seed in range(3):
             check_sum(emulation, rows_of(num_rows, numel, seed), own)
@@ -224,7 +224,7 @@ def check_models(emulation: Emulation, sizes: tuple[int, ...], ahead: float, mix
 
 
 @pytest.mark.parametrize("ahead", SHARES)
-def test_models(emulation: Emulation, ahead: float) -> None:
+def test_model_operators_equal_plain_torch(emulation: Emulation, ahead: float) -> None:
     many = [tuple(1 + piece % 3 for piece in range(count)) for count in (MOST, MOST + 1)]
     for turn, sizes in enumerate([(1,), (7, 2047, 2049), (2048, 2048), (5, 2048, 1, 4097, 3000), *many]):
         check_models(emulation, sizes, ahead, mixed=(turn + SHARES.index(ahead)) % 2 == 0)

@@ -26,7 +26,7 @@ def rows_of(count: int, numel: int, seed: int = 0) -> Tensor:
 
 @every_path
 @pytest.mark.parametrize(("numel", "num_rows"), [(1, 1), (1, 5), (100, 3), (4097, 8), (140_001, 2)])
-def test_round(path: Path, numel: int, num_rows: int) -> None:
+def test_round_rows_equals_plain_torch(path: Path, numel: int, num_rows: int) -> None:
     residual, scale = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1, torch.tensor(1 / 3)
     for turn, (name, x) in enumerate(inputs(numel).items()):
         grad, before, factor = x.to(DTYPES[turn % 3]), residual if turn % 4 > 1 else None, scale if turn % 2 else None
@@ -54,7 +54,7 @@ def test_rounding_of_all_bfloat16_values_and_values_between_them(path: Path) -> 
 
 @every_path
 @pytest.mark.parametrize(("num_rows", "numel"), [(1, 1), (4, 7), (3, 4097), (9, 140_000), (70, 100)])
-def test_sum(path: Path, num_rows: int, numel: int) -> None:
+def test_sum_rows_equals_plain_torch(path: Path, num_rows: int, numel: int) -> None:
     for seed in range(3):
         rows = rows_of(num_rows, numel, seed)
         total = rows[0].float()

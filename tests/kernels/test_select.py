@@ -85,7 +85,7 @@ elements = st.one_of(
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), values=st.lists(elements, min_size=1, max_size=80), repeat=st.integers(1, 40))
-def test_any_input(data: st.DataObject, values: list[float], repeat: int) -> None:
+def test_arbitrary_input_equals_the_reference(data: st.DataObject, values: list[float], repeat: int) -> None:
     x = torch.tensor(values * repeat, dtype=torch.float32)
     k = data.draw(st.integers(1, x.numel()))
     for path in (*PATHS, *RARE):

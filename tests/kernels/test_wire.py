@@ -22,7 +22,7 @@ def round_trip(values: list[float], dtype: torch.dtype) -> list[float]:
     return decoded.tolist()
 
 
-def test_worked_example_of_the_size() -> None:
+def test_message_bytes_equal_the_worked_example() -> None:
     assert message_bytes(100_000, 1000, torch.bfloat16) == 3520
     assert message_bytes(100_000, 1000, wire.TWO_BIT) == 1792
     assert message_bytes(1, 1, torch.float32) == 64 + 16 + 16 + 16
@@ -69,7 +69,7 @@ def test_byte_table_of_cells_and_levels() -> None:
     assert not any(raw[68:80] + raw[130:144] + raw[204:208] + raw[223:])
 
 
-def test_byte_table() -> None:
+def test_byte_table_of_an_fp32_message() -> None:
     message = wire.encode(torch.tensor([1.5, -2.0, 3.0]), torch.tensor([3, 70_000, 70_001]), 70_002, torch.float32, 0)
     raw = bytes(message.tolist())
     assert raw[:4] == b"LSP2"
@@ -103,7 +103,7 @@ def test_non_finite_values_are_canonical(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
-def test_indices_survive(dtype: torch.dtype) -> None:
+def test_indices_survive_encoding(dtype: torch.dtype) -> None:
     numel = 300_001
     for indices in ([0], [numel - 1], [65_535, 65_536], list(range(65_530, 200_000, 3)), list(range(numel))):
         where = torch.tensor(indices)
@@ -127,7 +127,7 @@ def test_two_bits_send_up_to_two_magnitudes_exactly() -> None:
         assert same_bits(torch.tensor(round_trip(values, wire.TWO_BIT)), torch.tensor(values)), values
 
 
-def test_each_block_has_its_own_levels() -> None:
+def test_two_bit_levels_differ_by_block() -> None:
     values, indices = torch.tensor([1.0, -2.0, 1e-6, 3e-6]), torch.tensor([5, 6, 70_000, 70_001])
     message = wire.encode(values, indices, 140_000, wire.TWO_BIT)
     assert same_bits(wire.decode(message, 140_000, 4, wire.TWO_BIT)[0], values)

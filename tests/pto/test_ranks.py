@@ -376,7 +376,7 @@ def a_second_evaluation(communicator: HierCommunicator) -> str:
     return raised(optimizer.step, lambda: set_gradients(params, 0))
 
 
-def test_trusted_optimizer_is_sharded_whole_and_steps_once(results: list[dict[str, Any]]) -> None:
+def test_trusted_optimizer_is_sharded_by_whole_parameters_and_steps_once(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert (each["named"]["equal"], each["named"]["steps"]) == ("", 2)
         first, second = each["named"]["said"]
@@ -388,7 +388,7 @@ def test_trusted_optimizer_is_sharded_whole_and_steps_once(results: list[dict[st
 # -- dead ranks --------------------------------------------------------------------------------------------------------
 
 
-def test_rank_killed_before_the_gather_hangs_no_other_rank() -> None:
+def test_rank_killed_before_the_gather_fails_the_other_ranks() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(die_in_the_gather, nodes=1, devices=3, timeout=40, grace_s=30)
     assert list(failed.value.killed) == [1]

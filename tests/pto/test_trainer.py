@@ -286,7 +286,7 @@ def checkpoints(flavour: str) -> dict[str, Any]:
     }
 
 
-def test_checkpoints_and_resumed_runs_equal_those_without_the_callback(results: list[dict[str, Any]]) -> None:
+def test_checkpoints_and_resumed_runs_equal_runs_without_the_callback(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert each["checkpoints"] == {"during": True, "resumed": True, "shared": True, "whole": True}
 

@@ -30,7 +30,7 @@ ROUNDS, SIZES = 3, (1_001, 300_001)  # bytes of one call, and of several calls
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("nodes", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_messages_arrive_whole_in_node_order(ranks: RunRanks, nodes: list[list[int]], nbytes: int) -> None:
+def test_messages_arrive_complete_in_node_order(ranks: RunRanks, nodes: list[list[int]], nbytes: int) -> None:
     for place, rounds in enumerate(ranks(travel, nbytes, placement=nodes)):
         node, device = next((m, node.index(place)) for m, node in enumerate(nodes) if place in node)
         for number, (gathered, turned) in enumerate(rounds):

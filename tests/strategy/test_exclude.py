@@ -70,7 +70,7 @@ def test_bucket_is_split_into_excluded_and_other_parameters() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "devices", "exchange"), [(2, 2, "sparse"), (3, 1, "regional"), (2, 2, "dense16")])
-def test_excluded_gradients_equal_those_of_ddp(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
+def test_excluded_gradients_equal_ddp(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
     for each in ranks(beside_ddp, exchange, nodes=nodes, devices=devices):
         for name, (ours, plain) in each["grads"].items():
             same = torch.allclose(ours, plain, rtol=1e-5, atol=1e-7)

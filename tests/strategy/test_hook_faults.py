@@ -28,7 +28,7 @@ from tests.strategy.kills import die
 from tests.strategy.models import PLAIN, backward, flat_grads, loss_of, mlp, node_residual, train, wrap
 
 
-def test_error_after_a_backward_that_raised_is_shown() -> None:
+def test_exchange_error_after_a_failed_backward_is_shown() -> None:
     assert run_ranks(raise_half_way, nodes=2, devices=1) == ["exchange failed"] * 2
 
 

@@ -97,7 +97,7 @@ def test_ddp_receives_default_options() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
+def test_lightning_cli_accepts_options_of_the_strategy_and_of_ddp(flavour: str) -> None:
     """LightningCLI reads a class's options from its constructor. The interpreter has only one Lightning package."""
     pytest.importorskip("jsonargparse")
     options = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}

@@ -107,7 +107,7 @@ def one_device(_: str) -> dict[str, Tensor]:
     return found
 
 
-def test_local_one_device_per_node_trains_with_unused_branches_and_static_graphs(on_one_device: Results) -> None:
+def test_local_with_unused_branches_and_static_graphs_on_one_device_per_node(on_one_device: Results) -> None:
     first = on_one_device[0]["one_device"]
     for found in (each["one_device"] for each in on_one_device):
         for name, ends in found.items():

@@ -252,7 +252,7 @@ def test_lighthouse_address_that_cannot_work_is_refused_by_name(address: str, sa
     assert str(error.value).startswith(address)
 
 
-def test_name_that_takes_long_to_resolve_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_host_name_resolution_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [ended.wait(60)])
     monkeypatch.setattr("lightning_sparse.elastic.direct.RESOLVE_SECONDS", 0.1)
@@ -304,7 +304,7 @@ def test_quorum_of_several_machines_has_no_member_with_a_loopback_address() -> N
     assert names_of(member("a", "10.0.0.1:1", "one", number=3), *far) == ["a", "b", "c"]
 
 
-def test_quorum_keeps_a_node_that_trains_with_a_loopback_address_and_refuses_other_machines() -> None:
+def test_quorum_with_a_training_loopback_node_excludes_other_machines() -> None:
     near = member("c", "10.0.0.1:1", "one", number=0)
     assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "10.0.0.2:1", "two", number=0), near) == ["a", "c"]
     assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "127.0.0.1:2", "one")) == ["a", "b"]

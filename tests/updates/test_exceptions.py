@@ -147,9 +147,7 @@ def check(program: Program, found: dict[int, dict[str, Any]], folder: Path) -> N
 
 
 @pytest.mark.parametrize("start", [0, *(pytest.param(10 + n, marks=pytest.mark.slow) for n in range(STARTS))])
-def test_exception_in_random_places_shows_the_error_and_saves_a_checkpoint_or_logs_why_not(
-    start: int, tmp_path: Path
-) -> None:
+def test_random_exception_is_shown_and_saves_a_checkpoint_or_logs_why_not(start: int, tmp_path: Path) -> None:
     """Run three programs in which all ranks raise together and continue, and one with ranks in different places."""
     programs = [program_of(4 * start + number, together=number < 3) for number in range(4)]
     stopped: list[int] = []

@@ -110,7 +110,7 @@ def exported_and_final(folder: str) -> dict[str, Any]:
             "end": weights(module)}  # fmt: skip
 
 
-def test_hook_of_a_save_sees_the_saved_weights_and_the_last_save_has_the_final_ones(results: Results) -> None:
+def test_save_hook_sees_the_saved_weights_and_the_last_save_is_final(results: Results) -> None:
     for found in (each["exported_and_final"] for each in results):
         assert len(found["differences"]) == 4
         assert max(found["differences"]) == 0.0
@@ -273,7 +273,7 @@ def with_a_callback_of_rank_0(_: str) -> Tensor:
     return weights(fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=callbacks, **ranks()))
 
 
-def test_callback_of_one_rank_does_not_separate_collectives(results: Results, shards: Results) -> None:
+def test_callback_on_one_rank_keeps_collectives_in_order(results: Results, shards: Results) -> None:
     for of_cluster in (results, shards):
         first, *others = (each["with_a_callback_of_rank_0"] for each in of_cluster)
         assert all(torch.equal(first, other) for other in others)

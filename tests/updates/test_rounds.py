@@ -155,7 +155,7 @@ def test_messages_of_rounds_unknown_to_others_are_pending_again(rounds: RoundPro
     assert rounds.set_version("9c", 9, ["0", "1a", "9a"]) == ([], []), "once"
 
 
-def test_message_of_a_refused_round_counts_once_if_a_node_with_that_round_returns(rounds: RoundProtocol) -> None:
+def test_message_of_a_refused_round_counts_once_if_a_node_returns_with_it(rounds: RoundProtocol) -> None:
     sent, again = message(1), message(2)
     assert settle(rounds, "1a", sent, now="0") == [sent]
     count(rounds, "0", "1b", again)
