@@ -92,7 +92,9 @@ def test_readme_is_short_and_shows_the_quick_start() -> None:
     for command in ("make demo", "make test", "lightning-sparse doctor"):
         assert command in text
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8").endswith(code), "not the whole example"
+    assert (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8").endswith(code), (
+        "the README must show the whole example"
+    )
 
 
 def test_plan_commands_of_the_readme_run() -> None:

@@ -144,7 +144,7 @@ def test_batch_file_starts_ranks_and_requeues_itself(tmp_path: Path, requeue: st
     while not (tmp_path / "srun.txt").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 3, "the code of the training, which the signal did not end"
+    assert job.wait(30) == 3, "the exit code of the training; the signal must not end it"
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
     words = (tmp_path / "srun.txt").read_text()
     assert "--trainer.num_nodes=4 --trainer.devices=8 --data.source=/mnt/pictures" in words

@@ -174,7 +174,7 @@ def test_loaders_of_elastic_nodes_share_an_epoch_and_restart_it() -> None:
         with pytest.raises(TypeError, match="depends on the nodes"):
             len(each)
     assert [samples(one), samples(other)] == [in_fours(whole[0::2]), in_fours(whole[1::2])]
-    assert one.state_dict()["segments"][0]["steps"] == 0, "the position is reset in an unshared loader, too"
+    assert one.state_dict()["segments"][0]["steps"] == 0, "an unshared loader can load this state"
     one.load_state_dict({**one.state_dict(), "epoch": 1})
     begun, sizes = samples(one), {int(size[1]) for size, _ in one}
     assert begun != in_fours(whole[0::2])

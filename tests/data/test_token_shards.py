@@ -233,7 +233,7 @@ def test_changed_shard_is_logged_and_created_again(
     assert "b.txt has changed: reading it" in caplog.text
     assert "new.txt is new: reading it" in caplog.text
     assert "a.txt" not in caplog.text
-    assert sum(each.stat().st_mtime_ns == time for each, time in kept.items()) == 2, "the others are kept"
+    assert sum(each.stat().st_mtime_ns == time for each, time in kept.items()) == 2, "unchanged shards are kept"
 
 
 @pytest.mark.slow

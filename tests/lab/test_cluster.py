@@ -102,7 +102,7 @@ def test_link_has_its_rate_and_counts_its_bytes(network):
     after = network.traffic()
     sent = after["node0"].sent - before["node0"].sent
     received = after["node1"].received - before["node1"].received
-    assert size < sent < 1.15 * size, "frames add a few per cent"
+    assert size < sent < 1.15 * size, "frames add a few percent"
     assert abs(sent - received) < 0.05 * size
     assert after["node1"].sent - before["node1"].sent < 0.2 * size, "acknowledgements only"
 

@@ -93,7 +93,7 @@ def train(params: list[nn.Parameter], optimizer: Optimizer, first: int = 0, last
         set_gradients(params, step)
         grads = [p.grad for p in params]
         optimizer.step()
-        assert all(p.grad is grad for p, grad in zip(params, grads, strict=True)), "gradients are not those given"
+        assert all(p.grad is grad for p, grad in zip(params, grads, strict=True)), "the step replaced a gradient"
         scheduler.step()
 
 

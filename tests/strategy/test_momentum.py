@@ -313,7 +313,7 @@ def test_momentum_correction_without_a_watched_optimizer_is_refused() -> None:
         state.before_backward()
 
 
-def test_optimizer_has_no_momentum_only_during_the_step() -> None:
+def test_optimizer_momentum_is_off_only_during_the_step() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
     state = hierarchical_state(model)

@@ -320,7 +320,7 @@ def test_slices_of_float64_or_misaligned_parameters_work(odd: str) -> None:
     weight = torch.ones(6, dtype=torch.float64)
     if odd == "misaligned":  # like a tensor of a memory-mapped file
         weight = torch.frombuffer(bytearray(25), dtype=torch.float32, offset=1)
-        assert weight.data_ptr() % 4, "the test tests nothing"
+        assert weight.data_ptr() % 4, "the tensor must be misaligned"
     slices, global_S, local_S = Slices([weight], [Part(0, 0, 6)]), torch.zeros(6), torch.full((6,), 2.0)
     slices.lerp_into(local_S, global_S, 0.5)
     assert weight.eq(1).all()
