@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore  # torch.distributed re-exports it unannounced
+from torch._C._distributed_c10d import FileStore  # torch.distributed re-exports it without declaring it
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.digests_cases import TOPOLOGIES, Case, cases

@@ -57,18 +57,18 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The name of the case in files."""
+        """Return the name of the case in files."""
         engine = "" if self.engine == "gradients" else f"{self.engine} "
         return f"{engine}{self.topology} {self.name}"
 
     @property
     def world_size(self) -> int:
-        """P."""
+        """Return the number of ranks."""
         return sum(map(len, TOPOLOGIES[self.topology]))
 
 
 def of(engine: str, name: str, topology: str, config: dict[str, Any], *events: str, **options: Any) -> Case:
-    """Return a case of another engine than gradients."""
+    """Return a case for an engine other than "gradients"."""
     return Case(name, topology, config, engine=engine, events=frozenset(events), **{"optimizer": "adamw", **options})
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.digests_data before.json                       # before the change; a minute or two
     python -m benchmarks.digests_data after.json --compare before.json  # lists the cases that differ; exit code 1
 
-Photographs of scikit-learn are written in each layout of a source, and the DataModules make batches of them, for all
+Photographs of scikit-learn are written in each layout of a source. The DataModules make batches of them for all
 layouts, formats of the memory tier and shuffles, on one rank and on two nodes. Every other case interrupts and resumes
 an epoch. A digest covers the batches and the fingerprint of the data set. Digests depend on the machine and the
 versions of packages, so make both on one machine.
@@ -38,7 +38,7 @@ from lightning_sparse.data.pipeline.sampler import EpochSegment, Sampler, Sample
 from lightning_sparse.data.tokens import prepare
 from lightning_sparse.flavours import pytorch_lightning as ours
 
-MTIME_NS = 1_700_000_000 * 10**9  # of all files: a fingerprint contains their times
+MTIME_NS = 1_700_000_000 * 10**9  # equal for all files, because a fingerprint contains their times
 TIMEOUT = timedelta(seconds=120)
 Digests = dict[str, str]
 

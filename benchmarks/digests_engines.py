@@ -97,8 +97,11 @@ ROUNDS, BAD_STEP = 20, 8
 
 
 class Net(nn.Module):
-    """19,000 parameters: channels_last convolutions, a linear layer that fills a bucket, a branch that may be unused,
-    and a parameter of one element."""
+    """A model of 19,000 parameters.
+
+    It has channels_last convolutions, a linear layer that fills a bucket, a branch that may be unused, and a parameter
+    of one element.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +166,10 @@ def wrap(case: Case, module: nn.Module, state: Any, **options: Any) -> Distribut
 
 
 def backward(case: Case, ddp: DistributedDataParallel, state: Any, scaler: Any, step: int, rank: int) -> None:
-    """Run the backward passes before a step. With "several", DDP reduces each pass, and with "accumulate" only the
-    last pass."""
+    """Run the backward passes of a step.
+
+    With "several", DDP reduces each pass, and with "accumulate" only the last pass.
+    """
     passes = 2 if "several" in case.events else 3 if "accumulate" in case.events else 1
     for part in range(passes):
         x, y = batch(step, part, rank, case.dtype)
@@ -443,7 +448,7 @@ def train_resumed(case: Case, topology: Any, trail: Trail) -> None:
             check_finite(module)
     finally:
         os.chdir(before)
-    dist.barrier()  # all have read it
+    dist.barrier()  # all ranks have read it
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
 
@@ -471,7 +476,7 @@ def fit(case: Case, topology: Any, save: Path | None) -> tuple[Any, Any]:
             self.net = Blocks()
 
         def training_step(self, _: Tensor, index: int) -> Tensor:
-            # not the loader's batch, which a resume changes
+            # independent of the loader's batch, which a resume changes
             return loss_of_blocks(case, self.net)(self.trainer.global_step)
 
         def configure_optimizers(self) -> Optimizer:

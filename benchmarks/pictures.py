@@ -2,7 +2,7 @@
 
     python -m benchmarks.pictures [FOLDER]      # default: benchmarks/results
 
-All plots are `WIDTH` inches wide, with the legend below the axes. The background is transparent, and text is grey,
+All plots are `WIDTH` inches wide, with the legend below the axes. The background is transparent, and text is gray,
 which is readable on white and on black; so no curve is drawn in white or black.
 """
 
@@ -37,14 +37,14 @@ STYLE: dict[str, Any] = {
     "savefig.dpi": 120,
     "svg.hashsalt": "lightning_sparse",
 }
-# matplotlib's tab20 without its greys
+# matplotlib's tab20 without its grays
 DARK = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf")
 LIGHT = ("#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5")
 PALETTE = (*DARK, *LIGHT)
 
 
 def colour(index: int) -> str:
-    """Return the color of a curve, in order. Grey is reserved for text and baselines."""
+    """Return the color of a curve, in order. Gray is reserved for text and baselines."""
     return PALETTE[index % len(PALETTE)]
 
 
@@ -69,7 +69,7 @@ def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool =
         drawn.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-# -- again -------------------------------------------------------------------------------------------------------------
+# -- plots of existing records -----------------------------------------------------------------------------------------
 
 # prefix of a plot's name -> the module that draws it; the longest prefix counts
 BY = {

@@ -48,13 +48,12 @@ def on_clusters(
     rtt_ms: float = 0.0,
     cpu: bool = True,
 ) -> Rows | None:
-    """Return the rows of `work` with cluster and rate, for emulated clusters of these sizes and rates, one after the
-    other.
+    """Return the rows of `work` for emulated clusters of these sizes and rates, measured one after the other.
 
-    Under torchrun or srun, return the rows of its ranks, on rank 0 only. A rate is None if it is unknown: on a cluster
-    that is not emulated, and over loopback, which replaces links that cannot be shaped. `storage` is a folder that
-    emulated nodes see over the network alone, and the rate of its link; `rtt_ms` is the round-trip time between nodes.
-    Ranks of emulated clusters use GPUs only with ``cpu=False``.
+    Each row contains its cluster and rate. Under torchrun or srun, return the rows of its ranks, on rank 0 only. A rate
+    is None if it is unknown: on a cluster that is not emulated, and over loopback, which replaces links that cannot be
+    shaped. `storage` is a folder that emulated nodes see only over the network, and the rate of its link. `rtt_ms` is
+    the round-trip time between nodes. Ranks of emulated clusters use GPUs only with ``cpu=False``.
     """
     if is_launched():
         topology, device = join_ranks()
@@ -180,14 +179,14 @@ def slowest(seconds: float | Sequence[float], device: torch.device) -> torch.Ten
     return taken
 
 
-# -- a process of its own ----------------------------------------------------------------------------------------------
+# -- rows in a process of their own ------------------------------------------------------------------------------------
 
 
 def alone(what: str, work: Callable[..., Any], *arguments: object) -> Any:
     """Return ``work(*arguments)`` from a new process.
 
     Raises:
-        RuntimeError: if the process ends before; the message says which process (`what`) and how.
+        RuntimeError: if the process ends without a result; the message names `what` and the exit status.
     """
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:

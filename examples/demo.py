@@ -141,7 +141,7 @@ def train(runs: list[Run], out: Path, config: LabConfig) -> None:
 
 
 def format_table(rows: list[Row]) -> str:
-    """Return a Markdown table. The gap is the one between the single-node baseline and dense training."""
+    """Return a Markdown table. The gap is between the single-node baseline and dense training."""
     lines = [
         "| task | method | final validation loss | gap closed | time per step | received per node and step |",
         "|---|---|---|---|---|---|",

@@ -18,8 +18,8 @@ class ExchangeUpdates(TrainerCallback):  # type: ignore[misc]
     """DDP averages inside each node, and nodes exchange the largest of their updates.
 
     Args:
-        trainer: that it is added to.
-        **options: of UpdatesConfig, such as ``density``.
+        trainer: The Trainer that gets this callback.
+        **options: Options of UpdatesConfig, such as ``density``.
     """
 
     def __init__(self, trainer: Trainer, **options: Any) -> None:

@@ -34,7 +34,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def lr_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Fraction of the peak learning rate: rises linearly over `warmup_steps`, then falls as half a cosine to 0."""
+    """Return the fraction of the peak learning rate: a linear warm-up, then half a cosine to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))))
@@ -44,12 +44,12 @@ class ResNet(pl.LightningModule):
     """
     Args:
         num_classes: taken from the data.
-        batch_size: pictures a device and step; taken from the data.
-        arch: which of torchvision's; resnet18 to try things out.
-        optimizer: lars is timm's, for large global batches; it steps weights layer by layer.
+        batch_size: images per device and step; taken from the data.
+        arch: a torchvision ResNet. Use resnet18 for first tests.
+        optimizer: sgd, or timm's lars for large global batches, which scales the step of each layer.
         lr: learning rate for a global batch of 256; multiplied by global batch / 256.
-        warmup_epochs: the learning rate rises over so many epochs; may be a fraction.
-        weight_decay: of weights; biases and normalisation have none, and LARS steps them as SGD does.
+        warmup_epochs: epochs in which the learning rate rises; may be a fraction.
+        weight_decay: weight decay of the weights. Biases and normalization have none, and LARS steps them as SGD does.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ResNet(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, y = batch
         loss: Tensor = self.loss(self(x), y)
-        # Not sync_dist: that would be two more collectives over the slow network in every step.
+        # without sync_dist, which would add two collectives over the slow network to every step
         self.log("train_loss", loss, prog_bar=True)
         return loss
 

@@ -25,7 +25,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a perceptron, each on a normalised copy and added to its input."""
+    """Causal attention, then a perceptron. Each works on a normalized copy and is added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """[B, L] tokens to [B, L, vocabulary] logits of the next ones. The embedding is the head, transposed."""
+    """Maps [B, L] tokens to [B, L, vocabulary] logits of the next tokens. The head is the transposed embedding."""
 
     def __init__(self, vocab_size: int, context: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class LanguageModel(pl.LightningModule):
     """
     Args:
         vocab_size, context: taken from the data.
-        layers, heads, width: of the GPT.
-        optimizer: ``"muon"`` steps the matrices of the blocks by torch's Muon and the rest by AdamW.
-        lr: its peak, after ``warmup`` of the steps; then it falls as half a cosine to a tenth.
-        lr_muon: that of Muon.
-        weight_decay: of matrices.
-        bytes_per_token: of the text, for bits per byte; 1 for byte tokens.
+        layers, heads, width: the size of the GPT.
+        optimizer: ``"muon"`` uses torch's Muon for the matrices of the blocks, and AdamW for all other parameters.
+        lr: the peak learning rate, after the fraction ``warmup`` of the steps. Then it falls as a cosine to lr / 10.
+        lr_muon: the peak learning rate of Muon.
+        weight_decay: the weight decay of matrices.
+        bytes_per_token: average bytes of text per token, for bits per byte; 1 for byte tokens.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class LanguageModel(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        # Not sync_dist: that would be one more collective over the slow network in every step.
+        # without sync_dist, which would add a collective over the slow network to every step
         self.log("train_bits", self._bits(loss), prog_bar=True)
         if not self.automatic_optimization:
             self._step_all(loss)
         return loss
 
     def _step_all(self, loss: Tensor) -> None:
-        """Trainer itself steps one optimizer only."""
+        """Step all optimizers, because the Trainer steps only one."""
         optimizers: Any = self.optimizers()
         schedules: Any = self.lr_schedulers()
         self.zero_grad()
@@ -134,7 +134,7 @@ class LanguageModel(pl.LightningModule):
         self._began = None
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        targets = int((batch[1] >= 0).sum())  # of which windows have different numbers if they are packed
+        targets = int((batch[1] >= 0).sum())  # the number of targets differs between packed windows
         self.log("val_bits", self._bits(self.loss(batch)), prog_bar=True, sync_dist=True, batch_size=targets)
 
     def _bits(self, nats: Tensor) -> Tensor:

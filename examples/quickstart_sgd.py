@@ -31,10 +31,10 @@ class Pictures(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
-digits = load_digits()  # 1,797 pictures of 8 x 8 pixels, which come with scikit-learn
+digits = load_digits()  # 1,797 images of 8 x 8 pixels, which scikit-learn contains
 pictures, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
 train, val = random_split(TensorDataset(pictures, labels), [0.8, 0.2], torch.Generator().manual_seed(0))
-# exchange="auto", the default, would measure the network and send everything where that is as fast.
+# The default exchange="auto" would measure the network, and use dense rounds if they are as fast.
 strategy = MSTopKHierStrategy(density=0.01, exchange="sparse", momentum_correction=True)
 trainer = pl.Trainer(num_nodes=2, devices=1, max_epochs=5, strategy=strategy)
 trainer.fit(Pictures(), DataLoader(train, batch_size=16, shuffle=True), DataLoader(val, batch_size=64))

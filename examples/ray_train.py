@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl  # what Ray takes where it is installed
+import lightning.pytorch as pl  # the package that Ray prefers
 import ray
 import torch
 from ray.cluster_utils import Cluster
@@ -51,7 +51,7 @@ class Classifier(pl.LightningModule):
 
 
 def train(config: dict[str, Any]) -> None:
-    """On every worker."""
+    """Train on every worker."""
     pl.seed_everything(1, verbose=False)
     cache_dir = config["cache_dir"]
     if config["emulate"]:  # nodes on one machine would otherwise share a disk
@@ -76,7 +76,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def emulated() -> Cluster:
-    """Two nodes of two processors on this machine. Ray tells nodes apart by address."""
+    """Start two Ray nodes with two CPUs each on this machine. Ray distinguishes nodes by address."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
     return cluster
@@ -93,14 +93,18 @@ def digits(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="image folder: train/<class>/*, val/<class>/*")
-    parser.add_argument("--cache-dir", type=Path, default=Path("runs/ray-cache"), help="on a local disk of each node")
-    parser.add_argument("--storage", type=Path, default=Path("runs/ray"), help="for checkpoints; all nodes reach it")
-    parser.add_argument("--size", type=int, default=24, help="of the pictures in a batch")
+    parser.add_argument(
+        "--cache-dir", type=Path, default=Path("runs/ray-cache"), help="cache folder on a local disk of each node"
+    )
+    parser.add_argument(
+        "--storage", type=Path, default=Path("runs/ray"), help="folder for checkpoints that all nodes share"
+    )
+    parser.add_argument("--size", type=int, default=24, help="edge of the images in a batch, in pixels")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=2, help="of each node")
+    parser.add_argument("--devices", type=int, default=2, help="number of devices per node")
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--emulate", action="store_true", help="two nodes on this machine")
+    parser.add_argument("--emulate", action="store_true", help="start two nodes on this machine")
     args = parser.parse_args()
     source = (args.source or digits(Path("runs/digits"))).resolve()
     cluster = emulated() if args.emulate else None
@@ -126,7 +130,7 @@ def main() -> None:
     result = trainer.fit()
     assert result.metrics is not None
     print(f"validation accuracy: {result.metrics['val_accuracy']:.3f}; the last checkpoint: {result.checkpoint}")
-    ray.shutdown()  # before the nodes, or it takes their end for a fault
+    ray.shutdown()  # before the nodes end, because Ray would report a failure
     if cluster is not None:
         cluster.shutdown()
 

@@ -1,4 +1,4 @@
-"""What a machine cannot run is skipped by name, here and nowhere else."""
+"""Skips tests that this machine cannot run, by marker; no other file does so."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-if TYPE_CHECKING:  # pytest's own process among several runs no test, and needs no torch
+if TYPE_CHECKING:  # if pytest only manages workers, it needs no torch
     from tests.helpers.distributed import RunRanks
 
-# Two workers share the processor. Threads of torch that one of them starts, and that wait in a loop for more to do,
-# take it from the other, and a test of kernels takes twenty times as long.
+# Two workers share the CPUs. Idle torch threads of one worker that spin take CPU time from the other, and a test of
+# kernels takes twenty times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
+# A process that a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A loaded machine is no failure: pytest's own timeout bounds a test.
+# A slow machine must not fail tests: pytest's own timeout limits each test.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """What a test does to the environment ends with it: a Trainer leaves its port, which all later processes took."""
+    """Restore the environment after each test. A Trainer sets its port there, which later processes would use."""
     with mock.patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RunRanks]:
-    """`run_ranks` on processes that stay until the module's last test."""
+    """`run_ranks` with processes that stay until the module's last test."""
     from tests.helpers.distributed import KeptRanks
 
     kept = KeptRanks()
@@ -64,7 +64,7 @@ def _no_sshfs() -> str | None:
     return storage.unavailable_reason()
 
 
-# Marker of a test -> why this machine cannot run it, None if it can.
+# Marker of a test -> the reason why this machine cannot run it, or None.
 NEEDS = {"gpu": _no_gpu, "root": _no_namespaces, "sshfs": _no_sshfs}
 
 
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # tests that collect garbage need not walk all that was imported, a quarter of a second each time
+    gc.freeze()  # otherwise each collection in a test walks all imported objects, 0.25 s each
 
 
 def pytest_unconfigure() -> None:

@@ -1,4 +1,4 @@
-"""Rules for imports, also for type checkers and inside functions."""
+"""Rules for imports, including imports for type checkers and inside functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import lightning_sparse
 PACKAGE = "lightning_sparse"
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ["topology", "kernels", "exchange", "gradients", "strategy", "data", "pto", "lab"]
-# A module imports only from the lines below its own. Parts of one line do not import each other.
+# A module imports only from lower layers. Parts of one layer do not import each other.
 LAYERS = [
     {"cli"},
     {"flavours", "lab"},
@@ -57,7 +57,7 @@ FORBIDDEN = {
     "kernels": ("agree", "internals", "messages", "options", "waits"),
 }
 LIGHTNING = {"pytorch_lightning", "lightning", "lightning_fabric", "lightning_utilities"}
-# grimp knows other packages by their first name alone. Module -> the only files that import it, by their first letters.
+# grimp knows only the first part of other packages' names. Module -> prefixes of the only files that import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "nvidia.dali": ("data/pipeline/dali.py",),
     "torch.nn.parallel": ("gradients/", "strategy/", "pto/"),
@@ -84,19 +84,19 @@ def test_wrong_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def graph() -> Any:
-    """The imports of the package."""
+    """Return the imports of the package."""
     grimp = pytest.importorskip("grimp")
     return grimp.build_graph(PACKAGE, include_external_packages=True, cache_dir=None)
 
 
 def upward_imports(graph: Any, layers: list[set[str]], container: str) -> set[str]:
-    """Imports against the order of the layers."""
+    """Return imports against the order of the layers."""
     found = graph.find_illegal_dependencies_for_layers(layers=layers, containers={container})
     return {f"{dependency.importer} imports {dependency.imported}" for dependency in found}
 
 
 def imports_in_circles(graph: Any) -> set[tuple[str, str]]:
-    """Imports that are part of a circle, also of modules in the same layer."""
+    """Return imports that are part of a cycle, including cycles within a layer."""
     imported = {(upper, lower) for upper in graph.modules for lower in graph.find_modules_directly_imported_by(upper)}
     return {(upper, lower) for upper, lower in imported if graph.chain_exists(importer=lower, imported=upper)}
 
@@ -110,7 +110,7 @@ def is_under(name: str, prefix: str) -> bool:
 
 
 def imports(source: str) -> set[str]:
-    """Absolute imports anywhere in a file, also inside functions; `from a import b` is one of `a.b`."""
+    """Return absolute imports anywhere in a file, also inside functions. `from a import b` counts as `a.b`."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -131,12 +131,12 @@ def test_imports_in_data_follow_the_layers(graph: Any) -> None:
 
 
 @pytest.mark.parametrize("package", [PACKAGE, "benchmarks"])
-def test_imports_form_no_circle(package: str) -> None:
+def test_imports_form_no_cycle(package: str) -> None:
     assert imports_in_circles(pytest.importorskip("grimp").build_graph(package, cache_dir=None)) == set()
 
 
 @pytest.mark.parametrize("importer", FORBIDDEN)
-def test_part_is_usable_without_others(graph: Any, importer: str) -> None:
+def test_part_imports_no_forbidden_part(graph: Any, importer: str) -> None:
     chains = [
         graph.find_shortest_chains(f"{PACKAGE}.{importer}", f"{PACKAGE}.{imported}", as_packages=True)
         for imported in FORBIDDEN[importer]
@@ -144,7 +144,7 @@ def test_part_is_usable_without_others(graph: Any, importer: str) -> None:
     assert set().union(*chains) == set()
 
 
-def test_only_flavours_import_lightning(graph: Any) -> None:
+def test_lightning_is_imported_only_in_flavours(graph: Any) -> None:
     importers = {
         module.split(".")[1]
         for name in LIGHTNING & graph.modules
@@ -166,15 +166,15 @@ def test_heavy_modules_are_imported_only_where_listed() -> None:
 
 
 @pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning"])
-def test_both_flavours_offer_every_public_name(flavour: str) -> None:
-    """Pickle looks for a class in its own module, so each flavour defines its classes."""
+def test_both_lightning_packages_have_all_public_names(flavour: str) -> None:
+    """Pickle looks for a class in its own module, so each Lightning package has its own classes."""
     tree = ast.parse((ROOT / PACKAGE / "flavours" / f"{flavour}.py").read_text(encoding="utf-8"))
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assert classes == set(lightning_sparse.__all__) - {"__version__"}
 
 
 def test_importing_the_package_is_light() -> None:
-    """It loads no other package, and of this package only the files that register names."""
+    """It loads no other package, and only the files of this package that register names."""
     code = f"import sys; before = set(sys.modules); import {PACKAGE}; print(*(set(sys.modules) - before))"
     loaded = python(code).split()
     ours = {PACKAGE, f"{PACKAGE}._autoload", f"{PACKAGE}._version"}

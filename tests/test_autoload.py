@@ -1,7 +1,7 @@
 """Lightning knows the strategy names without an import of this package.
 
-First the finder with a stand-in for Lightning, then real installations whose entry point connects the parts. Each test
-needs its own interpreter.
+The first tests use the finder with a stand-in for Lightning. The others use real installations with an entry point.
+Each test needs its own interpreter.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_python(code: str, *path: Path, cwd: Path, timeout: float = 120, **enviro
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A folder with importable packages that have the names of the two flavours."""
+    """Return a folder with importable packages that have the names of the two Lightning packages."""
     for flavour in FLAVOURS:
         package = tmp_path / "stand_in" / flavour.replace(".", "/")
         (package / "strategies").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_existing_names_stay_and_errors_of_lightning_reach_the_user(stand_in: Pa
 # --- the lazy public names
 
 
-def test_public_names_come_from_the_installed_flavour(stand_in: Path, tmp_path: Path) -> None:
+def test_public_names_come_from_the_installed_lightning_package(stand_in: Path, tmp_path: Path) -> None:
     code = """
         import importlib.util, sys, lightning_sparse
         assert lightning_sparse._module_of("x") == "lightning_sparse.flavours.pytorch_lightning"
@@ -166,15 +166,15 @@ def test_module_lists_its_public_names() -> None:
 
 @pytest.fixture(scope="module")
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH under which the project is installed."""
+    """Return a folder for PYTHONPATH in which the project is installed."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "metadata":
         return with_metadata(folder)
     source, target = copy_of_checkout(folder / "source"), folder / "target"
     how = ["--editable"] if request.param == "editable" else []
     pip_install("--target", str(target), *how, str(source))
-    # An editable install is a .pth file, which Python reads in site directories only: make `target` one, for child
-    # processes too, and the first in the path, should the project be installed already.
+    # An editable install is a .pth file, which Python reads only in site directories. Make `target` a site directory,
+    # also for child processes, and put it first in the path in case the project is already installed.
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(
         f"import site, sys\nlists = [(found, [*found]) for found in (sys.path, sys.meta_path)]\n"
@@ -186,7 +186,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installed", ["metadata", "wheel", "editable"], indirect=True)
-def test_names_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
+def test_names_are_registered_for_both_lightning_packages_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
     code = f"""
         import multiprocessing
         import sys
@@ -220,7 +220,7 @@ def test_names_are_known_in_both_flavours_in_a_spawned_child(installed: Path, tm
     indirect=["installed"],
 )
 def test_trainer_accepts_the_strategy_name(installed: Path, tmp_path: Path, flavour: str) -> None:
-    """With both flavours imported, the public names are ambiguous."""
+    """If both Lightning packages are imported, the public names are ambiguous."""
     fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[flavour]
     code = f"""
         import sys
@@ -289,7 +289,7 @@ MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("compat", "", "
 
 @pytest.fixture(scope="module", params=MODES)
 def editable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An interpreter with an editable install, and its checkout."""
+    """Return an interpreter with an editable install, and its checkout."""
     folder = tmp_path_factory.mktemp("editable")
     python = environment_without_us(folder / "environment")
     source = copy_of_checkout(folder / "source")

@@ -32,13 +32,13 @@ CLUSTER = ["--devices", "1", "--inter-gbps", "1", "--intra-gbps", "10"]
     ],
     ids=lambda words: " ".join(words[:2]),
 )
-def test_an_error_is_one_message_and_exit_code_2(
+def test_command_line_error_is_one_message_and_exit_code_2(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     if words == ["doctor"]:
-        monkeypatch.setenv("RANK", "0")  # without an address to meet at
+        monkeypatch.setenv("RANK", "0")  # without a rendezvous address
         monkeypatch.delenv("MASTER_ADDR", raising=False)
     file = tmp_path / "file"
     file.write_text("not a folder")
@@ -59,7 +59,7 @@ def test_an_error_is_one_message_and_exit_code_2(
         (["lab", "--no-net", "--gbps", "1", "--", "true"], "omit --no-net or --gbps"),
     ],
 )
-def test_error_names_the_way_out(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_error_names_the_fix(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert says in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Models that torch.compile compiles train as eager models with each strategy, with and without DDPOptimizer.
+"""Compiled models train like eager models with each strategy, with and without DDPOptimizer.
 
 All entries are sent, so results do not depend on the grouping of parameters, which compilation may change.
 """
@@ -28,7 +28,7 @@ STEPS = 6
 
 
 def gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[], None]]:
-    """As mstopk_hier."""
+    """Wrap a model as mstopk_hier does."""
     state = HierState(model, HierConfig(**SEND_ALL, warmup_epochs=0), discover())
     ddp = DistributedDataParallel(model, bucket_cap_mb=25)
     ddp.register_comm_hook(state, hier_hook)
@@ -36,14 +36,14 @@ def gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Mo
 
 
 def updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[], None]]:
-    """As mstopk_local."""
+    """Wrap a model as mstopk_local does."""
     topology = discover()
     exchanged = LocalUpdates(model, optimizer, UpdatesConfig(**SEND_ALL), topology)
     return DistributedDataParallel(model, process_group=topology.intra), exchanged.step
 
 
 def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[], None]]:
-    """As mstopk_fsdp with gradients."""
+    """Shard a model as mstopk_fsdp does for gradients."""
     topology = discover()
     optimizer.param_groups.clear()
     sharded = shard(model, mesh_of(topology))
@@ -92,9 +92,9 @@ def all_ways(strategy: str, cases: list[tuple[str, bool]]) -> dict[str, Tensor]:
         pytest.param("mstopk_fsdp", CASES, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_models_train_as_eager_ones(ranks: RunRanks, strategy: str, cases: list[tuple[str, bool]]) -> None:
+def test_compiled_models_train_as_eager_models(ranks: RunRanks, strategy: str, cases: list[tuple[str, bool]]) -> None:
     run = ranks
-    if strategy == "mstopk_fsdp":  # there is no DDP; and torch keeps meshes of groups that are gone
+    if strategy == "mstopk_fsdp":  # it uses no DDP, and torch would keep meshes of destroyed groups
         run, cases = run_ranks, [case for case in cases if case[1]]
     for found in run(all_ways, strategy, cases, nodes=2, devices=2):
         assert len(found) == 1 + len(cases)

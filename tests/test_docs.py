@@ -51,7 +51,7 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-def test_links_lead_to_files_and_headings() -> None:
+def test_document_links_lead_to_files_and_headings() -> None:
     assert {str(page): found for page in PAGES if (found := broken(page))} == {}
 
 
@@ -88,11 +88,13 @@ def test_old_addresses_lead_to_existing_headings() -> None:
 
 def test_readme_is_short_and_shows_the_quick_start() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text) <= 8000, "what is more belongs into docs/"
+    assert len(text) <= 8000, "move details into docs/"
     for command in ("make demo", "make test", "lightning-sparse doctor"):
         assert command in text
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8").endswith(code), "it is the example, whole"
+    assert (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8").endswith(code), (
+        "the README must show the whole example"
+    )
 
 
 def test_plan_commands_of_the_readme_run() -> None:
@@ -138,7 +140,7 @@ def test_quick_start_trains(script: str, page: str, command: str, says: list[str
 
 
 @pytest.mark.slow
-def test_site_builds(tmp_path: Path) -> None:
+def test_docs_site_builds(tmp_path: Path) -> None:
     """mkdocs --strict checks links, names in the API pages, and that the navigation has all pages."""
     pytest.importorskip("material", reason="the site is built with mkdocs-material")
     pytest.importorskip("mkdocstrings", reason="the API's pages are made of docstrings")
@@ -153,7 +155,7 @@ def test_site_builds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_python_in_documents_runs(tmp_path: Path) -> None:
-    """Names and options exist. A new process has imported only one flavour of Lightning."""
+    """All names and options exist. The process imports only one Lightning package."""
     pytest.importorskip("pytorch_lightning")
     program = ""
     for path in sorted((ROOT / "docs").glob("*.md")):
@@ -161,7 +163,7 @@ def test_python_in_documents_runs(tmp_path: Path) -> None:
         runnable = [block for block in blocks if ">>>" not in block]
         program += "".join(f"exec(compile({block!r}, {path.name!r}, 'exec'), {{}})\n" for block in runnable)
     assert program.count("exec(") >= 4
-    one = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}  # a launcher's
+    one = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}  # variables of a launcher
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **one}
     command = [sys.executable, "-c", program]
     done = subprocess.run(

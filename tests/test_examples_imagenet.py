@@ -27,7 +27,7 @@ pytest.importorskip("torchvision", reason="the model and the transforms come fro
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/<class>/*.png, 12 crops of each of the two photographs, one of them gray."""
+    """Create train/<class>/*.png: 12 crops per class of the two photographs. One photograph is gray."""
     image = pytest.importorskip("PIL.Image")
     datasets = pytest.importorskip("sklearn.datasets")
     root = tmp_path_factory.mktemp("pictures")
@@ -45,7 +45,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process in which the entry point names the strategy."""
+    """Return the environment of a process in which the entry point registers the strategy."""
     kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     path = os.pathsep.join([str(with_metadata(tmp_path_factory.mktemp("site"))), os.environ.get("PYTHONPATH", "")])
     return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -115,7 +115,7 @@ def test_recipes_differ_only_in_cluster_options() -> None:
 
 
 def test_batch_file_returns_the_exit_status_of_training(tmp_path: Path) -> None:
-    """srun ends before the shell looks for it. A missing SOURCE is named."""
+    """srun ends before the shell waits for it. The error names a missing SOURCE."""
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 4\n")
     (tmp_path / "srun").chmod(0o755)
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "8"}
@@ -130,7 +130,7 @@ def test_batch_file_returns_the_exit_status_of_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("requeue", ["sleep 2", "exit 1"])
 def test_batch_file_starts_ranks_and_requeues_itself(tmp_path: Path, requeue: str) -> None:
-    """The stand-ins for srun and scontrol write down their arguments. scontrol lasts longer, or fails."""
+    """Stand-ins for srun and scontrol record their arguments. scontrol ends later than srun, or fails."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "srun").write_text('#!/bin/sh\necho "$@" > srun.txt\nsleep 1\nexit 3\n')
@@ -144,7 +144,7 @@ def test_batch_file_starts_ranks_and_requeues_itself(tmp_path: Path, requeue: st
     while not (tmp_path / "srun.txt").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 3, "the code of the training, which the signal did not end"
+    assert job.wait(30) == 3, "the exit code of the training; the signal must not end it"
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
     words = (tmp_path / "srun.txt").read_text()
     assert "--trainer.num_nodes=4 --trainer.devices=8 --data.source=/mnt/pictures" in words

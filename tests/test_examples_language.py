@@ -63,13 +63,13 @@ def test_example_learns_and_ranks_end_with_equal_weights(config: str, ranks: int
     more = ["--model.optimizer=muon", "--trainer.gradient_clip_val=null"] if muon else []
     ends = fit(tokens, name, "--trainer.max_steps=30", *more, ranks=ranks)
     for end in ends:
-        assert end["bits"] < 8, "of 256 bytes, untrained"
+        assert end["bits"] < 8, "an untrained model has 8 bits"
         assert torch.equal(end["weights"], ends[0]["weights"])
 
 
 @pytest.mark.slow
 def test_example_resumes_bit_identically(tokens: Path) -> None:
-    """The checkpoint lies in the middle of an epoch of a mixture of text, which is tokenized, and a mapped file."""
+    """The checkpoint is saved during an epoch of a mixture of text, which is tokenized, and a mapped file."""
     (tokens / "texts").mkdir()
     for each in (ROOT / "examples").glob("*.py"):
         (tokens / "texts" / f"{each.stem}.txt").write_text(each.read_text())

@@ -1,4 +1,4 @@
-"""Private names of torch and Lightning exist, are used in one file, and are named if missing."""
+"""Private names of torch and Lightning exist, are used in one file, and are listed if missing."""
 
 import importlib
 import re

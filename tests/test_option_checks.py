@@ -1,4 +1,4 @@
-"""Option checks accept values within their limits, and their errors name the option, its value and the limits."""
+"""Option checks accept values within the limits, and their errors name the option, the value and the limits."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_dependencies_pin_no_versions() -> None:
     assert [each for each in wanted if re.search(r"==|<|~=", each)] == []
 
 
-def test_extra_all_has_every_extra_of_users() -> None:
+def test_extra_all_contains_all_user_extras() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
     of_developers = {"all", "dev", "docs", "examples", "test-storage"}

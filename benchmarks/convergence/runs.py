@@ -95,13 +95,15 @@ class Run:
 
 
 class Learner(ABC):
-    """A task's part of one run on one rank. Everything except the batches is equal on all ranks. A batch is divided
-    among the ranks of all nodes, even if only one node runs."""
+    """A task's part of one run on one rank. Everything except the batches is equal on all ranks.
+
+    A batch is divided among the ranks of all nodes, even if only one node runs.
+    """
 
     model: nn.Module
     optimizer: Optimizer
-    schedule: LRScheduler  # goes on at every step
-    steps: int  # an epoch
+    schedule: LRScheduler  # advanced in every step
+    steps: int  # per epoch
 
     @abstractmethod
     def losses(self, model: nn.Module, epoch: int) -> Iterator[Tensor]:

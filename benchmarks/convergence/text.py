@@ -102,7 +102,7 @@ CONFIGS: dict[str, Arguments] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(Settings):
-    text: str  # which
+    text: str  # identifies the text
     steps_per_epoch: int = 40
     global_batch: int = 64  # windows of CONTEXT characters
     lr_warmup_steps: int = 40

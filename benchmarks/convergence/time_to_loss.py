@@ -167,7 +167,7 @@ def table(rows: Rows, race: Race) -> str:
 
 def plot(record: dict[str, Any], file: Path) -> None:
     """Draw the metric over seconds, with a panel per cluster and rate."""
-    if "histories" in record:  # in files of before
+    if "histories" in record:  # in older files
         where = {name: record[name] for name in ("cluster", "gbps")}
         record = {"rows": [{**where, "way": way, "history": each} for way, each in record["histories"].items()]}
     metric = images.ACCURACY if images.ACCURACY.key in record["rows"][0]["history"][0] else text.BITS

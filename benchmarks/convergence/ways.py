@@ -70,7 +70,7 @@ class Way:
         inside = None if self.group == "world" else topology.intra
         self.ddp = wrap(model, options.pop("bucket_cap_mb", 25), inside)
         if self.group == "node" and topology.num_devices == 1:
-            self.ddp.require_backward_grad_sync = False  # as the strategy does: there is nothing to average
+            self.ddp.require_backward_grad_sync = False  # as in the strategy, there is nothing to average
         self.numel = sum(p.numel() for p in model.parameters())
         self.rounds = 0
 
@@ -114,7 +114,7 @@ class Way:
 
 
 class Hooked(Way):
-    """DDP with one of torch's hooks."""
+    """DDP with a communication hook of torch."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
         hook = options.pop("hook")
@@ -134,7 +134,7 @@ class Hooked(Way):
 
 
 class Gradients(Way):
-    """The paper's method: the largest gradients."""
+    """The paper's method, which exchanges the largest gradients."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, topology: Topology, options: dict[str, Any]) -> None:
         super().__init__(model, optimizer, topology, options)
@@ -153,7 +153,7 @@ class Gradients(Way):
 
 
 class Updates(Way):
-    """The largest updates, after the optimizer."""
+    """Exchanges the largest updates, after the optimizer's step."""
 
     group = "node"
 
@@ -181,7 +181,7 @@ class Updates(Way):
 
 
 class Average(Way):
-    """Models averaged every ``every`` steps; DiLoCo with an outer optimizer."""
+    """Averages the models every ``every`` steps. DiLoCo, with an outer optimizer."""
 
     group = "node"
 
@@ -308,7 +308,7 @@ WAYS: dict[str, type[Way]] = {
 
 
 def received(here: float, topology: Topology) -> float:
-    """Return the bytes of all devices of a node, from this device's. A collective."""
+    """Return the bytes received by all devices of a node, given the bytes of this device. A collective."""
     total = torch.tensor(here, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / topology.num_nodes

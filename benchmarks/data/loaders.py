@@ -94,7 +94,7 @@ def generated(folder: Path, of_each: int = 96) -> Path:
     return folder
 
 
-# -- others' loaders, which never end ----------------------------------------------------------------------------------
+# -- endless loaders of other libraries --------------------------------------------------------------------------------
 
 
 def transforms(size: int) -> Any:
@@ -110,8 +110,8 @@ def over_and_over(data: Any) -> Iterator[Any]:
     """Yield the batches of a data set from torch's DataLoader with one worker process."""
     from torch.utils.data import DataLoader
 
-    # forked, as in a script of one's own: a process that was spawned, as each row's is, would spawn its workers, and
-    # those read a fifth slower
+    # Forked, as in a user's script. Each row runs in a spawned process, which would spawn its workers, and spawned
+    # workers read 20% slower.
     loader = DataLoader(
         data, BATCH, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
     )

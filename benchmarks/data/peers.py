@@ -104,8 +104,7 @@ ROWS: dict[str, Row] = {
 
 
 def measure(name: str, pictures: Path, size: int) -> dict[str, float]:
-    """Return images per CPU-second and per second for the first epoch and for later epochs, and CPU-seconds of three
-    epochs."""
+    """Return images per CPU-second and per second of the first and later epochs, and CPU-seconds of three epochs."""
     import pytorch_lightning  # noqa: F401  # as any training does
 
     torch.set_num_threads(1)

@@ -2,11 +2,10 @@
 
     python -m benchmarks.data.scale OUT
 
-For each cluster (nodes x devices, files in 1,000 classes), it measures: seconds and bytes to make the list from the
-answers of storage, to write it and to map it; seconds per rank to assign samples to nodes and to begin an epoch;
-milliseconds and CPU time per step of the sampler; and how evenly foreign samples are spread over devices.
-
-All code is that of a run, except that the answers of storage are synthetic and take no time.
+For each cluster (nodes x devices, files in 1,000 classes), it measures the list: seconds and bytes to make it from the
+answers of storage, to write it and to map it. It measures seconds per rank to assign samples to nodes and to begin an
+epoch, and milliseconds and CPU time per step of the sampler. It also measures how evenly foreign samples are spread
+over devices. The code is the code of a run, except that the answers of storage are synthetic and take no time.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def foreign(plan: EpochPlan, placed: np.ndarray[Any, Any], count: int) -> dict[s
 
 def main() -> None:
     options = parser_of(__doc__).parse_args()
-    rows = [alone(f"{cluster[0]:,} files", measure, *cluster) for cluster in CLUSTERS]  # whose memory is measured
+    rows = [alone(f"{cluster[0]:,} files", measure, *cluster) for cluster in CLUSTERS]  # to measure memory
     write(options.out / "data-scale.json", {**surroundings("numpy"), "rows": rows}, json.dumps(rows, indent=1))
 
 

@@ -187,8 +187,7 @@ LOADERS: dict[str, tuple[str, Callable[..., Batches], str, dict[str, Any]]] = {
 
 
 def read(topology: Topology, device: torch.device, gbps: float | None, row: str, source: str, work: str) -> Rows:
-    """Return tokens, CPU-seconds, seconds and bytes on the storage link of each epoch; the first epoch includes the
-    start."""
+    """Return tokens, CPU-seconds, seconds and bytes on the storage link per epoch. The first includes the start."""
     import pytorch_lightning  # noqa: F401  # as any training does
 
     folder, make, _, more = LOADERS[row]
@@ -221,7 +220,9 @@ def measure(row: str, source: Path, work: Path, gbps: float) -> list[Rows]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shards", type=int, default=32, help="of a million tokens each (default %(default)s)")
+    parser.add_argument(
+        "--shards", type=int, default=32, help="number of shards of a million tokens (default %(default)s)"
+    )
     parser.add_argument("--gbps", type=float, default=0.2, help="rate of the storage node's link in Gbit/s")
     parser.add_argument("--rows", nargs="+", choices=list(LOADERS), metavar="ROW", help="default: all installed")
     options = parser.parse_args()

@@ -67,8 +67,10 @@ def measure(
     distributed: bool,
     restores: bool,
 ) -> Rows:
-    """Run one save or restore; return the slowest rank's seconds and the largest rank's memory beyond training. A
-    collective."""
+    """Run one save or restore. A collective.
+
+    Returns the slowest rank's seconds and the largest rank's memory beyond training.
+    """
     clock, checkpoint = Clock(), folder / CHECKPOINT
     data: DataLoader[Tensor] = DataLoader(list(torch.randn(64, SIDE)), batch_size=2)  # type: ignore[arg-type]
     trainer = pl.Trainer(
@@ -86,7 +88,7 @@ def measure(
     trainer.fit(Linear(layers), data, ckpt_path=checkpoint if restores else None, weights_only=False)
     seconds, peak, held = clock.seconds, clock.peak, _status("VmRSS")
     if not restores:
-        Path("/proc/self/clear_refs").write_text("5")  # the highest is the present one
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
         began = time.monotonic()
         trainer.save_checkpoint(checkpoint)
         seconds, peak = time.monotonic() - began, _status("VmHWM")

@@ -51,7 +51,7 @@ EVERY_SECONDS = 30.0
 WARM = 50  # steps that are not timed
 
 
-# -- nodes that come and go --------------------------------------------------------------------------------------------
+# -- nodes that join and leave -----------------------------------------------------------------------------------------
 
 
 class World:
@@ -157,8 +157,10 @@ def one_is_away(nodes: World, by: signal.Signals) -> None:
 
 
 def killed_at_random(nodes: World) -> None:
-    """Kill and restart a node every 30 s, up to the last tenth of the steps. Later, it could come back after the others
-    have ended, and train alone."""
+    """Kill and restart a node every 30 s, up to the last tenth of the steps.
+
+    Later, it could rejoin after the others have ended, and train alone.
+    """
     generator = random.Random(0)
     nodes.wait(step=1)
     while nodes.wait(seconds=EVERY_SECONDS) and nodes.step() < 0.9 * nodes.steps:
@@ -226,11 +228,11 @@ def compared(said: dict[int, Rows]) -> dict[str, Any]:
 
 
 def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[str, Any]:
-    """Return the usual seconds of a step, and the seconds lost to each event, by the continuing node that lost most."""
+    """Return the usual seconds per step, and the seconds lost to each event by the continuing node that lost most."""
     times = {place: [line["time"] for line in lines if "step" in line] for place, lines in said.items()}
     usual = median(after - before for each in times.values() for before, after in itertools.pairwise(each))
     at_once = {after[0] for before, after in itertools.pairwise(events) if after[0] - before[0] < 1}
-    events = [each for each in events if each[0] not in at_once]  # a return right after the end is one event with it
+    events = [each for each in events if each[0] not in at_once]  # a restart right after an exit is one event with it
     over = min((line["time"] for lines in said.values() for line in lines if "ends" in line), default=math.inf)
     losses = []
     for (begin, what, place), (end, _, _) in itertools.pairwise([*events, (over, "", -1)]):
@@ -336,12 +338,14 @@ def plot(record: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--gbps", type=float, nargs="+", default=[0.1, 1.0], metavar="R", help="the first for losses")
+    parser.add_argument(
+        "--gbps", type=float, nargs="+", default=[0.1, 1.0], metavar="R", help="link rates; losses use the first"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pause", type=float, default=0.25, help="seconds between two steps of elastic nodes")
-    parser.add_argument("--repeats", type=int, default=3, help="of step times")
-    parser.add_argument("--ways", nargs="+", default=list(SCENARIOS), help="of elastic nodes")
+    parser.add_argument("--repeats", type=int, default=3, help="number of step-time measurements")
+    parser.add_argument("--ways", nargs="+", default=list(SCENARIOS), help="events of the elastic nodes")
     options = parser.parse_args()
     record: dict[str, Any] = {**surroundings("torchft"), "rows": [], "times": []}
     gbps, epochs = options.gbps[0], options.steps // text.TextSettings.steps_per_epoch

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it unannounced
+from torch._C._distributed_c10d import GradBucket  # torch.distributed re-exports it without declaring it
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,7 +76,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "updates 3 %, every 30": {"density": 0.03, "sync_every": 30},
 }
 """The options of `UpdatesConfig` for each way to exchange updates."""
-BESIDE = 30  # steps: the first one of a turn hides nothing, and the last one waits
+BESIDE = 30  # number of steps: the first step of a turn hides nothing, and the last step waits
 ALWAYS = (NONE, NOTHING, "DDP", "2-D dense", "auto 1 %")
 """What tables go by, and what the others are compared with."""
 
@@ -124,7 +124,7 @@ class Way:
     received: list[float] = field(default_factory=list)
 
     def turn(self, offset: int, synchronised: bool) -> None:
-        """Time a step, or several consecutive steps. A collective."""
+        """Time one step or several consecutive steps. A collective."""
         dist.barrier()
         before, begin, steps = received_bytes(), time.perf_counter(), 1 if self.updates is None else BESIDE
         for _ in range(steps):
@@ -180,8 +180,7 @@ def build(
 
 
 def _storage_and_source(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return zeros for the parameters, and random gradients with `SPARE` more elements, whose scale differs by
-    layer."""
+    """Return zeros for the parameters, and `SPARE` more random gradients, whose scale differs by layer."""
     torch.manual_seed(dist.get_rank())
     storage, source = torch.zeros(numel, device=device), torch.randn(numel + SPARE, device=device)
     for piece in torch.split(source, 1 << 16):
@@ -223,8 +222,10 @@ def measure(
     seconds: float,
     only: Sequence[str],
 ) -> Rows:
-    """Return one row per method, almost equal on all ranks. A collective. `seconds` limits all except the first three
-    repeats."""
+    """Return one row per method, almost equal on all ranks. A collective.
+
+    `seconds` limits all except the first three repeats.
+    """
     ways, offset = build(topology, shapes, device, only), 0
     set_rate(FASTEST)
     for _ in range(SETTLING):  # DDP rebuilds buckets; PowerSGD starts to compress
@@ -292,7 +293,7 @@ def table(rows: Rows) -> str:
 def plot(record: dict[str, Any], file: Path) -> None:
     rows = [row for row in record["rows"] if row["gbps"] is not None]
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
-    hidden = (NONE, NOTHING, "ours 1 %, taken apart")  # the last one in files of before
+    hidden = (NONE, NOTHING, "ours 1 %, taken apart")  # older files have the last row
     ways = list(dict.fromkeys(row["way"] for row in rows if row["way"] not in hidden))
     with picture(file, height=6.5, columns=len(clusters), sharey=True) as axes:
         for cluster, ax in zip(clusters, axes, strict=True):
@@ -313,10 +314,12 @@ def main() -> None:
     parser.add_argument(
         "--rtt-ms", type=float, default=0.0, metavar="T", help="ms to another node and back (default 0)"
     )
-    parser.add_argument("--seconds", type=float, default=40.0, help="for one rate, where it allows three repeats")
+    parser.add_argument("--seconds", type=float, default=40.0, help="time limit per rate, after three repeats")
     beside = ", ".join(ALWAYS).replace("%", "%%")
     parser.add_argument("--ways", nargs="+", default=[], help=f"only these methods, and {beside}")
-    parser.add_argument("--model", default="resnet50", metavar="NAME", help="of torchvision or timm (default resnet50)")
+    parser.add_argument(
+        "--model", default="resnet50", metavar="NAME", help="a torchvision or timm model (default resnet50)"
+    )
     options = parser.parse_args()
     shapes = QUICK if options.quick else parameter_shapes(options.model)
     arguments = shapes, 3.0 if options.quick else options.seconds, options.ways

@@ -50,7 +50,7 @@ def main() -> None:
         return
     parser = parser_of(__doc__)
     parser.add_argument("--millions", type=int, nargs="+", default=[25, 50, 100], help="parameters of the models")
-    parser.add_argument("--gbps", type=float, default=1.0, help="of each node's link")
+    parser.add_argument("--gbps", type=float, default=1.0, help="rate of each node's link in Gbit/s")
     options = parser.parse_args()
     with exit_on_signals():
         rows = [row for millions in options.millions for row in measure(millions, options.gbps)]

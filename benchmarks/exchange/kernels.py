@@ -275,7 +275,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 def plot(record: dict[str, Any], file: Path) -> None:
     """Draw time over size, for 1% of a Gaussian vector."""
     shown = [row for row in record["rows"] if row["distribution"] == "gaussian" and row["density"] == 0.01]
-    shown = [row for row in shown if "threads" not in row["method"]]  # in files of before
+    shown = [row for row in shown if "threads" not in row["method"]]  # older files have such rows
     with picture(file) as (axes,):
         for name in dict.fromkeys(row["method"] for row in shown):
             line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
@@ -285,11 +285,11 @@ def plot(record: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    from tqdm import tqdm  # the GPU session, which uses the functions, does without
+    from tqdm import tqdm  # imported here, because the GPU session uses this module without tqdm
 
     parser = parser_of(__doc__, quick="three small cases")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads of torch, on the CPU")
     parser.add_argument("--seconds", type=float, default=5.0, help="spent at most on one method of one case")
     parser.add_argument("--sizes", type=int, nargs="+", help=f"default: {SIZES}, and 10^9 on a GPU")
     parser.add_argument("--densities", type=float, nargs="+", default=(1e-4, 1e-3, 1e-2, 1e-1))

@@ -58,8 +58,7 @@ SETTLING = 4  # the first steps create state and compare ranks
 
 
 def shapes_of(model: str) -> Sequence[torch.Size]:
-    """Return the parameter shapes of a torchvision or timm model, or of "Transformer", an encoder of 12 layers, width
-    768."""
+    """Return the parameter shapes of a torchvision or timm model, or of an encoder of 12 layers ("Transformer")."""
     if model != "Transformer":
         return parameter_shapes(model)
     with torch.device("meta"):
@@ -109,15 +108,16 @@ def measure(
     repeats: int = 15,
     seconds: float = 20.0,
 ) -> Rows:
-    """Return one row per method. Methods run one after the other, because the largest models fill the memory. A
-    collective.
+    """Return one row per method. A collective.
+
+    Methods run one after the other, because the largest models fill the memory.
 
     Args:
         seconds: time limit per row.
     """
     rows = Rows()
     for way, make in makers.items():
-        gc.collect()  # break the cycle of optimizer and hooks; two copies of VGG-19 exceed the memory
+        gc.collect()  # breaks the cycle of optimizer and hooks; two copies of VGG-19 do not fit into memory
         parameters = _parameters(shapes, device)
         made = make(*optimizer, parameters)
         for _ in range(2 * STEPS if way == "pto auto" else SETTLING):

@@ -66,8 +66,10 @@ class Models:
         return self.flat_MN.shape[1]
 
     def backward(self, x_MBL: Tensor, y_MBL: Tensor) -> Tensor:
-        """Set the gradients of each model's mean loss, and return the mean over models, in nats. On a GPU, matrix
-        products are in bfloat16, and parameters and gradients in fp32."""
+        """Set the gradients of each model's mean loss, and return the mean over models, in nats.
+
+        On a GPU, matrix products are in bfloat16, and parameters and gradients in fp32.
+        """
         device = self.flat_MN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             losses_M = self.losses(self._parameters, x_MBL, y_MBL)
@@ -91,8 +93,7 @@ class Models:
         return nats_T.view(models, batch * length).mean(1)
 
     def _forward(self, parameters: dict[str, Tensor], x_MBL: Tensor) -> Tensor:
-        """[M, B, L] characters -> [M, B * L, symbols] logits of the next characters, as
-        `CharacterTransformer.forward`."""
+        """Map [M, B, L] characters to [M, B * L, symbols] logits, as `CharacterTransformer.forward` does."""
         models, batch, length = x_MBL.shape
 
         def linear(name: str, x_MTI: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class Muon(torch.optim.AdamW):
             momentum.mul_(self.MOMENTUM).add_(gradient)
             updates.append(self._orthogonal(gradient.add(momentum, alpha=self.MOMENTUM)))
             gradient.zero_()
-        super().step()  # of matrices the decay alone
+        super().step()  # for matrices, only the weight decay
         for place, update in zip(self._places, updates, strict=True):
             models.view(models.flat_MN, place).sub_(update, alpha=0.2 * lr * max(place.shape) ** 0.5)
 

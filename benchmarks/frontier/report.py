@@ -3,9 +3,9 @@
     python -m benchmarks.frontier.report OUT
 
 Each row is a method at its best setting of all trials, the mean over its seeds; differences to dense training are
-computed per seed. Seconds are modeled, not measured: a step of GPT-2's smallest model (124 M parameters, `COMPUTE`
-seconds) receives as many bits per parameter as the small model did, and the communication of every method overlaps with
-the whole step, which favors methods that wait, such as DiLoCo. PowerSGD is left out, because it sends less for wider
+computed per seed. Seconds are modeled, not measured. A step of GPT-2's smallest model (124 M parameters, `COMPUTE`
+seconds) receives as many bits per parameter as the small model did. The communication of every method overlaps with the
+whole step, which favors methods that wait, such as DiLoCo. PowerSGD is left out, because it sends less for wider
 matrices.
 """
 

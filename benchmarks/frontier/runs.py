@@ -124,7 +124,7 @@ def _outer(settings: tuple[tuple[float, float, float], ...], muon: bool = False,
 DILOCO = ((0.0007, 1.0, 0.8), (0.001, 1.0, 0.7), (0.0014, 1.0, 0.7), (0.002, 1.0, 0.6), (0.003, 1.0, 0.5))
 MULOCO = ((0.002, 1.0, 0.7), (0.002, 1.0, 0.8), (0.004, 1.0, 0.6), (0.004, 1.0, 0.7), (0.008, 1.0, 0.6))
 MUON_LRS = (0.002, 0.004, 0.008, 0.012, 0.016)
-SPARSE_LRS = (0.0005, 0.001, 0.002, 0.004, 0.006)  # of ways whose best was the least of LRS in first trials
+SPARSE_LRS = (0.0005, 0.001, 0.002, 0.004, 0.006)  # for methods whose best rate in first trials was the lowest of LRS
 OUTER = ((0.001, 2.0), (0.0014, 1.5), (0.002, 1.5), (0.002, 2.0), (0.003, 1.5))
 SPARSE_OUTER = ((0.0005, 2.0), (0.0007, 1.5), (0.001, 1.5), (0.002, 0.7), (0.003, 0.7))
 ROWS: dict[str, Row] = {
@@ -186,8 +186,10 @@ class Run:
 
 
 def windows(corpus: Corpus, seed: int, steps: int, batch: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the inputs and targets of each worker, [M, B, L] each. Worker m has the windows of rank m in
-    convergence/text.py."""
+    """Return the inputs and targets of each worker, [M, B, L] each.
+
+    Worker m has the windows of rank m in convergence/text.py.
+    """
     for step in range(steps):
         if step % EPOCH == 0:
             starts = start_of_windows(corpus, seed, step // EPOCH, (EPOCH, batch), CONTEXT).to(corpus.train_N.device)
@@ -318,14 +320,14 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="six rows at known settings, one seed")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ALL), metavar="ROW", help="only these")
-    parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="of the model (%(default)s)")
+    parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="size of the model (%(default)s)")
     parser.add_argument("--carry", type=int, metavar="N", help="only the N best of the size below, seed 0")
     parser.add_argument("--lr", type=float, help="this learning rate alone, without trials, seed 0")
     parser.add_argument("--steps", type=int, default=0, help="number of steps; default: of the size")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="seeds after 0, for the best settings")
     parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="number of threads of torch (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     text, device = read_library(SIZES[options.size].whole), torch.device(options.device)

@@ -1,4 +1,4 @@
-"""One rank of a cluster that does not exist: the work of a device in a step, without the others.
+"""One rank of a simulated cluster: the work of one device per step, without the other devices.
 
 NCCL refuses several ranks on one GPU, and ranks as threads would share one interpreter and one GPU, so their times
 would mean little. Here the other ranks are assumed to be copies of this rank. So collectives need no communication:
@@ -94,7 +94,7 @@ def _among_copies(tensor: Tensor, op: dist.ReduceOp.RedOpType, count: int) -> No
 def _cycles_per_second() -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     cycles = 100_000_000
-    for _ in range(2):  # the first one while clocks rise
+    for _ in range(2):  # the first call while clocks rise
         begin.record()
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         end.record()

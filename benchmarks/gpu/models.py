@@ -1,4 +1,4 @@
-"""The two models of the GPU session, in plain torch: a machine without package index may lack torchvision.
+"""The two models of the GPU session, in plain torch, because the machine may lack torchvision and a package index.
 
 The blocks of the GPT also serve convergence/text.py.
 """
@@ -20,7 +20,7 @@ class Task:
     Args:
         build: makes the model on the CPU.
         loss: returns the loss of the model on a batch.
-        batch: makes a batch on a device.
+        batch: makes a batch on a given device.
         optimizer: makes the optimizer of parameters.
     """
 

@@ -34,8 +34,11 @@ INPUTS, WIDTH, CLASSES = 31, 193, 7
 
 
 def train_all(topology: Topology, device: torch.device, gbps: float | None) -> Rows:
-    """Return one row per method: its losses, averaged over the ranks; whether all ranks end with equal weights; whether
-    its losses should equal DDP's losses."""
+    """Return one row per method.
+
+    A row has the losses, averaged over the ranks, whether all ranks end with equal weights, and whether the losses
+    should equal DDP's losses.
+    """
     rows = Rows()
     for name, method in COMPARED.items():
         training = Training.start(method, topology, device, _classifier, _classify, _adamw)
@@ -143,7 +146,7 @@ class Turns:
         return slowest(seconds, self._device).item(), received_bytes() - before
 
     def row(self) -> dict[str, Any]:
-        """Return the median, lowest and highest milliseconds of a step, and the received bytes per step."""
+        """Return the median, lowest and highest milliseconds per step, and the received bytes per step."""
         ms = sorted(1e3 * each for each in self._seconds)
         return {
             "ms": median(ms),

@@ -20,7 +20,7 @@ from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 
 NONE, NO_OVERLAP, OVERLAP, UPDATES = "no exchange", "gradients, no overlap", "gradients, overlap", "updates"
-SETTLING = 4  # rounds until buckets are settled, and more
+SETTLING = 4  # more rounds than buckets need to settle
 Times = dict[str, dict[str, float]]
 """Milliseconds per step of each method: median, fastest and slowest turn, and the time in which the host queues it."""
 
@@ -95,7 +95,7 @@ class Way:
 
     @property
     def received(self) -> float:
-        """Bytes from other nodes in the last step."""
+        """Return the bytes received from other nodes in the last step."""
         holder = self._state or self._updates
         return 0.0 if holder is None else holder.exchange.stats.round_bytes
 

@@ -28,13 +28,13 @@ def test_kernels_record_names_command_commit_hardware_and_versions(
     assert "mstopk 30" in capsys.readouterr().out
     record = json.loads((tmp_path / "kernels.json").read_text())
     assert {row["method"] for row in record["rows"]} >= {"sum", "select", "compress", "sum 4 2bit", "round"}
-    assert record["command"].endswith(f"{tmp_path.name} --quick --no-compile"), "no place of this machine"
+    assert record["command"].endswith(f"{tmp_path.name} --quick --no-compile"), "a path of this machine is recorded"
     assert {"date", "hardware", "versions", "commit", "threads", "kernels", "rows"} <= set(record)
     assert "argpartition" in (tmp_path / "kernels.md").read_text()
 
 
 @pytest.mark.slow
-def test_data_benchmark_times_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_benchmark_times_each_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = loaders.generated(tmp_path / "images", of_each=32)
     monkeypatch.setattr(tiers, "TIERS", ("storage", "memory decoded"))
     monkeypatch.setattr(tiers, "has_dali", lambda: False)
@@ -61,14 +61,14 @@ def test_join_benchmark_measures_both_nodes(tmp_path: Path, monkeypatch: pytest.
     assert all(row["received"] > 12 * row["numel"] and row["seconds"] > 0 for row in joining)
 
 
-# -- a process of its own ----------------------------------------------------------------------------------------------
+# -- rows in a process of their own ------------------------------------------------------------------------------------
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_row_in_its_own_process_returns_raises_or_is_named_with_its_exit() -> None:
+def test_row_in_its_own_process_returns_raises_or_reports_its_exit() -> None:
     assert processes.alone("a sum", sum, (1, 2)) == 3
     with pytest.raises(TypeError):
         processes.alone("a sum", sum, 1)
@@ -121,7 +121,7 @@ def test_pto_benchmark_runs_on_ranks(tmp_path: Path) -> None:
 
 
 def place(topology: Topology, device: torch.device, gbps: float | None, word: str) -> list[dict[str, Any]]:
-    """Return the arguments and the cluster of a rank."""
+    """Return this rank's arguments and cluster."""
     processes.set_rate(10.0)
     return [{"said": word, "given": gbps, "ranks": topology.world_size, "node": topology.num_devices}]
 

@@ -41,7 +41,7 @@ def test_report_takes_differences_of_equal_seeds(tmp_path: Path) -> None:
     assert (tmp_path / "results.svg").exists()
 
 
-def test_methods_worse_than_one_node_alone_are_named() -> None:
+def test_methods_worse_than_the_single_node_baseline_are_named() -> None:
     from benchmarks.convergence.report import against_alone, verdict
     from benchmarks.convergence.text import BITS
 
@@ -73,7 +73,7 @@ def test_finished_runs_are_kept_and_other_settings_are_refused(tmp_path: Path) -
     assert alone["val_bits"] not in (dense["val_bits"], sparse["val_bits"])
     assert sparse["bytes_per_node"] < dense["bytes_per_node"] / 2  # rounds before DDP's buckets settle are dense
     assert sparse["val_bits"] != dense["val_bits"]
-    assert 4 < sparse["val_bits"] < 8  # 6.6 for all characters alike
+    assert 4 < sparse["val_bits"] < 8  # 6.6 if all characters are equally likely
     assert execute(TASK, runs, tmp_path / "not there", tmp_path / "runs") == records
     with pytest.raises(ValueError, match="was made with"):
         execute(TASK, [TASK.run("dense", 0, TextSettings(lr=1e-3, text="any"))], corpus, tmp_path / "runs")
@@ -83,7 +83,7 @@ def test_finished_runs_are_kept_and_other_settings_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["exchange-8x1-2026-11-22", "frontier-2026-11-26", "kernels-2026-11-21"])
-def test_picture_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
+def test_plot_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import pictures
 
@@ -91,7 +91,7 @@ def test_picture_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
     pictures.draw(file, json.loads(published.with_suffix(".json").read_text()))
     drawn = file.read_text()
     assert drawn.startswith("<?xml")
-    assert "#ffffff" not in drawn, "transparent"
+    assert "#ffffff" not in drawn, "the background must be transparent"
     assert len(drawn) == pytest.approx(len(published.read_text()), rel=0.1)
 
 
@@ -122,7 +122,7 @@ def test_different_digests_of_one_round_are_counted() -> None:
     assert (found["rounds"], found["compared"], found["different"]) == (3, 2, 1)
 
 
-def test_lost_seconds_are_those_beyond_usual_steps() -> None:
+def test_lost_seconds_exceed_the_usual_steps() -> None:
     lost = pytest.importorskip(ELASTIC, reason="needs torchft").lost
     times = [0.0, 1.0, 2.0, 8.0, 9.0, 10.0, 11.0]
     lines = [said(step, time, "", "") for step, time in enumerate(times)]

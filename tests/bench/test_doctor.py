@@ -45,7 +45,7 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_command_prints_one_screen(not_launched: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_at_most_one_screen(not_launched: pytest.MonkeyPatch) -> None:
     """Without compiled kernels, it names the reason."""
     not_launched.setenv("LIGHTNING_SPARSE_KERNELS", "torch")
     command = [sys.executable, "-m", "lightning_sparse.cli", "doctor"]
@@ -64,7 +64,7 @@ def test_command_prints_json(not_launched: pytest.MonkeyPatch, capsys: pytest.Ca
     assert {each["status"] for each in json.loads(capsys.readouterr().out)} <= {"ok", "note"}
 
 
-def test_lines_have_status_subject_and_message() -> None:
+def test_doctor_lines_have_status_subject_and_message() -> None:
     lines = report([CheckResult("ok", "a", "fine"), CheckResult("bad", "longer", "broken")]).splitlines()
     assert lines == ["ok   a       fine", "bad  longer  broken"]
 
@@ -87,7 +87,7 @@ def test_lighthouse_is_shown_with_its_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_address_without_a_lighthouse_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens there, another service does, or it is no address."""
+    """No server listens, another service answers, or the address is invalid."""
     with socket.socket() as unused, socket.create_server(("127.0.0.1", 0)) as other:
 
         def greet() -> None:

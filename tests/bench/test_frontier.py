@@ -90,7 +90,7 @@ def test_muon_steps_each_model_as_the_muon_of_torch(corpus: Corpus) -> None:
         optimizer.step()
         expected.step()
     difference = models.view(models.flat_MN, place)[1] - alone
-    assert difference.abs().max() < 0.01, "three steps of about 0.015 an element; torch iterates in bfloat16"
+    assert difference.abs().max() < 0.01, "three steps of about 0.015 per element; torch iterates in bfloat16"
 
 
 def test_worker_reads_the_windows_of_a_rank(corpus: Corpus) -> None:
@@ -237,7 +237,7 @@ def test_demo_that_sends_all_coefficients_loses_nothing() -> None:
     assert way._momentum_MN.abs().max() < 1e-4
 
 
-def test_each_method_has_equally_many_trials() -> None:
+def test_methods_have_equally_many_trials() -> None:
     for name, row in ROWS.items():
         twice = any("every" in each or "sync_every" in each for _, each in row.trials) and "%" in name
         assert len(row.trials) == len(LRS) * (1 + twice)

@@ -69,7 +69,7 @@ def test_part_at_its_time_limit_keeps_its_results(tmp_path: Path) -> None:
 def test_interrupted_session_has_written_the_first_result_of_a_part(tmp_path: Path) -> None:
     outcomes = gpu_session.run("gpt", gpu_session.PARTS["gpt"], tmp_path, False, 60.0)
     gpu_session.write(tmp_path, {"gpt": next(outcomes)}, {})
-    outcomes.close()  # as at Ctrl-C: the process ends, too
+    outcomes.close()  # as Ctrl-C does; the process ends, too
     assert json.loads((tmp_path / "session.json").read_text())["parts"]["gpt"]["data"] == 7
 
 
@@ -80,13 +80,13 @@ def test_part_that_takes_too_long_has_claims_that_are_not_run(tmp_path: Path) ->
 
 
 def test_session_starts_without_lightning() -> None:
-    """A bare GPU machine may lack it, and each part would import it for seconds."""
+    """A bare GPU machine may lack Lightning, and each part would need seconds to import it."""
     code = "import sys, benchmarks.gpu.session; print([name for name in sys.modules if 'lightning_fabric' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "[]\n"
 
 
-def test_each_default_part_runs_in_less_than_five_minutes() -> None:
+def test_default_parts_run_in_less_than_five_minutes() -> None:
     assert [name for name, part in gpu_session.PARTS.items() if part.by_default and part.seconds >= 300] == []
 
 
@@ -150,7 +150,7 @@ def test_waits_raise_restores_the_mode_after_an_error(monkeypatch: pytest.Monkey
     assert modes == [0, "error", 0]
 
 
-def test_gpu_tests_all_run_in_session_or_data_check() -> None:
+def test_gpu_tests_run_in_the_session_or_the_data_check() -> None:
     files = set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}
     marked = {str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text()}
     assert marked == {*gpu_tests(), "tests/data/test_gpu.py"}
@@ -158,7 +158,7 @@ def test_gpu_tests_all_run_in_session_or_data_check() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
+def test_session_parts_run_on_a_cpu(tmp_path: Path) -> None:
     parts = gpu_session.PARTS
     words = ["--cpu", "--parts", *parts, "--minutes", "18"]
     command = [sys.executable, "-m", "benchmarks.gpu.session", str(tmp_path), *words]

@@ -35,7 +35,7 @@ def here(nodes: int, density: float = 0.01, **options: float) -> tuple[list[Row]
 
 def test_prediction_uses_the_cost_model_of_the_strategies() -> None:
     of = scenario()
-    assert of.buckets == 5, "as DDP cuts ResNet-50: 1 MiB, then 25 MiB each"
+    assert of.buckets == 5, "DDP splits ResNet-50 into buckets of 1 MiB, then 25 MiB"
     each = TensorSpec(16, 8, -(-RESNET50 // 5))
     k = math.ceil(0.01 * each.shard_numel)
     assert predict(of, 16, "ddp").sync_s == pytest.approx(5 * Flat(each).seconds(of.rates))
@@ -53,7 +53,7 @@ def test_predicted_bytes_per_node() -> None:
     assert predict(scenario(), 16, "ddp").node_bytes == pytest.approx(2 * 127 / 128 * 4 * RESNET50, rel=1e-5)
     assert predict(scenario(), 16, "ddp16").node_bytes == pytest.approx(2 * 127 / 128 * 2 * RESNET50, rel=1e-5)
     sparse = predict(scenario(), 16, "sparse", 0.01).node_bytes
-    assert sparse == pytest.approx(15 * 3.43 * 0.01 * RESNET50, rel=0.01), "bytes of a pair"
+    assert sparse == pytest.approx(15 * 3.43 * 0.01 * RESNET50, rel=0.01), "bytes per pair"
     assert predict(scenario(), 32, "sparse", 0.01).node_bytes == pytest.approx(sparse * 31 / 15, rel=1e-3)
     assert (
         predict(scenario(), 32, "regional", 0.01).node_bytes
@@ -75,7 +75,7 @@ def test_step_and_efficiency_have_bounds_for_overlap() -> None:
     assert row.overlapped_step_s == max(0.05, row.sync_s)
     assert row.efficiency == pytest.approx(0.05 / row.step_s)
     assert row.overlapped_efficiency == pytest.approx(0.05 / row.overlapped_step_s)
-    assert predict(scenario(), 16, "ddp").step_s is None, "no compute time, no step time"
+    assert predict(scenario(), 16, "ddp").step_s is None, "without a compute time there is no step time"
 
 
 def test_single_node_has_no_traffic() -> None:
@@ -105,7 +105,7 @@ MSTOPK = "strategy='mstopk_hier' with density=0.01"
             {"compute_s": 0.213},
             ["With SGD, use plain DDP if communication overlaps with backward, otherwise ", MSTOPK, "measure both"],
         ),
-        # sparse loses to dense where density is above 2 / M for pairs of 4 bytes
+        # sparse receives more than dense if the density is above 2 / M, with pairs of 4 bytes
         (256, {"density": 0.05, "inter_gbps": 1.0}, ["With SGD, use strategy='mstopk_hier' with exchange='dense16'"]),
         (16, {}, ["With SGD, use ", "Predicted communication per step: ", "add --compute-ms"]),
     ],
@@ -159,7 +159,7 @@ def numel_of(model: str) -> int:
 def test_models_of_torchvision_and_timm_are_known() -> None:
     assert numel_of("resnet50") == RESNET50
     assert numel_of("vgg19") == 143_667_240
-    assert numel_of("mixer_s16_224") == 18_528_264  # timm's
+    assert numel_of("mixer_s16_224") == 18_528_264  # from timm
 
 
 def test_known_sizes_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
-"""A run resumed from a checkpoint is the run: each strategy, host and form of checkpoint, on the same cluster, on
-another cluster, and on one node."""
+"""A resumed run equals the uninterrupted run, for each strategy, host and form of checkpoint.
+
+The run resumes on the same cluster, on another cluster, and on one node.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from tests.helpers.lines import raised
 from tests.helpers.training import Case, Look, Trained, flat, load_loop, loop_of, save_loop, train, train_loop
 
 SAVED, STEPS = 5, 9  # DDP's buckets settle in the first steps
-# Each kind on each host, in each form, and each form on each host that has it.
+# Each kind on each host, in each form that the host supports.
 CASES = [
     Case("hier", "trainer", "file"),
     Case("hier", "trainer", "folder", precision="16-mixed"),
@@ -34,7 +36,7 @@ CASES = [
     Case("fsdp-gradients", "fabric", "file"),
     Case("fsdp-gradients", "loop", "folder"),
 ]
-# More states of an engine, on the same cluster alone: between two exchanges there are changes that no look shows.
+# More states of an engine, on the same cluster only, because `look` cannot show changes between two exchanges.
 MORE = [
     Case("local", "loop", "folder", {"sync_every": 4, "delay": 0}, "bf16-true"),
     Case("local", "trainer", "file", {"value_dtype": "bfloat16"}, "16-mixed"),
@@ -72,7 +74,7 @@ IN_THE_BACKGROUND = ("hier", "local", "fsdp-updates", "fsdp-gradients")
 
 
 def saved_in_the_background(folder: str) -> list[str]:
-    """The kinds of loops that do not resume bit-identically if they are saved during the training."""
+    """Return the kinds of loops that do not resume bit-identically if they are saved during the training."""
     return [kind for kind in IN_THE_BACKGROUND if not resumes(Case(kind, "loop", "folder"), f"{folder}/{kind}")]
 
 
@@ -118,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pairs(folder: str) -> Pairs:
-    """The results of each case by rank: the whole run, and the run resumed by other objects."""
+    """Return the results of each case by rank: the uninterrupted run, and the run resumed by new objects."""
     return run_ranks(whole_and_resumed, folder, ALL, nodes=2, devices=2, timeout=250)
 
 
@@ -157,7 +159,7 @@ def test_global_weights_are_equal_on_all_ranks(pairs: Pairs, number: int) -> Non
 def test_resume_on_another_cluster_keeps_weights_pending_mean_and_optimizer(
     pairs: Pairs, elsewhere: Looks, number: int
 ) -> None:
-    """Optimizers go on with the state of the first node."""
+    """Optimizers continue with the state of the first node."""
     before = pairs[0][number][0].looks[SAVED]
     for after in (each[number] for each in elsewhere):
         assert torch.equal(before.weights, after.weights)
@@ -168,7 +170,7 @@ def test_resume_on_another_cluster_keeps_weights_pending_mean_and_optimizer(
 
 @every(CASES)
 def test_resume_on_one_node_applies_pending_updates(pairs: Pairs, alone: Looks, number: int) -> None:
-    """Pending gradients are added to the next gradient: test_gradients.py."""
+    """test_gradients.py checks pending gradients, which are added to the next gradient."""
     before = pairs[0][number][0].looks[SAVED]
     for after in (each[number] for each in alone):
         expected = before.weights.double()
@@ -196,7 +198,7 @@ def resumed_on_two_nodes(folder: str) -> list[Trained]:
 
 
 @pytest.mark.slow
-def test_resume_of_one_node_on_two_nodes_starts_from_its_weights_with_nothing_pending(tmp_path: Path) -> None:
+def test_resume_of_one_node_on_two_nodes_starts_with_nothing_pending(tmp_path: Path) -> None:
     one = run_ranks(trained_on_one_node, str(tmp_path), nodes=1, devices=2, timeout=200)
     two = run_ranks(resumed_on_two_nodes, str(tmp_path), nodes=2, devices=1, timeout=200)
     for number in range(len(ONE_NODE)):

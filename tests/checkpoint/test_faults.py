@@ -1,5 +1,7 @@
-"""Checkpoints of 2 x 2 ranks. A rank is killed between two files of a save, a byte is damaged, a file is lost, or a
-disk is full. No run continues from wrong weights, and no rank waits for another that will not come."""
+"""Faults of checkpoints on 2 x 2 ranks: a rank is killed, a byte is damaged, a file is lost, a disk is full.
+
+No run continues from wrong weights, and no rank waits for a rank that has failed.
+"""
 
 import resource
 import shutil
@@ -22,12 +24,12 @@ STEPS = 14
 
 
 def fit(folder: str, kill: Kill | None, case: Case, steps: int = STEPS, every: int = 1) -> Any:
-    """Train from the last checkpoint, if there is one, and save after each step."""
+    """Train from the last checkpoint, if any, and save after each step."""
     strategy = case.strategy(FLAVOUR, timeout=patience(kill))
     return fit_on(folder, strategy, module_of(case), kill, every, max_steps=steps, precision=case.precision)
 
 
-# -- killed ------------------------------------------------------------------------------------------------------------
+# -- a killed rank -----------------------------------------------------------------------------------------------------
 
 
 def ends_with(folder: str, kill: Kill | None, case: Case) -> Tensor:
@@ -35,7 +37,7 @@ def ends_with(folder: str, kill: Kill | None, case: Case) -> Tensor:
 
 
 FILES = ["before its side file", "after its side file", "before the main file", "after the main file"]
-# A case -> the points of a save, and the ranks that do not reach them.
+# A case -> the points of a save, and the ranks to kill there.
 KILLED: list[tuple[Case, list[tuple[str, int]]]] = [
     (Case("hier", "trainer", "file", precision="16-mixed"), [("in a step", 3), *zip(FILES, (1, 2, 0, 0), strict=True)]),
     (Case("fsdp-gradients", "trainer", "file"), [(FILES[0], 2), (FILES[2], 0)]),
@@ -58,10 +60,10 @@ KILLED: list[tuple[Case, list[tuple[str, int]]]] = [
     ],
     ids=str,
 )
-def test_run_killed_at_each_point_of_a_save_goes_on_bit_identically(
+def test_run_killed_at_each_point_of_a_save_resumes_bit_identically(
     case: Case, points: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    """Killed at each point in turn, each time in a later step."""
+    """Each kill happens at another point, in a later step."""
     kills = [Kill(point, rank, 2 * number + 3) for number, (point, rank) in enumerate(points)]
     for whole, other in whole_and_killed(ends_with, tmp_path, kills, case, **MANY):
         assert torch.equal(whole, other)
@@ -69,7 +71,7 @@ def test_run_killed_at_each_point_of_a_save_goes_on_bit_identically(
         assert [each.name for each in sorted(tmp_path.iterdir())] == ["last.ckpt", "whole"]
 
 
-# -- damaged -----------------------------------------------------------------------------------------------------------
+# -- a damaged byte ----------------------------------------------------------------------------------------------------
 
 TRAINERS = [
     Case("hier", "trainer", "file"),
@@ -92,7 +94,7 @@ def all_damaged(folder: str, cases: list[Case]) -> list[list[str]]:
 
 
 def damaged(folder: str, case: Case) -> list[str]:
-    """The outcome of each damaged byte: an error, or the weights of the undamaged checkpoint."""
+    """Return the outcome of each damaged byte: an error, or the weights of the undamaged checkpoint."""
     path = Path(folder) / "saved"
     path.mkdir(parents=True, exist_ok=True)
     saver = fit(str(path), None, case, 3, every=0)
@@ -123,7 +125,7 @@ def damaged_loop(folder: str, case: Case) -> list[str]:
 def outcome(load: Any, copy: Path, expected: Tensor) -> str:
     try:
         found = load(copy)
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
+    except (Exception, CheckpointException) as error:  # torch's CheckpointException is no Exception
         return f"{type(error).__name__}: {error}"
     return "same" if torch.equal(found, expected) else "wrong weights"
 
@@ -136,14 +138,14 @@ def test_damaged_byte_is_an_error_on_all_ranks_or_harmless(tmp_path: Path) -> No
         of_ranks = [each[number] for each in everyone]
         for found in zip(*of_ranks, strict=True):
             assert "wrong weights" not in found, case
-            assert len({each == "same" for each in found}) == 1, "all ranks go on, or none"
+            assert len({each == "same" for each in found}) == 1, "all ranks continue, or none"
         errors = [each for found in of_ranks for each in found if each != "same"]
-        if case.form == "folder":  # nearly all bytes are checked
+        if case.form == "folder":  # most bytes have a checksum
             assert all("is damaged" in each or "CheckpointException" in each for each in errors), case
             assert len(errors) > 5 * len(everyone), case
 
 
-# -- not written -------------------------------------------------------------------------------------------------------
+# -- a full disk -------------------------------------------------------------------------------------------------------
 
 
 def on_full_disks(folder: str, cases: list[Case]) -> list[tuple[str, bool]]:
@@ -151,7 +153,7 @@ def on_full_disks(folder: str, cases: list[Case]) -> list[tuple[str, bool]]:
 
 
 def on_a_full_disk(folder: str, case: Case) -> tuple[str, bool]:
-    """Rank 1 can write 512 bytes to a file at most. Returns the error, and whether the last save is untouched."""
+    """Limit the files of rank 1 to 512 bytes. Return the error, and whether the last save is unchanged."""
     t = fit(folder, None, case, 3)
     path = Path(folder) / "last.ckpt"
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
@@ -174,7 +176,7 @@ def test_full_disk_of_one_rank_fails_all_and_keeps_the_last_save(tmp_path: Path)
             assert kept, case
 
 
-# -- missing -----------------------------------------------------------------------------------------------------------
+# -- a lost file -------------------------------------------------------------------------------------------------------
 
 
 def global_weights_in(side_file: dict[str, Any]) -> Tensor:
@@ -192,7 +194,7 @@ def exchange_with_another_save(side: Path) -> None:
 
 
 def zero(side: Path) -> None:
-    """Inside a tensor: torch.load reads it without an error."""
+    """Zero 64 bytes inside a tensor, which torch.load reads without an error."""
     content = bytearray(side.read_bytes())
     place = content.index(global_weights_in(torch.load(side)).numpy().tobytes())
     content[place : place + 64] = bytes(64)
@@ -217,7 +219,7 @@ LOST: dict[str, tuple[Case, Any]] = {
 
 
 def without_the_file_of_rank_3(folder: str) -> dict[str, tuple[str, list[str], int, Tensor]]:
-    """For each loss: the error, the logged lines, the number of rounds and the weights of a resumed run."""
+    """Return for each loss the error, the log lines, the number of rounds and the weights of a resumed run."""
     found: dict[str, tuple[str, list[str], int, Tensor]] = {}
     for case in (HIER, LOCAL):
         fit(f"{folder}/{case.kind}", None, case, 5)
@@ -236,9 +238,11 @@ def without_the_file_of_rank_3(folder: str) -> dict[str, tuple[str, list[str], i
     return found
 
 
-def test_side_file_of_one_rank_that_is_lost_never_mixes_states(tmp_path: Path) -> None:
-    """Gradients: one warning, and that rank begins with zero. Updates: all ranks go on from the weights alone. Files
-    that hold different global weights are an error on all ranks."""
+def test_lost_side_file_of_one_rank_never_mixes_states(tmp_path: Path) -> None:
+    """With gradients, one warning is logged and the rank starts with a zero residual.
+
+    With updates, all ranks continue from the weights. Files with different global weights are an error on all ranks.
+    """
     everyone = run_ranks(without_the_file_of_rank_3, str(tmp_path), init=False, **MANY)
     for name, (case, _) in LOST.items():
         found = [each[name] for each in everyone]

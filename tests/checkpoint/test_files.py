@@ -25,7 +25,7 @@ STEPS = 12
 
 
 def fit(folder: str, kill: Kill | None, seconds: float | None = None) -> dict[str, Any]:
-    """Train with a checkpoint after every step, from the last one if there is one."""
+    """Train from the last checkpoint, if any, with a checkpoint after every step."""
     strategy = sparse(FLAVOUR, timeout=timedelta(seconds=seconds) if seconds else patience(kill))
     module = plain_module(FLAVOUR, by_step=True)
     t = fit_on(folder, strategy, module, kill, max_steps=STEPS)
@@ -41,13 +41,13 @@ def same_ends(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_run_restarted_by_torchrun_goes_on_bit_identically(tmp_path: Path) -> None:
+def test_run_restarted_by_torchrun_resumes_bit_identically(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = run_ranks(fit, str(tmp_path / "whole"), None, nodes=2, devices=1, timeout=100, init=False)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    # torch 2.15 gives the second life the store of the first one, where Gloo finds addresses of the dead; plain
-    # all_reduce fails there, too.
+    # After the restart, torch 2.15 reuses the store, where Gloo finds addresses of dead processes. A plain all_reduce
+    # fails there, too.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     done = subprocess.run(
         [*words, "-m", "tests.checkpoint.test_files", str(tmp_path)],
@@ -61,7 +61,7 @@ def test_run_restarted_by_torchrun_goes_on_bit_identically(tmp_path: Path) -> No
 
 
 def main(folder: str) -> None:
-    """Run one rank under torchrun. In the first life rank 1 dies. One agent starts all ranks; each acts as a node."""
+    """Run one rank under torchrun as a node of its own. Rank 1 dies before the restart."""
     os.environ.update(GROUP_RANK=os.environ["LOCAL_RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     result = fit(folder, None if restarts else Kill("in a step", rank=1, step=6), seconds=20)
@@ -69,7 +69,7 @@ def main(folder: str) -> None:
 
 
 def two_steps(seconds: float) -> Any:
-    """A Trainer after a fit, in which ranks wait for each other for so long."""
+    """Return a Trainer after a fit, whose ranks wait at most `seconds` for each other."""
     t = trainer(FLAVOUR, sparse(FLAVOUR, timeout=timedelta(seconds=seconds)), max_steps=2, **ranks())
     t.fit(plain_module(FLAVOUR))
     return t
@@ -106,14 +106,14 @@ def test_save_to_paths_that_differ_by_rank_works(results: list[dict[str, Any]]) 
     """Ray gives each worker its own folder. Rank 0 must not wait for a path that no other rank knows."""
     for rank, saved in enumerate(each["own_folders"] for each in results):
         assert set(saved) == {f"rank0000{rank}.pt"}
-        assert len(saved) == (1 if rank == 0 else 2), "the last one stays until another main file is there"
+        assert len(saved) == (1 if rank == 0 else 2), "the last save stays until another main file exists"
 
 
 @SCENARIOS.add
 def own_folders(folder: str) -> list[str]:
     t = two_steps(seconds=10)
     lines = Lines().lines
-    for _ in range(4):  # the same name, again and in the same round
+    for _ in range(4):  # save again to the same path, in the same round
         path = f"{folder}/worker{t.global_rank}/last.ckpt"
         save(t, path)
     assert lines == []
@@ -134,7 +134,7 @@ def not_shared(found: list[tuple[list[str], list[str]]], devices: int, unseen: s
     lines, kept = zip(*found, strict=True)
     assert [f"the side files of rank(s) {unseen} are not in" in line for line in lines[0]] == [True]
     assert not any(lines[1:])
-    files = [devices] * devices + [2 * devices] * devices  # another node's last save stays until the next one
+    files = [devices] * devices + [2 * devices] * devices  # on the other node, the last save stays until the next save
     assert [len(names) for names in kept] == files
 
 
@@ -151,7 +151,7 @@ def one_path_two_folders(folder: str) -> tuple[list[str], list[str]]:
 
 
 def test_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(results: list[dict[str, Any]]) -> None:
-    """Where nodes do not share the folder, ``ckpt_path="last"`` finds the checkpoint on one of them."""
+    """If nodes do not share the folder, ``ckpt_path="last"`` finds the checkpoint on one node only."""
     assert all("rank(s) 1 loaded no checkpoint and rank 0" in each["seen_by_one"] for each in results)
 
 
@@ -165,7 +165,7 @@ def seen_by_one(folder: str) -> str:
 
 def test_saves_leave_no_keys_in_the_store(results: list[dict[str, Any]]) -> None:
     for keys in (each["keys_after_saves"] for each in results):
-        assert keys[0] == keys[-1], "two saves stay until two others are over"
+        assert keys[0] == keys[-1], "the keys of two saves stay until two other saves are complete"
 
 
 @SCENARIOS.add
@@ -181,7 +181,7 @@ def keys_after_saves(folder: str) -> list[int]:
 
 
 def test_ranks_that_stop_waiting_at_different_times_reach_one_verdict() -> None:
-    """Rank 1 reports after rank 0 has judged without it. Rank 1 sees all reports, but the verdict is rank 0's."""
+    """Rank 1 reports after rank 0 has decided without it. Rank 1 sees all reports, but the verdict of rank 0 counts."""
     found = run_ranks(late_report, nodes=3, devices=1, timeout=60)
     assert [verdict for verdict, _ in found] == ["missing: 1"] * 3
     assert None in [found[0][1][1], found[2][1][1]]
@@ -196,14 +196,14 @@ def late_report() -> tuple[str, list[str | None]]:
     rank = torch.distributed.get_rank()
     if rank == 1:
         torch.distributed.distributed_c10d._get_default_store().wait(["save/verdict"], timedelta(seconds=30))
-    report = "" if rank == 2 else f"report {rank}"  # an empty one counts, too
+    report = "" if rank == 2 else f"report {rank}"  # an empty report counts, too
     verdict, reports = decide("save", report, judge, timedelta(seconds=3))
     return verdict, list(reports)
 
 
 @pytest.mark.parametrize("rank_0", [None, '{"path": "a.ckpt", "error": "", "replaces": true}'])
 def test_checkpoint_stays_if_a_rank_is_missing_and_rank_0_may_replace_it(rank_0: str | None) -> None:
-    """Only rank 0 knows whether it would replace a checkpoint. If its report is late, the others assume so."""
+    """Only rank 0 knows whether it would replace a checkpoint. If its report is late, the other ranks assume so."""
     other = '{"path": "a.ckpt", "error": "", "replaces": false}'
     assert "the existing checkpoint stays" in saves._verdict("a.ckpt", [rank_0, other, None])
     assert saves._verdict("a.ckpt", [other, other, None]) == ""

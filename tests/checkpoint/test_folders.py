@@ -1,4 +1,4 @@
-"""Checkpoints that are folders: state of modules and optimizers, other readers, and refused options."""
+"""Checkpoint folders: state of modules and optimizers, other readers, and refused options."""
 
 import os
 from contextlib import ExitStack
@@ -68,7 +68,7 @@ class Counting(nn.Module):
 
 @SCENARIOS.add
 def of_modules(folder: str) -> list[tuple[Any, Any, bool]]:
-    """A module's extra state, its extra state in a resumed run, and whether it upgraded the state."""
+    """Return a module's extra state, the extra state of a resumed run, and whether it upgraded the state."""
     found = []
     for way, many in (("gradients", True), ("updates", True), ("updates", False)):
         saved, other = plain_module(FLAVOUR, Counting()), plain_module(FLAVOUR, Counting())
@@ -99,7 +99,7 @@ def test_resume_in_another_memory_format_on_one_device_per_node_keeps_weights(re
 
 @SCENARIOS.add
 def of_other_optimizers(folder: str) -> list[str]:
-    """The errors when another optimizer resumes from a folder of AdamW."""
+    """Return the errors of other optimizers that resume from a folder of AdamW."""
     t = fitted_updates()
     t.save_checkpoint(f"{folder}/adamw.ckpt")
 
@@ -126,7 +126,7 @@ def test_folder_of_another_optimizer_is_refused(results: Results) -> None:
 
 @SCENARIOS.add
 def refused(folder: str) -> list[str]:
-    """The errors about paths and options that a folder cannot have."""
+    """Return the errors about paths and options that a folder does not support."""
     os.chdir(folder)
     said = []
     for fit_one in (lambda: fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=2), fitted_updates):
@@ -191,13 +191,13 @@ def test_folder_is_read_by_torch_and_ddp_and_refused_by_fsdp(results: Results) -
         assert "written by 'mstopk_fsdp'" in said
         assert "'mstopk_fsdp' reads only its own folders" in sharded
     stored = FileSystemReader(f"{results[0]['folder']}/read_by_others/updates.ckpt").read_metadata().storage_data
-    assert len(stored) == len({index.fqn for index in stored}), "everything is written once"
+    assert len(stored) == len({index.fqn for index in stored}), "each item is written once"
     files = [place.relative_path for index, place in stored.items() if index.fqn.startswith("state_dict.net")]
-    assert len(set(files)) > 1, "weights by ranks of all nodes"
+    assert len(set(files)) > 1, "ranks of all nodes write weights"
 
 
 def with_other_callbacks(folder: str) -> tuple[bool, str, bool]:
-    """A whole and a resumed run with PTOCallback; the error for updates; a learning-rate search."""
+    """Return whether a run with PTOCallback resumes, the error for updates, and whether a search resumes."""
 
     def run(way: str, steps: int, path: str | None, callbacks: list[Any]) -> Any:
         t = trainer(FLAVOUR, strategy_of(way), max_steps=steps, max_epochs=-1, callbacks=callbacks, **ranks())
@@ -232,7 +232,7 @@ def test_elastic_strategy_refuses_folders() -> None:
     assert not ours(FLAVOUR).MSTopKElasticStrategy()._save_distributed_checkpoint
 
 
-# -- not written, not shared, not seen ---------------------------------------------------------------------------------
+# -- failed writes, unshared folders, folders that a rank does not see -------------------------------------------------
 
 
 @SCENARIOS.add
@@ -278,7 +278,7 @@ def test_folder_that_nodes_do_not_share_is_refused(results: Results) -> None:
 
 @SCENARIOS.slow
 def unseen(folder: str) -> list[str]:
-    """Errors when rank 0, and then rank 1, does not see the folder."""
+    """Return the errors if rank 0, and then rank 1, does not see the folder."""
     path, said = Path(folder) / "last.ckpt", []
     saver = fitted(FLAVOUR, fsdp(FLAVOUR))
     saver.save_checkpoint(path)
@@ -287,7 +287,7 @@ def unseen(folder: str) -> list[str]:
             if saver.global_rank == blind:
                 stack.enter_context(patch.object(Path, "is_file", lambda self: False))
                 stack.enter_context(patch.object(folders.FileSystemReader, "read_metadata", no_file))
-            # all its steps are done
+            # the fit has no steps left
             said.append(raised(fitted, FLAVOUR, fsdp(FLAVOUR), sharded_module(FLAVOUR, 5), str(path)))
     return said
 
@@ -308,12 +308,12 @@ def test_folder_that_one_rank_does_not_see_is_an_error_on_all(results: Results, 
 def test_folder_replaces_another_folder_or_file(
     exchanged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not exchanged:  # as on file systems that cannot
+    if not exchanged:  # as on file systems without an atomic exchange
         monkeypatch.setattr(folders, "_swap_atomically", lambda *_: False)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)
-    if not exchanged:  # and a kill left the folder that it had moved away
+    if not exchanged:  # an earlier process was killed and left a moved folder
         (tmp_path / ".old.old").mkdir()
         (tmp_path / ".old.old" / "earlier").write_text("earlier")
     folders._replace(tmp_path / "old", tmp_path / "new")

@@ -1,4 +1,4 @@
-"""Checkpoints of gradients: residuals that only some ranks hold, loads in the middle of a fit, files of a save."""
+"""Checkpoints of gradients: residuals on some ranks only, loads during a fit, files of a save."""
 
 import os
 from math import prod
@@ -49,7 +49,7 @@ fits = results_in_one_start(FITS)
 
 
 def test_resume_of_an_earlier_checkpoint_forgets_later_residuals(fits: list[dict[str, Any]]) -> None:
-    """The same Trainer goes back to a checkpoint from before anything was sent sparsely."""
+    """The same Trainer returns to a checkpoint from before the first sparse round."""
     for again, fresh in (each["go_back"] for each in fits):
         assert torch.equal(again, fresh)
 
@@ -66,14 +66,14 @@ def go_back(folder: str) -> tuple[Tensor, Tensor]:
 
 
 def test_checkpoint_loaded_within_a_fit_replaces_residuals_at_once(fits: list[dict[str, Any]]) -> None:
-    """The search for a learning rate loads so. A checkpoint of plain DDP leaves no residuals."""
+    """A learning-rate search loads a checkpoint in this way. A checkpoint of plain DDP leaves no residuals."""
     for found, left_over in (each["back_and_on"] for each in fits):
         saved, later, loaded, plain = found
         assert saved.abs().max() > 0
         assert not torch.equal(saved, later)
         assert torch.equal(saved, loaded)
         assert not plain.any()
-        assert not left_over, "the next fit would begin with it"
+        assert not left_over, "the next fit would use it"
 
 
 @FITS.add
@@ -125,7 +125,7 @@ def test_resume_on_one_node_applies_residuals_once(ranks: RunRanks, tmp_path: Pa
 
 
 def apply_on_one_node(path: str) -> list[Tensor]:
-    """The additions of three rounds to the mean gradient; the first round is discarded."""
+    """Return the additions to the mean gradient in three rounds; the first round is discarded."""
     model, plain = mlp(), mlp()
     state = HierState(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), discover())
     go_on(state, path)
@@ -168,7 +168,7 @@ def test_symlink_is_followed_by_reads_and_replaced_by_saves(tmp_path: Path) -> N
 
 def test_side_files_are_replaced_and_removed_with_their_checkpoint(fits: list[dict[str, Any]]) -> None:
     for each in (of_rank["come_and_go"] for of_rank in fits):
-        assert each["after first"] == each["after second"] == 2, "the older save's files are gone"
+        assert each["after first"] == each["after second"] == 2, "the files of the older save are removed"
         assert each["first"] != each["second"]
         assert each["weights only"] == 0
         assert each["removed"] == []
@@ -208,12 +208,14 @@ def come_and_go(folder: str) -> dict[str, Any]:
     return out
 
 
-# -- a residual that only one device of a node holds -------------------------------------------------------------------
+# -- a residual on only one device of a node ---------------------------------------------------------------------------
 
 
 def test_residual_of_one_device_survives_other_groups_and_clusters(ranks: RunRanks, tmp_path: Path) -> None:
-    """All was sent but of one parameter, whose gradient was thrown away, and which lies on one device: neither other
-    groups nor another topology may wait for the other device's share, or lose this one."""
+    """Only one parameter has a residual, because its gradient was discarded, and it lies on one device.
+
+    With other groups or another topology, no rank may wait for the other device, and the residual must survive.
+    """
     path = str(tmp_path / "run.ckpt")
     everyone = ranks(keep_one_parameter, path, nodes=2, devices=2)
     assert [held for held, _, _ in everyone] == [False, True] * 2
@@ -246,17 +248,17 @@ def keep_one_parameter(path: str) -> tuple[bool, Tensor, Tensor]:
     step(6, drop=True)
     held, before = bool(state.store.committed), of_bias(state)
     save(state, path)
-    model[4].bias.requires_grad_(False)  # other buckets, other groups
+    model[4].bias.requires_grad_(False)  # changes the buckets and the groups
     ddp, _ = wrap(model, sparse, topology, state=state)
     state.before_backward()
     loss_of(ddp, 7, dist.get_rank()).backward()
-    optimizer.zero_grad()  # thrown away: residuals stay, in the new groups
+    optimizer.zero_grad()  # discarded: residuals stay, in the new groups
     state.commit_round()
     return held, before, of_bias(state)
 
 
 def of_bias(state: HierState) -> Tensor:
-    """The residual of one parameter, summed over nodes."""
+    """Return the residual of one parameter, summed over nodes."""
     total = torch.zeros(37, dtype=torch.float64)
     for group, shard in state.store.committed.items():
         for _, here, there in group.shard_slices(["0.bias"], state.topology.device_index, state.topology.num_devices):
@@ -271,7 +273,7 @@ def parked_elsewhere(path: str) -> Tensor:
     return state.store.by_name["0.bias"]
 
 
-# -- checkpoints that do not fit ---------------------------------------------------------------------------------------
+# -- incompatible checkpoints ------------------------------------------------------------------------------------------
 
 
 def test_early_format_is_refused() -> None:
@@ -300,7 +302,7 @@ def test_node_without_a_quantity_counts_as_zero() -> None:
 
 
 def test_resume_without_momentum_and_one_file_converts_residuals(ranks: RunRanks, tmp_path: Path) -> None:
-    """As with all files: the sum over nodes, in the units of SGD's own momentum, rather than the pieces as they lie."""
+    """As with all files, the result is the sum over nodes in the units of SGD's momentum, not the separate pieces."""
     path = str(tmp_path / "saved.ckpt")
     ranks(save_with_momentum, path, nodes=2, devices=1)
     next((tmp_path / "saved.ckpt.residual").rglob("rank00001.pt")).unlink()

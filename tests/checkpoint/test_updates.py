@@ -31,7 +31,7 @@ def module() -> Any:
 
 
 def saved_bytes(options: dict[str, Any]) -> tuple[float, float]:
-    """Saved bytes per element: in pieces, and in other state."""
+    """Return the saved bytes per element, in pieces and in other state."""
     ddp, optimizer, updates = start(adamw, nn.Linear(200, 300), **options)
     for step in range(6):
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def saved_bytes(options: dict[str, Any]) -> tuple[float, float]:
 def test_save_takes_two_tensors_per_slice(
     ranks: RunRanks, options: dict[str, Any], in_pieces: int, other: float
 ) -> None:
-    """And small patches, except between two exchanges; exchanges other than "sparse" take three tensors."""
+    """Small patches are saved, too, except between two exchanges. Exchanges other than "sparse" save three tensors."""
     for found in ranks(saved_bytes, options, nodes=2, devices=2):
         assert found[0] == in_pieces
         assert found[1] < other
@@ -65,7 +65,7 @@ results = results_in_one_start(SCENARIOS, devices=2)
 
 @SCENARIOS.add
 def changed_by_a_callback(folder: str) -> list[Tensor]:
-    """A callback changes global weights and buffers before they are saved; a whole run, and one that is resumed."""
+    """Change global weights and buffers in a callback before each save; return a whole run and a resumed run."""
     pl = lightning_of(FLAVOUR)
 
     class Change(pl.Callback):  # type: ignore[misc, name-defined]
@@ -119,7 +119,7 @@ def test_resume_in_another_memory_format_keeps_weights(results: list[dict[str, A
 
 @SCENARIOS.add
 def numpy_schedule(folder: str) -> list[Tensor]:
-    """A whole run and a resumed one, with a learning rate that is a number of NumPy."""
+    """Return a whole run and a resumed run with a NumPy number as learning rate."""
 
     class Save(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -160,7 +160,7 @@ def test_save_of_arrays_in_an_optimizer_is_refused(results: list[dict[str, Any]]
 
 @SCENARIOS.add
 def elsewhere(folder: str) -> tuple[Tensor, list[Tensor], list[str]]:
-    """A checkpoint of updates, taken up by plain DDP and by the strategy of gradients."""
+    """Load a checkpoint of updates with plain DDP and with the strategy for gradients."""
     path, lines, found = f"{folder}/saved.ckpt", Lines(), []
     t = trainer(FLAVOUR, local(FLAVOUR), max_steps=6, **ranks())
     trained = module()

@@ -1,8 +1,7 @@
-"""A pytest plugin for Lightning's own tests: they run on CPUs, and where they ask for DDP they get our strategy.
+"""A pytest plugin for Lightning's own tests: they run on CPUs, and use our strategy in place of DDP.
 
-LS_STRATEGY names our class; "stock" leaves DDP as it is, so that a test which the CPU alone breaks is known. LS_FLAVOUR
-names the flavour.
-A test is kept if its source mentions ddp.
+LS_STRATEGY names our class. With "stock", DDP stays, which shows the tests that fail on CPUs alone. LS_FLAVOUR names
+the Lightning package. Tests whose source does not mention ddp are deselected.
 """
 
 import functools
@@ -30,13 +29,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _cpus_for_gpus() -> None:
-    """A test that wants two GPUs gets two processes on the CPU."""
+    """Run a test that asks for two GPUs in two processes on the CPU."""
     testing: Any = import_module(f"{FLAVOUR}.utilities.testing")
     reasons = testing._runif_reasons
 
     @functools.wraps(reasons)
     def without_gpus(**wanted: object) -> object:
-        for needless in ("min_cuda_gpus", "standalone"):  # each test has a process of its own anyway
+        for needless in ("min_cuda_gpus", "standalone"):  # each test has its own process anyway
             wanted.pop(needless, None)
         return reasons(**wanted)
 

@@ -1,10 +1,11 @@
-"""Runs Lightning's own tests of DDP against our strategy, and says where it differs from DDP itself.
+"""Runs Lightning's own tests of DDP against our strategy, and reports the differences from DDP itself.
 
-    python tests/conformance/run.py /path/to/pytorch-lightning       # a checkout of the version that is installed
+    python tests/conformance/run.py /path/to/pytorch-lightning       # a checkout of the installed version
     make conformance LIGHTNING=/path/to/pytorch-lightning
 
-Every test that mentions DDP runs in a process of its own, first with stock DDP on CPUs instead of GPUs (some assert
-CUDA and cannot pass), then with ours, its two processes taken for one node and for two, in both flavours of Lightning.
+Every test that mentions DDP runs in its own process. It runs first with stock DDP on CPUs instead of GPUs; some tests
+assert CUDA and cannot pass. It then runs with our strategy, with the two processes as one node and as two nodes. Both
+Lightning packages are tested.
 """
 
 import argparse
@@ -53,7 +54,7 @@ STRATEGIES = ("MSTopKHierStrategy", "MSTopKLocalStrategy")
 
 
 def tests_of(checkout: Path, flavour: str, scratch: Path) -> Path:
-    """The checkout's tests as this flavour imports Lightning."""
+    """Copy the checkout's tests, with the imports of this Lightning package."""
     source = checkout / "tests" / "tests_pytorch"
     if not source.is_dir():
         raise SystemExit(f"{checkout} has no tests/tests_pytorch: give the path of a checkout of Lightning.")
@@ -100,7 +101,7 @@ def reason(output: str) -> str:
 
 
 def compare_ways(tests: Path, flavour: str, ours: str, ways: list[str], seconds: float, name: str) -> dict[str, str]:
-    """One test with DDP, then, if that passes, with ours."""
+    """Run one test with DDP and, if that passes, with our strategy."""
     row = {"flavour": flavour, "test": name}
     for way in ["stock", *ways]:
         code, output = run(tests, flavour, way, [name], seconds, ours)
@@ -121,7 +122,7 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=FILES)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
     parser.add_argument("--seconds", type=float, default=120, help="for one test")
-    parser.add_argument("--jobs", type=int, default=1, help="tests at a time; each may take two processes")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel tests; each may start two processes")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, str]] = []
@@ -136,7 +137,8 @@ def main() -> int:
             with ThreadPoolExecutor(options.jobs) as pool:
                 for row in tqdm(pool.map(compare, names), desc=flavour, total=len(names)):
                     rows.append(row)
-                    options.out.write_text(json.dumps(rows, indent=1) + "\n")  # it takes long: what is known is kept
+                    # saved after each test, because the run takes long
+                    options.out.write_text(json.dumps(rows, indent=1) + "\n")
     compared = [row for row in rows if row["stock"] == "passed"]
     different = [row for row in compared if {row[way] for way in options.ways} != {"passed"}]
     print(f"{len(rows)} tests, {len(compared)} pass with DDP on CPUs; of these {len(different)} differ with ours:")

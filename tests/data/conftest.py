@@ -1,4 +1,4 @@
-"""Fixtures for tests of the tiers; a module with a folder of its own has it under the same name."""
+"""Fixtures for tests of the cache tiers. A module that needs another folder overrides the fixture `folder`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stores() -> Iterator[Open]:
-    """Closed at the end, however the test ends."""
+    """Yield a list of stores, which are closed after the test."""
     opened: Open = []
     yield opened
     for store in opened:

@@ -70,13 +70,13 @@ def make_folder(
     seed: int = 0,
     splits: Sequence[str] = ("train", "val"),
 ) -> Path:
-    """``<split>/<class>/*.jpg`` (and some .png, some gray), all different.
+    """Create different images ``<split>/<class>/*.jpg``, some of them .png or gray.
 
     Args:
-        per_class: the number of images of each class and split; default: three classes of unequal size.
-        sizes: (height, width), taken in turn.
+        per_class: Number of images per class and split. Default: three classes of unequal size.
+        sizes: (height, width), used in turn.
     """
-    image = pytest.importorskip("PIL.Image", reason="pictures are written with it")
+    image = pytest.importorskip("PIL.Image", reason="images are written with it")
     random = np.random.default_rng(seed)
     for split in splits:
         for label, count in (per_class or {"apple": 9, "bear": 7, "cup": 8}).items():

@@ -1,4 +1,4 @@
-"""Data, models and Trainers for tests of the DataModule, for either package of Lightning.
+"""Data, models and Trainers for tests of the DataModule, for either Lightning package.
 
 Each image contains its number (`numbered_folder`), so that a training step knows its samples.
 """
@@ -36,7 +36,7 @@ def ours(flavour: str) -> Any:
 
 
 def data(flavour: str, folder: Path, **options: Any) -> Any:
-    """Each node has its own disk. Pixels are not normalized, so that an image shows its number."""
+    """Return a DataModule with one disk cache per node. Unnormalized pixels show the image's number."""
     cache = folder / f"cache{os.environ.get('NODE_RANK', '0')}"
     given = {"batch_size": BATCH, "image_size": 16, "mean": (0, 0, 0), "std": (1 / 255,) * 3, "memory_gb": 0.05}
     return ours(flavour).CachedImageDataModule(str(folder / "source"), str(cache), **{**given, **options})
@@ -91,7 +91,7 @@ def trainer(flavour: str, **options: Any) -> Any:
 
 
 def fitted(flavour: str, folder: Path, data_options: dict[str, Any] | None = None, **options: Any) -> Any:
-    """(module, trainer) after a fit; `ckpt_path` goes to fit."""
+    """Return (module, trainer) after a fit; `ckpt_path` goes to fit."""
     model, ckpt_path = module(flavour), options.pop("ckpt_path", None)
     t = trainer(flavour, **options)
     t.fit(model, data(flavour, folder, **(data_options or {})), ckpt_path=ckpt_path)
@@ -104,7 +104,7 @@ def saver(flavour: str, folder: Path, name: str, **options: Any) -> Any:
 
 
 class Metrics:
-    """A logger for either package of Lightning."""
+    """A logger for either Lightning package."""
 
     def __new__(cls, flavour: str) -> Any:
         loggers = importlib.import_module(lightning_of(flavour).__name__ + ".loggers.logger")
@@ -126,7 +126,7 @@ class Metrics:
 
 
 def left_behind() -> list[str]:
-    """Threads and processes of the data half, the latter by their number."""
+    """Return the threads of the data package and the ids of child processes."""
     threads = [each.name for each in threading.enumerate()]
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     return [name for name in threads if name.startswith(("lightning_sparse ", "storage reader"))] + (
@@ -135,21 +135,21 @@ def left_behind() -> list[str]:
 
 
 def segments() -> set[str]:
-    """Segments of memory that this process has open, or views of."""
+    """Return the memory segments that this process has open or mapped."""
     gc.collect()
     links = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
     return {link for link in links if link.startswith("/memfd:lightning_sparse-")}
 
 
 def expected(shuffle: str, epoch: int, nodes: int = 2, devices: int = 2, batch: int = BATCH, **more: Any) -> Any:
-    """[step][node][device] -> samples, from the pure function."""
+    """Return the expected samples by [step][node][device], from the sampler."""
     config = SamplerConfig(batch_size=batch, devices=(devices,) * nodes, shuffle=shuffle, **more)  # type: ignore[arg-type]
     plan = Sampler(np.arange(TRAIN), partial(owners, LABELS, seed=0), config).epoch(epoch)
     return [[[rank.tolist() for rank in node] for node in global_batch(plan, step)] for step in range(plan.steps)]
 
 
 def share_of_own(shuffle: str, epoch: int) -> float:
-    """The share of samples in an epoch on two nodes of two devices that the node itself holds."""
+    """Return the share of samples in an epoch that the node itself holds, on two nodes of two devices."""
     home = owners(LABELS, 2, seed=0)
     steps = expected(shuffle, epoch)
     own = [home[flat(node)] == index for step in steps for index, node in enumerate(step)]
@@ -161,6 +161,6 @@ def flat(nested: Any) -> list[int]:
 
 
 def global_batch(plan: EpochPlan, step: int) -> list[list[Indices]]:
-    """The samples of all ranks in one step, by node and device."""
+    """Return the samples of all ranks in one step, by node and device."""
     devices = enumerate(plan.config.devices)
     return [[plan.batch(step, node, device) for device in range(count)] for node, count in devices]

@@ -1,4 +1,4 @@
-"""Random images of every format that Pillow writes, in odd modes and with odd tags, and ways to damage them."""
+"""Random images of all formats that Pillow writes with unusual modes and tags, and functions that damage them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.helpers.data import picture
 
 MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "I;16B", "F"]
 TIFF_COMPRESSIONS = [None, "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "group3", "group4", "zstd", "lzma"]
-WITHOUT_IMAGES = {"EPS", "PDF", "PALM", "BUFR", "GRIB", "HDF5", "WMF", "SPIDER"}  # or that Pillow does not read back
+# formats without images, or that Pillow cannot read back
+WITHOUT_IMAGES = {"EPS", "PDF", "PALM", "BUFR", "GRIB", "HDF5", "WMF", "SPIDER"}
 COMMON = ["JPEG", "PNG", "TIFF", "WEBP"]
 
 
@@ -32,7 +33,7 @@ def odd_image(rng: random.Random, formats: Sequence[str] = ()) -> bytes:
         buffer = io.BytesIO()
         try:
             image.save(buffer, format, **_options(rng, format))
-        except Exception:  # the format has no such mode, size or option: try another one
+        except Exception:  # the format does not support this mode, size or option
             continue
         return buffer.getvalue()
 
@@ -122,7 +123,7 @@ def _swap(data: bytearray, rng: random.Random) -> bytes:
 
 
 def _swap_chunks(data: bytearray, rng: random.Random) -> bytes:
-    """Exchange two chunks of a PNG file, or lose or repeat one; other files lose a part."""
+    """Exchange two chunks of a PNG file, or delete or repeat a chunk. In other files, delete a part."""
     if data[:4] != b"\x89PNG":
         return _delete(data, rng)
     chunks, position = [], 8

@@ -1,7 +1,7 @@
 """Programs that tests interrupt, kill or limit: forks of an interpreter that has imported torch and Lightning.
 
-A fork takes a fraction of a second, and those imports take five. The program is the main program of its interpreter, so
-that its end, its traceback and its exit status are those of ``python -c``.
+A fork takes a fraction of a second; the imports take five seconds. The program is the main program of its interpreter,
+so its traceback and exit status equal the results of ``python -c``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ended(NamedTuple):
 
 
 class Program:
-    """A program that runs. `pid` is also the number of its session."""
+    """A running program. `pid` is also the id of its session."""
 
     def __init__(self, code: str, args: tuple[object, ...], whole: bool, environment: dict[str, str]) -> None:
         self._output, write = os.pipe()
@@ -69,14 +69,14 @@ class Program:
         self.pid = int(self._control.recv(20))
 
     def line(self) -> str:
-        """The next line that it prints; empty if it has ended."""
+        """Return the next line of its output, or "" if it has ended."""
         found = b""
         while not found.endswith(b"\n") and (byte := os.read(self._output, 1)):
             found += byte
         return found.decode().strip()
 
     def wait_for(self, line: str) -> None:
-        """Return when it has printed a line."""
+        """Return once it has printed a line."""
         assert line in iter(self.line, ""), f"it has ended without {line!r}: {self.errors()}"
 
     def send(self, number: int) -> None:
@@ -84,11 +84,11 @@ class Program:
         os.kill(self.pid, number)
 
     def wait(self, limit_s: float = LIMIT_S) -> Ended:
-        """Wait for its end."""
+        """Wait until it ends."""
         self.stdin.close()
         self._control.settimeout(limit_s)
         status = os.waitstatus_to_exitcode(int(self._control.recv(20)))
-        os.set_blocking(self._output, False)  # a process that it has left may hold the pipe
+        os.set_blocking(self._output, False)  # a child process may hold the pipe
         output = b""
         with contextlib.suppress(BlockingIOError):
             while more := os.read(self._output, 1 << 16):
@@ -96,38 +96,38 @@ class Program:
         return Ended(status, output.decode(), self.errors())
 
     def wait_until_idle(self) -> None:
-        """Return when all of its threads sleep, as they do when they wait for storage."""
+        """Return once all of its threads sleep, as they do while they wait for storage."""
         idle = 0
         while idle < 5:
             states = set()
             for each in os.listdir(f"/proc/{self.pid}/task"):
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the thread has ended
                     states.add(_stat(f"/proc/{self.pid}/task/{each}/stat")[1][0])
             idle = idle + 1 if states == {"S"} else 0
             time.sleep(0.02)
 
     def wait_until_alone(self) -> None:
-        """Return when no process of its session is left."""
+        """Return once no process of its session is left."""
         while self.left():
             time.sleep(0.02)
 
     def left(self) -> list[str]:
-        """The names of the processes in its session."""
+        """Return the names of the processes in its session."""
         found = []
         for each in os.listdir("/proc"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if each.isdigit() and os.getsid(int(each)) == self.pid:
                     name, fields = _stat(f"/proc/{each}/stat")
                     found += [name] if fields[0] != "Z" else []
         return found
 
     def errors(self) -> str:
-        """What it has written to standard error."""
+        """Return its standard error."""
         self._errors.seek(0)
         return self._errors.read()
 
     def close(self) -> None:
-        """Kill its session."""
+        """Kill all processes of its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         os.close(self._output)
@@ -137,7 +137,7 @@ class Program:
 
 
 def _stat(path: str) -> tuple[str, list[str]]:
-    """The name of a process or thread, and its fields from the state on."""
+    """Return the name of a process or thread, and its fields from the state on."""
     with open(path) as file:
         name, _, rest = file.read().rpartition(")")
     return name, rest.split()
@@ -148,8 +148,8 @@ def program(code: str, *args: object, whole: bool = False, **environment: str) -
     """Start a program, which is killed at the end.
 
     Args:
-        args: its `sys.argv[1:]`.
-        whole: also shut down its interpreter, which takes a second.
+        args: The program's `sys.argv[1:]`.
+        whole: Also shut down the interpreter, which takes a second.
     """
     started = Program(code, args, whole, environment)
     try:
@@ -166,7 +166,7 @@ def run(code: str, *args: object, whole: bool = False, **environment: str) -> En
 
 @cache
 def _warm() -> socket.socket:
-    """The interpreter that forks, which ends with this process."""
+    """Return a socket to the interpreter that forks. It ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = os.pathsep.join(each or os.getcwd() for each in sys.path)
     command = [sys.executable, "-W", "ignore", "-c", WARM, str(theirs.fileno())]
@@ -177,7 +177,7 @@ def _warm() -> socket.socket:
 
 
 def serve(number: int) -> str:
-    """Fork a program for each request. Returns in the program, with its code."""
+    """Fork a program for each request. Only the forked program returns, with its code."""
     requests = socket.socket(fileno=number)
     while True:
         with contextlib.suppress(ChildProcessError):

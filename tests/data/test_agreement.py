@@ -26,7 +26,7 @@ FLAVOUR = "pytorch_lightning"
 
 
 def config_of_node(folder: str) -> CacheConfig:
-    """Each node has a disk of its own."""
+    """Return options with one disk per node."""
     return CacheConfig(source=f"{folder}/pictures", cache_dir=f"{folder}/cache{os.environ['NODE_RANK']}")
 
 
@@ -70,7 +70,7 @@ def test_ranks_agree_on_the_list_and_on_the_format(tmp_path: Path) -> None:
 
 
 def resumed(folder: str) -> list[Any]:
-    """A run with little memory, then some with much: two that go on, one that is new, and one that sets the format."""
+    """Train with little memory, then with much: resumed twice, from the start, and with an explicit format."""
     root = Path(folder)
     callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
     _, t = fitted(FLAVOUR, root, {"memory_gb": 0.0}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
@@ -100,8 +100,10 @@ def test_resumed_run_keeps_the_format(tmp_path: Path) -> None:
 
 
 def hosts_of_a_rack(folder: str) -> tuple[tuple[tuple[int, ...], ...], int, int]:
-    """The gradients see one node, a rack of two hosts; each host has a disk of its own. Returns the groups, the
-    number of samples that this host has read from storage in two epochs, and the number that it keeps."""
+    """Use the cache on a rack of two hosts, which is one node for gradients. Each host has its own disk.
+
+    Returns the groups, the number of samples read from storage in two epochs, and the number of samples kept.
+    """
     host = int(os.environ["RANK"]) // 2
     os.environ["LIGHTNING_SPARSE_NODE"] = "a rack"
     socket.gethostname = lambda: f"host {host}"
@@ -123,7 +125,7 @@ def hosts_of_a_rack(folder: str) -> tuple[tuple[tuple[int, ...], ...], int, int]
 
 @pytest.mark.slow
 def test_node_of_several_hosts_reads_each_file_once(tmp_path: Path) -> None:
-    """One of the hosts keeps it."""
+    """Only one host of the rack keeps each file."""
     for split in ("train", "val"):
         make_folder(tmp_path / "pictures", per_class=20, classes=2, split=split)
     answers = run_ranks(hosts_of_a_rack, str(tmp_path))

@@ -17,7 +17,7 @@ edges = st.lists(st.integers(1, 900), min_size=1, max_size=8)
 
 
 @given(edges, edges, st.integers(0, 9), st.sampled_from([(0.08, 1.0), (0.9, 1.0), (0.001, 0.002)]))
-def test_crops_lie_inside_the_picture(
+def test_crops_lie_inside_the_image(
     heights: list[int], widths: list[int], epoch: int, scale: tuple[float, float]
 ) -> None:
     count = min(len(heights), len(widths))
@@ -40,7 +40,7 @@ def test_crop_depends_on_seed_epoch_and_sample() -> None:
     assert alone.top.tolist() != random_crops(ImageOptions(seed=1), 3, np.arange(8), *sizes).top.tolist()
     turned = random_crops(PLAIN, 3, np.arange(8)[::-1], *sizes)
     for one, other in zip(alone, turned, strict=True):
-        assert one.tolist() == other[::-1].tolist(), "not on the place in the batch"
+        assert one.tolist() == other[::-1].tolist(), "crops depend on the place in the batch"
 
 
 @pytest.mark.parametrize(("height", "width"), [(256, 341), (40, 400), (500, 60)])

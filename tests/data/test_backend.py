@@ -1,4 +1,4 @@
-"""Which backend makes batches: the faster one, the same on all ranks and after a restart."""
+"""The choice of the backend that makes batches: the faster backend, equal on all ranks and after a restart."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_dali_is_refused_if_it_is_not_installed() -> None:
 
 
 def chosen(folder: str) -> list[list[Any]]:
-    """The backends of a run that continues a run with DALI, and of a new run; then also if rank 1 lacks DALI."""
+    """Return the backends of a run that resumes a DALI run, and of a new run; then with rank 1 lacking DALI."""
     root, rank = Path(folder), int(os.environ["RANK"])
     callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
     fitted(FLAVOUR, root, {"backend": "dali"}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
@@ -70,8 +70,8 @@ def chosen(folder: str) -> list[list[Any]]:
 
 
 @needs_dali
-def test_all_ranks_choose_alike_and_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
-    """A new run would use torch on a CPU."""
+def test_ranks_choose_one_backend_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    """A new run on a CPU would use torch."""
     numbered_folder(tmp_path / "source")
     expected = [["dali", "torch"], ["torch", "torch"]]
     assert run_ranks(chosen, str(tmp_path), nodes=1, devices=2, timeout=120, init=False) == [expected] * 2

@@ -29,7 +29,7 @@ def manifest(count: int = 100, size: int = 100_000) -> Manifest:
 
 @pytest.fixture
 def open_memory(tmp_path: Path) -> Iterator[Callable[..., MemoryCache]]:
-    """Opens the memory tier of a run."""
+    """Yield a function that opens the memory tier of a run."""
     with contextlib.ExitStack() as stack:
 
         def opened(run: str = "a run", **options: Any) -> MemoryCache:
@@ -54,7 +54,7 @@ def test_budget_that_is_too_small_is_warned_about_once(
     ]
 
 
-def test_no_more_is_taken_than_there_is(
+def test_memory_tier_uses_at_most_the_free_memory(
     open_memory: Callable[..., MemoryCache], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(segments, "available_memory", lambda: 1_000_000)
@@ -68,12 +68,12 @@ def test_no_more_is_taken_than_there_is(
 
 
 @pytest.mark.parametrize(("gigabytes", "format"), [(0.1, "decoded"), (0.02, "jpeg"), (0.001, "jpeg"), (0.0, "jpeg")])
-def test_pixels_are_kept_where_they_fit(open_memory: Callable[..., MemoryCache], gigabytes: float, format: str) -> None:
+def test_pixels_are_kept_if_they_fit(open_memory: Callable[..., MemoryCache], gigabytes: float, format: str) -> None:
     assert open_memory(memory_gb=gigabytes).format == format
 
 
-def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
-    """Their decoded size is known from some of them: estimated from the files it would be ten times too high."""
+def test_decoded_size_of_small_images_is_estimated_from_probes(tmp_path: Path) -> None:
+    """The decoded size comes from a sample of the files. An estimate from file sizes would be ten times too high."""
     folder = make_folder(tmp_path / "pictures", per_class=50, classes=2)  # of 40 x 60 pixels
     (folder / "train" / "c0" / "0.jpg").write_bytes(b"corrupt")
     small = listed(folder)
@@ -86,8 +86,8 @@ def test_small_images_are_not_taken_for_photographs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
-def test_no_more_is_reserved_than_the_samples_need(tmp_path: Path, format: str) -> None:
-    """A run keeps its promised memory, so that other runs on the node cannot take it."""
+def test_memory_tier_reserves_at_most_the_size_of_the_samples(tmp_path: Path, format: str) -> None:
+    """A run keeps its reserved memory, so that other runs on the node cannot use it."""
     small, owned = listed(make_folder(tmp_path / "pictures", per_class=50, classes=2)), np.ones(100, np.bool_)
     config = CacheConfig(source="/somewhere", cache_dir=str(tmp_path), memory_gb=1, format=format)  # type: ignore[arg-type]
     needed = memory_tier.needed_bytes(small, owned, format, 256)  # type: ignore[arg-type]
@@ -107,8 +107,8 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("version", GROUPS)
-def test_tightest_control_group_counts(tmp_path: Path, version: str) -> None:
-    """SLURM limits a job of a step: an inner group, that the limits of the outermost do not show."""
+def test_free_memory_follows_the_tightest_control_group(tmp_path: Path, version: str) -> None:
+    """SLURM limits a job step in an inner control group, which the outer groups do not show."""
     line, mount, limit, used, inactive = GROUPS[version]
     (tmp_path / "own").write_text(f"9:pids:/other\n{line}\n")
     root = tmp_path / "cgroup" / mount

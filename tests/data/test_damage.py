@@ -96,14 +96,14 @@ def test_damaged_file_is_replaced_counted_and_not_read_again(
         said = warnings_of(caplog)
         assert [text.partition(" ")[0] for text in said] == ["train/c0/5.jpg", "train/c0/6.jpg"]
         store.close()
-    with pytest.raises(CorruptSampleError, match="c0/5.jpg"):  # a run that does not skip reads it again
+    with pytest.raises(CorruptSampleError, match="c0/5.jpg"):  # a run without on_corrupt="skip" reads the file again
         contents(store_of(folder, stores))
 
 
 def test_file_that_changed_on_storage_gives_its_new_contents(
     folder: Path, stores: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In each run until the source is listed again."""
+    """This holds in each run until the source is listed again."""
     config = config_of(folder)
     load_or_list(config, "train")
     path = folder / "train" / "c0" / "5.jpg"

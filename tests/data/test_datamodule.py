@@ -1,4 +1,4 @@
-"""The DataModule in a real Trainer, in both flavours: alone, on 2 nodes x 2 devices over Gloo, resumed elsewhere."""
+"""The DataModule in a Trainer with both Lightning packages: one process, 2 x 2 ranks over Gloo, resumed elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios, returned
 
-pytestmark = pytest.mark.timeout(600)  # the scenarios take a third of it on two cores that do other work, too
+pytestmark = pytest.mark.timeout(600)  # the scenarios take a third of it on two busy cores
 SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
 
@@ -60,7 +60,7 @@ one_flavour = pytest.mark.parametrize("flavour", FLAVOURS[:1], indirect=True)
 
 @pytest.fixture(scope="module")
 def folder(pictures: Path, tmp_path_factory: pytest.TempPathFactory, flavour: str) -> Path:
-    """The pictures and, beside them, caches and checkpoints of this flavour."""
+    """Return a folder with the images, and the caches and checkpoints of one Lightning package."""
     root = tmp_path_factory.mktemp(flavour)
     shutil.copytree(pictures, root / "source")
     shutil.copytree(pictures / "train", root / "only_train" / "train")
@@ -74,7 +74,7 @@ def segments_before(flavour: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def results(flavour: str, folder: Path, segments_before: set[str], request: pytest.FixtureRequest) -> Results:
-    """What every scenario returned, by rank; of the second flavour not those that are slow."""
+    """Return the results of all scenarios by rank. With the second Lightning package, slow scenarios are left out."""
     names = list(SCENARIOS.wanted(request) if flavour == FLAVOURS[0] else SCENARIOS.quick)
     return run_ranks(run_scenarios, flavour, str(folder), names, timeout=550, init=False)
 
@@ -108,7 +108,7 @@ def epochs(flavour: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "sparse", "local"])
-def test_each_epoch_gives_each_rank_what_the_pure_function_says(results: Results, name: str) -> None:
+def test_datamodule_batches_equal_the_sampler_plan_on_each_rank(results: Results, name: str) -> None:
     shuffle = name if name in SHUFFLES else "global"
     for rank, each in enumerate(results):
         seen = each["epochs"][name]
@@ -119,7 +119,7 @@ def test_each_epoch_gives_each_rank_what_the_pure_function_says(results: Results
             assert [samples for at, _, samples in seen["train"] if at == epoch] == mine
     for epoch in range(2):
         all_seen = flat([[s for at, _, s in each["epochs"][name]["train"] if at == epoch] for each in results])
-        assert sorted(all_seen) == list(range(TRAIN)), "no sample is lost or doubled"
+        assert sorted(all_seen) == list(range(TRAIN)), "a sample is lost or repeated"
         all_val = flat([[s for at, s in each["epochs"][name]["val"] if at == epoch] for each in results])
         assert set(all_val) == set(range(VAL))
         assert len(all_val) <= VAL + 3
@@ -130,7 +130,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
     total = sum(path.stat().st_size for path in (folder / "source" / "train").rglob("*.png"))
     first, second = results[0]["epochs"]["ddp"]["rows"]
     assert [first["step"], second["step"]] == [6, 12]
-    assert total <= first["data/storage_bytes"] <= 1.05 * total, "the data set crosses the link once"
+    assert total <= first["data/storage_bytes"] <= 1.05 * total, "storage is read once"
     assert second["data/storage_bytes"] == 0
     assert second["data/memory_hits"] == pytest.approx(share_of_own("global", 1))
     later = results[0]["epochs"]["sparse"]["rows"]
@@ -140,7 +140,7 @@ def test_bytes_by_tier_reach_the_logger_and_the_summary(results: Results, folder
     assert all(each["epochs"]["ddp"]["rows"] == [] for each in results[1:])
 
 
-def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Results) -> None:
+def test_rank_zero_logs_the_backend_and_samples_by_tier(results: Results) -> None:
     text = "\n".join(results[0]["epochs"]["lines"])
     assert [line for line in results[0]["epochs"]["lines"] if line.startswith("backend=")] == [
         "backend='torch': on a CPU it is faster than DALI"
@@ -148,12 +148,12 @@ def test_rank_zero_says_what_it_chose_and_where_samples_came_from(results: Resul
     assert "120 samples, global batch 20, shuffle='global': 6 steps per epoch, with 0 samples" in text
     assert text.count("samples by tier and epoch, all nodes") == 3
     assert text.count("in memory: 120 samples, ") == 3
-    assert text.count("on local disks: 120 samples, ") == 3, "also of the first run; both nodes share the cache"
+    assert text.count("on local disks: 120 samples, ") == 3, "the first run included; both nodes share the cache"
     for each in results[1:]:
         assert [line for line in each["epochs"]["lines"] if "backend" in line or "samples by tier" in line] == []
 
 
-def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> None:
+def test_training_leaves_no_threads_processes_or_segments(results: Results, segments_before: set[str]) -> None:
     for each in results:
         left = {name: found["left"] for name, found in each.items() if "left" in found}
         assert {"epochs", "exceptions"} <= set(left)
@@ -161,7 +161,7 @@ def test_nothing_is_left_behind(results: Results, segments_before: set[str]) -> 
     assert segments() <= segments_before
 
 
-# -- what the Trainer can do -------------------------------------------------------------------------------------------
+# -- features of the Trainer -------------------------------------------------------------------------------------------
 
 
 @SCENARIOS.slow
@@ -193,7 +193,7 @@ def features(flavour: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @one_flavour
-def test_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
+def test_trainer_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
     for rank, each in enumerate(results):
         seen = each["features"]
         mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]
@@ -221,7 +221,7 @@ def exceptions(flavour: str, folder: Path) -> dict[str, Any]:
     return {"session": dm._session, "left": left_behind()}
 
 
-def test_an_exception_closes_the_session(results: Results) -> None:
+def test_exception_closes_the_data_session(results: Results) -> None:
     for each in results:
         assert each["exceptions"]["session"] is None
 
@@ -241,7 +241,7 @@ def resumed_at(step: int, flavour: str, folder: Path) -> dict[str, Any]:
 
 @scenario
 def stopped_in_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
-    """A run that stops after 9 steps, the third of its second epoch."""
+    """Stop after 9 steps, the third step of the second epoch."""
     for shuffle in SHUFFLES:
         callback = saver(flavour, folder, f"{shuffle}-{{step}}", every_n_train_steps=3)
         options = {"max_steps": 9, "callbacks": [callback], "enable_checkpointing": True}
@@ -251,13 +251,13 @@ def stopped_in_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
 
 @SCENARIOS.slow
 def stopped_after_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
-    """One of those at the end of its first epoch."""
+    """Resume from a checkpoint at the end of the first epoch."""
     return resumed_at(6, flavour, folder)
 
 
 @SCENARIOS.slow
 def resuming(flavour: str, folder: Path) -> dict[str, Any]:
-    """Checkpoints of the end of an epoch, after its validation and before."""
+    """Resume from checkpoints at the end of an epoch, before and after its validation."""
     out: dict[str, Any] = {}
     callback = saver(flavour, folder, "validated-{epoch}", every_n_epochs=1, save_on_train_epoch_end=False)
     fitted(flavour, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
@@ -278,20 +278,20 @@ def sees_the_rest(results: Results, shuffle: str, stopped: str, step: int) -> No
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_resumed_run_sees_exactly_what_the_uninterrupted_one_does(results: Results, shuffle: str) -> None:
+def test_run_resumed_within_an_epoch_gets_the_remaining_batches(results: Results, shuffle: str) -> None:
     sees_the_rest(results, shuffle, "stopped_in_an_epoch", 9)
 
 
 @pytest.mark.slow
 @one_flavour
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_a_run_resumed_after_an_epoch_sees_the_same(results: Results, shuffle: str) -> None:
+def test_run_resumed_after_an_epoch_gets_the_remaining_batches(results: Results, shuffle: str) -> None:
     sees_the_rest(results, shuffle, "stopped_after_an_epoch", 6)
 
 
 @pytest.mark.slow
 @one_flavour
-def test_a_run_resumed_between_epochs_begins_the_next(results: Results) -> None:
+def test_run_resumed_between_epochs_starts_the_next_epoch(results: Results) -> None:
     for rank, each in enumerate(results):
         mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]
         for name in ("validated", "ended"):
@@ -299,7 +299,7 @@ def test_a_run_resumed_between_epochs_begins_the_next(results: Results) -> None:
 
 
 def elsewhere(flavour: str, folder: str) -> dict[str, Any]:
-    """One node of two devices goes on from a checkpoint of 2 x 2."""
+    """Resume a checkpoint of 2 x 2 ranks on one node of two devices."""
     os.chdir(folder)
     warnings.simplefilter("ignore")
     out: dict[str, Any] = {}
@@ -319,26 +319,26 @@ def moved(flavour: str, folder: Path, results: Results) -> Results:
 
 @pytest.mark.parametrize(("shuffle", "batch"), [("global", 10), ("global", 5), ("local", 5)])
 @pytest.mark.slow
-def test_a_run_moves_to_another_number_of_nodes(moved: Results, shuffle: str, batch: int) -> None:
+def test_run_resumed_on_fewer_nodes_gets_each_remaining_sample_once(moved: Results, shuffle: str, batch: int) -> None:
     seen = [each[f"{shuffle} {batch}"][0] for each in moved]
     length = TRAIN // (2 * batch)
     whole = expected(shuffle, 1)
     rest = [[samples for epoch, _, samples in rank if epoch == 1] for rank in seen]
     left = Counter(flat(whole[3:]))
     assert len(rest[0]) == len(rest[1]) == len(left) // (2 * batch)
-    assert Counter(flat(rest)) == left, "what the first three steps had not seen, once"
+    assert Counter(flat(rest)) == left, "each sample not yet seen, once"
     if (shuffle, batch) == ("global", 10):
         steps = list(zip(*rest, strict=True))
         assert [sorted(flat(step)) for step in steps] == [sorted(flat(step)) for step in whole[3:]]
     following = [[samples for epoch, _, samples in rank if epoch == 2] for rank in seen]
-    assert sorted(flat(following)) == list(range(TRAIN)), "the next epoch is whole again"
+    assert sorted(flat(following)) == list(range(TRAIN)), "the next epoch is complete"
     for each in moved:
         _, batches, validations = each[f"{shuffle} {batch}"]
         assert batches == length
         assert validations == 2 * -(-VAL // (2 * batch)), "validated after the resumed epoch and the one that followed"
 
 
-# -- alone -------------------------------------------------------------------------------------------------------------
+# -- a single process --------------------------------------------------------------------------------------------------
 
 
 BACKENDS = [
@@ -358,7 +358,7 @@ def alone(flavour: str, folder: str, backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_single_process_needs_no_group(flavour: str, folder: Path, backend: str) -> None:
+def test_datamodule_in_a_single_process_needs_no_group(flavour: str, folder: Path, backend: str) -> None:
     (seen,) = run_ranks(alone, flavour, str(folder), backend, nodes=1, devices=1, timeout=200, init=False)
     for epoch in range(2):
         mine = [step[0][0] for step in expected("global", epoch, 1, 1)]
@@ -378,7 +378,7 @@ def to_the_other(flavour: str) -> str:
     return str(caught.value)
 
 
-def test_a_trainer_of_the_other_flavour_is_told_which_to_take(flavour: str) -> None:
-    """In Lightning's own words, which end with how the object describes itself."""
+def test_trainer_of_the_other_lightning_package_names_the_right_import(flavour: str) -> None:
+    """Lightning's error ends with the description of the object, which contains our hint."""
     (said,) = run_ranks(to_the_other, flavour, nodes=1, devices=1, init=False)
     assert "there use lightning_sparse.flavours." in said

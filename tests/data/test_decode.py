@@ -23,7 +23,7 @@ from tests.helpers.data import encoded, jpeg, picture, write
 
 @pytest.mark.parametrize("shape", [(40, 60), (41, 1), (1, 61), (256, 300), (900, 3)])
 @pytest.mark.parametrize("short_side", [None, 1, 24, 256])
-def test_pixels_are_an_array_of_their_own(shape: tuple[int, int], short_side: int | None) -> None:
+def test_decoded_pixels_are_a_contiguous_read_only_array(shape: tuple[int, int], short_side: int | None) -> None:
     image = picture(2, *shape)
     pixels = decode(encoded(image), short_side)
     assert pixels.flags.c_contiguous
@@ -37,7 +37,7 @@ def test_pixels_are_an_array_of_their_own(shape: tuple[int, int], short_side: in
 
 @pytest.mark.parametrize("short_side", [32, 48, 96])
 def test_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch, short_side: int) -> None:
-    """The pixels differ little from the pixels of the whole image."""
+    """The pixels differ little from the pixels of the fully decoded image."""
     photographs = pytest.importorskip("sklearn.datasets", reason="the photographs come from it").load_sample_images()
     for photograph in photographs.images:
         data = encoded(Image.fromarray(photograph), "JPEG", quality=90)
@@ -47,16 +47,16 @@ def test_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPatc
             whole = decode(data, short_side)
         assert scaled.shape == whole.shape
         difference = np.abs(scaled.astype(int) - whole)
-        assert 0 < difference.mean() < 2, "grey levels; up to 5 without the reserve of twice the size"
+        assert 0 < difference.mean() < 2, "gray levels; up to 5 if decoding did not keep twice the needed size"
 
 
-def test_cmyk_jpeg_keeps_its_colours() -> None:
+def test_cmyk_jpeg_keeps_its_colors() -> None:
     difference = decode(jpeg(3, mode="CMYK")).astype(int) - np.asarray(picture(3), int)
     assert np.abs(difference).mean() < 8
 
 
 def test_decoder_tiff_of_twelve_bits_keeps_the_upper_eight() -> None:
-    """Pillow reads such files and does not write them."""
+    """Pillow reads such files but cannot write them."""
     values = np.linspace(0, 4095, 40 * 60).astype(np.uint16)
     packed = np.empty((len(values) // 2, 3), np.uint8)
     packed[:, 0], packed[:, 2] = values[::2] >> 4, values[1::2] & 255
@@ -134,7 +134,7 @@ def test_file_that_is_not_an_image_is_refused(data: bytes, said: str) -> None:
         decode(data)
 
 
-def test_file_is_not_corrupt_because_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_error_does_not_mark_the_file_as_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(image: object) -> None:
         raise MemoryError
 
@@ -153,8 +153,8 @@ def test_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoder_id() != before
 
 
-def test_error_of_torch_is_not_the_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a shortage of memory would mark the file as corrupt on disk."""
+def test_torch_error_does_not_mark_the_image_as_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a shortage of memory would mark the file as corrupt on disk."""
 
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("can't allocate memory")
@@ -165,7 +165,7 @@ def test_error_of_torch_is_not_the_fault_of_the_image(monkeypatch: pytest.Monkey
 
 
 def without_simplejpeg(monkeypatch: pytest.MonkeyPatch, data: bytes, short_side: int = 100) -> Any:
-    """The pixels or the error of Pillow."""
+    """Return the pixels or the error of Pillow."""
     with monkeypatch.context() as patch:
         patch.setattr("lightning_sparse.data.decode.simplejpeg", None)
         return decoded(data, short_side)
@@ -194,7 +194,7 @@ def test_simplejpeg_gives_the_pixels_of_pillow(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_simplejpeg_refuses_and_accepts_what_pillow_does(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Damaged files: cut, changed, with bytes inserted. Pillow shows some of them, with a part gray."""
+    """Damaged files: cut, changed, or with inserted bytes. Pillow reads some of them, with a gray part."""
     random = np.random.default_rng(seed)
     whole = jpeg(seed, 120, 160)
     for _ in range(50):
@@ -210,7 +210,7 @@ def test_simplejpeg_refuses_and_accepts_what_pillow_does(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_scaling_without_vector_instructions_gives_the_same_bits(tmp_path: Path, capability: str) -> None:
-    """Nodes with different CPUs keep equal pixels."""
+    """Nodes with different CPUs must keep equal pixels."""
     code = "import sys, torch, zlib; from lightning_sparse.data.decode import decode; "
     code += "print(torch.backends.cpu.get_cpu_capability(), zlib.crc32(decode(open(sys.argv[1], 'rb').read(), 100)))"
     file = write(tmp_path / "0.jpg", jpeg(9, 300, 401))

@@ -27,11 +27,11 @@ def stored(number: int, length: int = 1000) -> CachedFile:
     return CachedFile(number.to_bytes(4, "little") * (length // 4), 40, 60, 7)
 
 
-def test_files_are_kept(tmp_path: Path) -> None:
+def test_disk_cache_keeps_files(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "c")
     cache.put(key(1), stored(1))
     cache.put(key(2), corrupt_file("it is empty", 7))
-    for _ in range(2):  # while it waits to be written, and when it is written
+    for _ in range(2):  # before and after it is written
         assert cache.get([key(1), key(3), key(2)]) == [stored(1), None, corrupt_file("it is empty", 7)]
         cache.flush()
     assert cache.has([key(1), key(3)]) == [True, False]
@@ -49,7 +49,7 @@ def test_file_that_changed_on_storage_is_not_answered_from_disk(tmp_path: Path) 
     cache.put(key(1), stored(1))
     for _ in range(2):
         assert cache.get([key(1, size=101)]) == cache.get([key(1, mtime=6)]) == [None]
-        assert cache.has([key(1)]) == [_ == 1]  # files that wait are not on disk yet
+        assert cache.has([key(1)]) == [_ == 1]  # pending files are not on disk yet
         cache.flush()
     cache.put(key(1, mtime=6), stored(9))
     assert cache.get([key(1, mtime=6)]) == [stored(9)]
@@ -57,8 +57,8 @@ def test_file_that_changed_on_storage_is_not_answered_from_disk(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 16, 24, 28, 32, 40, 500, -1, None])
-def test_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int | None) -> None:
-    """In the header, in the file, or in the key."""
+def test_flipped_bit_anywhere_in_an_entry_is_found(tmp_path: Path, place: int | None) -> None:
+    """The bit is in the header, in the file, or in the key."""
     counter = Counter()
     cache = DiskCache(tmp_path / "c", counter=counter)
     cache.put(key(1), stored(1))
@@ -78,7 +78,7 @@ def test_flipped_bit_is_found_wherever_it_is(tmp_path: Path, place: int | None) 
     cache.close()
 
 
-def test_inserting_ends_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_cache_stops_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = DiskCache(tmp_path / "c", limit_bytes=2_000_000)
     for number in range(100):
         cache.put(key(number), stored(number, 50_000))
@@ -150,7 +150,7 @@ for number in range(100_000):
 
 @pytest.mark.slow
 def test_killed_writer_loses_less_than_a_batch(tmp_path: Path) -> None:
-    """SIGKILL while it fills the cache, three times. All other files are whole."""
+    """The writer gets SIGKILL three times while it fills the cache. All other files are complete."""
     begun = -1
     for _ in range(3):
         with program(WRITER, tmp_path / "c") as writer:
@@ -170,7 +170,7 @@ def test_killed_writer_loses_less_than_a_batch(tmp_path: Path) -> None:
 
 
 def _reads(folder: Path, other: Connection) -> None:
-    """A child of a process that has read: reads, and once more after the next child has done the same."""
+    """Run a child of a process that has read the cache. It reads, and again after the next child has read."""
     cache = DiskCache(folder)
     for _ in range(2):
         other.send(cache.get([key(1)]) == [stored(1)])
@@ -203,10 +203,10 @@ def test_forked_children_leave_each_other_their_reader_slots(tmp_path: Path) -> 
     cache.close()
 
 
-def test_files_that_another_decoder_has_validated_take_no_more_room(
+def test_files_validated_by_another_decoder_need_no_additional_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new version of Pillow writes all of them again: nearly the limit is no reason to stop."""
+    """A new version of Pillow writes all files again. A nearly full cache must not stop that."""
     keys = [key(number) for number in range(100)]
     for decoder in (7, 8):
         cache = DiskCache(tmp_path / "c", limit_bytes=5_700_000)
@@ -220,8 +220,8 @@ def test_files_that_another_decoder_has_validated_take_no_more_room(
     assert (tmp_path / "c" / "data.mdb").stat().st_size < 5_700_000 + 2 * 10 * 54_000
 
 
-def test_files_that_left_the_source_make_room(tmp_path: Path) -> None:
-    """LMDB's file does not shrink."""
+def test_space_of_files_removed_from_the_source_is_reused(tmp_path: Path) -> None:
+    """LMDB's file does not shrink, so its free pages must be reused."""
     cache = DiskCache(tmp_path / "c", limit_bytes=5_000_000)
 
     def fill(numbers: range) -> int:

@@ -1,4 +1,4 @@
-"""Documents in windows of tokens, apart or packed, and windows that a limit leaves. Pure: files and streams alone."""
+"""Documents in windows of tokens, separate or packed, and the windows within a limit. Files and streams only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT = 6
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """One file whose documents are `TEXTS`."""
+    """Return a file whose documents are `TEXTS`."""
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_text(text)
     (tmp_path / "empty.txt").touch()
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def windows(file: Path, documents: Documents, context: int = CONTEXT) -> list[tuple[Any, ...]]:
-    """(inputs, targets, positions) of each window, ids as characters and the end as a point."""
+    """Return (inputs, targets, positions) of each window, with ids as characters and the end as a point."""
     kind = PackedStream if documents == "packed" else TokenStream
     stream = kind(corpus_of(file), context, documents)
     rows = zip(*stream.windows(np.arange(len(stream))), strict=True)
@@ -45,7 +45,7 @@ def shown(ids: Any) -> str:
     return "".join({0: ".", IGNORED: "_"}.get(each, chr(each % 256)) for each in ids.tolist())
 
 
-def test_separate_documents_have_positions_and_do_not_see_each_others_targets(file: Path) -> None:
+def test_separate_documents_have_own_positions_and_targets(file: Path) -> None:
     assert windows(file, "separate") == [
         ("abc.de", "bc._ef", [0, 1, 2, 3, 0, 1]),
         ("fghijk", "ghijkl", [0, 1, 2, 3, 4, 5]),
@@ -54,7 +54,7 @@ def test_separate_documents_have_positions_and_do_not_see_each_others_targets(fi
     ]
 
 
-def test_packed_documents_are_whole_and_fill_windows(file: Path) -> None:
+def test_packed_documents_are_complete_and_fill_windows(file: Path) -> None:
     found = windows(file, "packed")
     pairs = sorted(pair for inputs, targets, _ in found for pair in zip(inputs, targets, strict=True))
     expected = sorted(pair for text in TEXTS for pair in zip(text, f"{text[1:]}.", strict=True))
@@ -64,10 +64,10 @@ def test_packed_documents_are_whole_and_fill_windows(file: Path) -> None:
         assert all(any(piece in inputs for inputs, _, _ in found) for piece in pieces)
     assert len(found) == 4, "23 inputs into windows of 6"
     assert ("rstuvw", "s.uvw.", [0, 1, 0, 1, 2, 3]) in found
-    assert found[-1] == ("abcpq.", "bc..._", [0, 1, 2, 0, 0, 0]), "filled up with an end that is no input"
+    assert found[-1] == ("abcpq.", "bc..._", [0, 1, 2, 0, 0, 0]), "padded with an end that is no input"
 
 
-def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_unknown_document_ends_are_refused_with_the_fix(tmp_path: Path) -> None:
     for documents in ("separate", "packed"):
         with pytest.raises(
             ValueError, match=rf'documents={documents!r} needs the same id .* has end=None: write "end": ID into'
@@ -83,7 +83,7 @@ def test_ends_that_are_unknown_are_refused_with_the_way_out(tmp_path: Path) -> N
 
 
 class Attention(nn.Module):
-    """A model of one layer, whose positions are those in a document."""
+    """A model of one layer with positions within a document."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return seen @ self.token.weight.T
 
 
-def test_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
+def test_packed_document_has_the_loss_of_a_separate_document(file: Path) -> None:
     torch.manual_seed(0)
     model = Attention().double()
     stream = PackedStream(corpus_of(file), CONTEXT, "packed")
@@ -118,7 +118,7 @@ def test_packed_document_has_the_loss_that_it_has_alone(file: Path) -> None:
         lambda room: st.tuples(st.just(room), st.lists(st.integers(1, room), min_size=1, max_size=80))
     )
 )
-def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tuple[int, list[int]]) -> None:
+def test_packing_leaves_no_window_that_fits_into_another(case: tuple[int, list[int]]) -> None:
     room, lengths = case
     found = pack(np.array(lengths, np.int64), room)
     used = np.bincount(found, lengths)
@@ -128,7 +128,7 @@ def test_pieces_are_packed_without_a_window_that_would_fit_into_another(case: tu
     assert sum(sorted(used)[:2]) > room or len(used) < 2
 
 
-def test_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+def test_selected_windows_are_renumbered_and_have_their_own_fingerprint(tmp_path: Path) -> None:
     stream = TokenStream(corpus_of(counted(tmp_path / "0.bin", 21)), context=4)
     part = SelectedWindows(stream, np.array([3, 1]))
     assert (len(part), part.context) == (2, 4)
@@ -137,7 +137,7 @@ def test_part_is_numbered_anew_and_has_a_fingerprint_of_its_own(tmp_path: Path) 
 
 
 def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:
-    """The first ids of the windows to train on."""
+    """Return the first ids of the training windows."""
     data.setup("fit")
     stream = data._streams["train"]
     found: list[int] = stream.windows(np.arange(len(stream)), epoch)[0][:, 0].tolist()
@@ -145,7 +145,7 @@ def firsts(data: TokenDataModule, epoch: int = 0) -> list[int]:
     return found
 
 
-def test_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> None:
+def test_limit_selects_the_same_windows_in_each_run(tmp_path: Path) -> None:
     file = counted(tmp_path / "0.bin", 401)
 
     def with_limit(limit: float, **more: Any) -> list[int]:
@@ -153,7 +153,7 @@ def test_limit_leaves_some_windows_the_same_in_every_run(tmp_path: Path) -> None
 
     assert with_limit(10) == with_limit(0.1) == with_limit(10, seed=5)
     assert len(with_limit(10)) == 10
-    assert set(with_limit(10)) < set(with_limit(0.4)), "a lower limit leaves a part of what a higher one does"
+    assert set(with_limit(10)) < set(with_limit(0.4)), "a lower limit leaves a subset of the windows of a higher limit"
     assert len(with_limit(0.5, val_fraction=0.2)) == 40
     with pytest.raises(ValueError, match="limit=101 is more than the 100 samples to train on: omit it"):
         with_limit(101)
@@ -176,4 +176,4 @@ def test_limit_of_a_mixture_keeps_its_proportions(tmp_path: Path) -> None:
     whole = [each for epoch in range(3) for each in firsts(data, epoch)]
     assert sum(each >= 500 for each in whole) == 3 * 5
     assert len(whole) == 3 * 20
-    assert len(set(whole)) == 15 + 15, "those of the second come by turns"
+    assert len(set(whole)) == 15 + 15, "windows of the second source are used in turn"

@@ -19,7 +19,7 @@ TEXT = "the first word, the second word; and the third — ein schönes Wort �
 
 @pytest.fixture
 def words(tmp_path: Path) -> Any:
-    """A tokenizer of whole words."""
+    """Return a tokenizer of whole words."""
     found = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({END: 0, "[PAD]": 1, "?": 2, "a": 3, "b": 4}, unk_token="?")
     )
@@ -55,7 +55,7 @@ def test_dropout_of_a_tokenizer_is_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_special", [True, False])
-def test_document_that_contains_the_end_token_is_not_split(words: Any, tmp_path: Path, is_special: bool) -> None:
+def test_document_with_the_end_token_in_its_text_is_not_split(words: Any, tmp_path: Path, is_special: bool) -> None:
     if not is_special:
         words = tokenizers.Tokenizer.from_str(words.to_str().replace('"special":true', '"special":false'))
     found = saved(words, tmp_path)
@@ -151,7 +151,7 @@ def test_tiktoken_in_blocks_gives_the_ids_of_the_whole_document(monkeypatch: pyt
     assert found.end not in encoded(found, END)
 
 
-def test_token_longer_than_a_block_is_not_cut(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_token_longer_than_a_block_is_not_split(words: Any, tmp_path: Path, monkeypatch: Any) -> None:
     found = saved(words, tmp_path)
     monkeypatch.setattr(text_module, "BLOCK", 100)
     monkeypatch.setattr(text_module, "OVERLAP", 10)

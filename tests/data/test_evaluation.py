@@ -1,6 +1,6 @@
 """Metrics that ``self.log(..., sync_dist=True)`` averages over ranks equal the metrics of one device.
 
-``EVALUATION_INPUTS`` sets the number of random data sets of each cluster, ``EVALUATION_SEED`` the first seed.
+``EVALUATION_INPUTS`` sets the number of random data sets per cluster, ``EVALUATION_SEED`` the first seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def model_of(flavour: str, seed: int) -> Any:
-    """Log a random value of each sample, by its number."""
+    """Return a model that logs a random value for each sample, chosen by the sample's number."""
     values = torch.from_numpy(np.random.default_rng(seed).random(300, np.float32))
 
     class Model(lightning_of(flavour).LightningModule):  # type: ignore[misc, name-defined]
@@ -109,7 +109,7 @@ def test_evaluation_random_token_sets_equal_one_device(
             check(found, expected, some, nodes * devices)
 
 
-def test_evaluation_image_sets_that_do_not_divide_equal_one_device(ranks: RunRanks, tmp_path: Path) -> None:
+def test_evaluation_image_sets_of_uneven_size_equal_one_device(ranks: RunRanks, tmp_path: Path) -> None:
     cases = [Case(0, 37, 4, "ddp"), Case(1, 9, 4, "mstopk_local"), Case(2, 5, 1, "ddp"), Case(3, 1, 3, "ddp")]
     for case in cases:
         numbered_folder(tmp_path / str(case.samples), train=8, val=case.samples, classes=1)

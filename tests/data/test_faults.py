@@ -32,8 +32,8 @@ main(["cache", "warm", sys.argv[1], sys.argv[2], "--splits", "train", "--threads
 """
 
 
-def test_fill_that_was_killed_continues(tmp_path: Path) -> None:
-    """The next run reads from storage only the files that were not kept."""
+def test_killed_fill_continues_in_the_next_run(tmp_path: Path) -> None:
+    """The next run reads only the missing files from storage."""
     folder = make_folder(tmp_path / "pictures", per_class=150, classes=2)
     config = config_of(folder)
     data = cache_folder(config) / "train.lmdb" / "data.mdb"
@@ -51,7 +51,7 @@ def test_fill_that_was_killed_continues(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 400 kB."""
+    """Mount a file system of 400 kB."""
     place = tmp_path / "tiny"
     place.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tiny", str(place)], capture_output=True)
@@ -62,7 +62,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("reserve", [0.05, 0.0])
-def test_full_disk_ends_inserting_and_not_the_run(
+def test_full_disk_stops_caching_but_not_the_run(
     tiny_disk: Path,
     tmp_path: Path,
     stores: Open,
@@ -70,7 +70,7 @@ def test_full_disk_ends_inserting_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The cache stops before the disk is full, or without a reserve at ENOSPC in a batch."""
+    """The cache stops before the disk is full, or, without a reserve, at ENOSPC in a batch."""
     monkeypatch.setattr("lightning_sparse.data.cache.disk.RESERVE_SHARE", reserve)
     monkeypatch.setattr("lightning_sparse.data.cache.disk.BATCH_BYTES", 30_000)
     if not reserve:
@@ -88,7 +88,7 @@ def test_full_disk_ends_inserting_and_not_the_run(
     assert ("of the disk are free" if reserve else "the write failed") in said[0]
 
 
-def test_warm_counts_no_file_that_did_not_fit(tmp_path: Path) -> None:
+def test_warm_does_not_count_files_that_did_not_fit(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pictures", per_class=3, classes=2)
     report = warm(config_of(folder, disk_gb=1e-6), "train")
     assert (report.files, report.fetched, report.full) == (6, 0, True)
@@ -113,7 +113,7 @@ def test_files_of_a_cache_are_private(folder: Path, stores: Open) -> None:
 
 
 def test_cache_of_another_version_is_kept(folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    """The name of the folder contains the version of the layout. Another version in a file is an error."""
+    """The name of the folder contains the version of the layout. Another version inside a file is an error."""
     store = store_of(folder, stores)
     own = cache_folder(store.config)
     store.close()
@@ -136,7 +136,7 @@ def test_cache_of_another_version_is_kept(folder: Path, stores: Open, capsys: py
 
 def test_command_line_warms_the_files_of_a_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(folder, per_class=2, classes=2, split="val")
-    for number in range(2):  # each node owns one of them
+    for number in range(2):  # each node owns one file
         (folder / "val" / "c1" / f"{number}.jpg").write_bytes(b"")
     cache = str(folder.parent / "cache")
     assert main(["cache", "warm", str(folder), cache, "--nodes", "2", "--node", "1"]) == 1

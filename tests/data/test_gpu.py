@@ -1,4 +1,4 @@
-"""Batches of the GPU equal batches of the CPU: DALI's mixed decode of JPEG, and uploads of cached pixels."""
+"""Batches of the GPU equal batches of the CPU: DALI's mixed decoding of JPEG, and uploads of cached pixels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gpu_gives_the_images_of_the_cpu(tmp_path: Path, store_format: Any) -> N
 @pytest.mark.gpu
 @needs_dali
 def test_batch_outlives_the_next_batches(tmp_path: Path) -> None:
-    """DALI hands its memory over without a copy: it must not be written again while a batch is in use."""
+    """DALI passes its memory on without a copy, so it must not reuse it while a batch is in use."""
     from lightning_sparse.data.pipeline.dali import DaliPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train")
@@ -54,7 +54,7 @@ def test_batch_outlives_the_next_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_torch_normalises_on_the_gpu(tmp_path: Path) -> None:
+def test_torch_backend_normalizes_on_the_gpu(tmp_path: Path) -> None:
     from lightning_sparse.data.pipeline.images import TorchPipeline
 
     store = FolderStore(make_folder(tmp_path) / "train")

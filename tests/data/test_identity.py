@@ -23,7 +23,7 @@ TIME = 1_600_000_000
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Two classes whose files have equal sizes and times, as unpacked archives may have."""
+    """Create two classes whose files have equal sizes and times, as unpacked archives may have."""
     for name in ("cat", "dog"):
         for number in range(3):
             write(tmp_path / "source" / "train" / name / f"{number}.bin", f"{name}{number}")
@@ -128,7 +128,7 @@ def test_files_on_fuse_mounts_have_no_tags(source: Path, monkeypatch: pytest.Mon
 def test_cache_warm_verify_names_and_replaces_samples_that_differ(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cached file differs from the source, as after a change that no list shows."""
+    """The cached file differs from the source, as after a change that no listing shows."""
     command = ["cache", "warm", str(source), str(tmp_path / "cache"), "--bytes", "--splits", "train"]
     assert main(command) == 0
     config = bytes_of(source)

@@ -1,4 +1,4 @@
-"""Programs that are interrupted, or end, in the middle of an epoch do not wait for storage that hangs.
+"""Programs that are interrupted, or end, during an epoch do not wait for storage that hangs.
 
 Storage would answer after `STALL_S`, which is also its timeout.
 """
@@ -114,7 +114,7 @@ slow = pytest.mark.slow
 
 
 def ended(code: str, kind: str, folder: Path, send: int | None = None, **environment: str) -> Ended:
-    """Run a program until it hangs, and send a signal or wait for its end."""
+    """Run a program until it hangs. Then send a signal or wait for its end."""
     if not (folder / "source").exists():
         numbered_folder(folder / "source")
     with program(OPENED + code, kind, folder, whole=True, **environment) as running, killed_readers(folder):
@@ -127,7 +127,7 @@ def ended(code: str, kind: str, folder: Path, send: int | None = None, **environ
 
 @contextlib.contextmanager
 def killed_readers(folder: Path) -> Iterator[None]:
-    """Kill readers of storage at the end. A stopped reader does not see that its program has ended."""
+    """Kill storage readers at the end. A stopped reader does not notice that its program has ended."""
     try:
         yield
     finally:

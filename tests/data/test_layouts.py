@@ -1,4 +1,4 @@
-"""Folders that are laid out differently are refused with their place, or read with a warning."""
+"""Folders with another layout are refused with their place, or read with a warning."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_shards_in_class_folders_are_samples_with_a_warning(tmp_path: Path, capl
 
 @pytest.mark.parametrize("classes", [1, 2])
 def test_classes_one_level_too_deep_are_refused(tmp_path: Path, classes: int) -> None:
-    """One folder below the only class, as tiny ImageNet has, may be meant."""
+    """A single folder inside the only class, as in Tiny ImageNet, may be intended."""
     make_folder(tmp_path, split="train/images", classes=classes)
     if classes == 1:
         assert listed(tmp_path).classes == ("images",)
@@ -50,7 +50,7 @@ def test_classes_one_level_too_deep_are_refused(tmp_path: Path, classes: int) ->
 
 
 def test_link_of_a_class_to_nothing_is_refused(tmp_path: Path) -> None:
-    """The data set that it leads to is not mounted."""
+    """The data set behind the link is not mounted."""
     (make_folder(tmp_path) / "train" / "c3").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="train/c3 is a broken link"):
         listed(tmp_path)

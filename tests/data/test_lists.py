@@ -20,7 +20,7 @@ NEEDS_PYARROW = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files in folders that are no classes."""
+    """Create files in folders that are not classes."""
     for name in ("a/1.bin", "a/b/2.bin", "c/3.bin", "4.bin"):
         write(tmp_path / "source" / name, name)
     return tmp_path / "source"
@@ -77,7 +77,7 @@ def test_labels_are_names_or_numbers(
 
 
 @NEEDS_PYARROW
-def test_parquet_gives_the_same(folder: Path) -> None:
+def test_parquet_list_equals_the_csv_list(folder: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -106,7 +106,7 @@ def test_list_that_has_changed_is_read_again(folder: Path, monkeypatch: pytest.M
         load_or_list(config_of(folder), "train")
 
 
-def test_list_and_the_folder_are_not_mistaken_for_each_other(folder: Path) -> None:
+def test_list_and_folder_of_one_split_are_cached_separately(folder: Path) -> None:
     (folder / "train").mkdir()
     (folder / "train" / "5.bin").write_bytes(b"5")
     named = listed(folder, "path,x\n4.bin,1\n")
@@ -115,7 +115,7 @@ def test_list_and_the_folder_are_not_mistaken_for_each_other(folder: Path) -> No
     assert load_or_list(config_of(folder), "train").fingerprint == named.fingerprint
 
 
-def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> None:
+def test_names_of_other_splits_are_numbered_as_in_train(folder: Path) -> None:
     val = listed(folder, "path,kind,score\n4.bin,dog,5\nc/3.bin,cow,6\n")
     assert val.relabel(("cat", "cow", "dog")).labels.tolist() == [[2, 5], [1, 6]]
     with pytest.raises(ValueError, match=r"that train/ does not have: cow"):
@@ -148,7 +148,7 @@ def test_names_of_another_split_are_numbered_as_those_of_train(folder: Path) -> 
         ("path,label\n4.bin,1\n5.bin,1\n", r"lists 1 file\(s\) that .* does not have, such as '5\.bin'"),
     ],
 )
-def test_list_that_cannot_be_used_says_why(folder: Path, text: str, says: str) -> None:
+def test_invalid_list_is_refused_with_the_reason(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         listed(folder, text)
 

@@ -1,4 +1,4 @@
-"""The loaders alone, with a pipeline that makes no batches."""
+"""The loaders, with a pipeline that makes no batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = SamplerConfig(batch_size=4)
 
 
 class Echo:
-    """Returns the size as the image and the indices as labels; reads two requests ahead, as real pipelines do."""
+    """Returns the size as the image and the indices as labels. Reads two requests ahead, as real pipelines do."""
 
     prefetch_depth = 2
 
@@ -53,20 +53,20 @@ def samples(batches: Iterable[Batch]) -> list[list[int]]:
     return [labels.tolist() for _, labels in batches]
 
 
-def test_epoch_follows_set_epoch_and_every_iterator_is_whole() -> None:
+def test_loader_epoch_follows_set_epoch_and_iterators_are_complete() -> None:
     one = loader()
     assert len(one) == 6
     zero = samples(one)
     assert len(zero) == 6
     assert samples(one) == zero, "the same epoch again"
-    one.batch_sampler.sampler.set_epoch(1)  # as Lightning does it
+    one.batch_sampler.sampler.set_epoch(1)  # as Lightning calls it
     assert samples(one) != zero
     one.set_epoch(0)
     assert samples(one) == zero
-    assert not hasattr(one, "sampler"), "Lightning would warn of a sampler that it cannot replace"
+    assert not hasattr(one, "sampler"), "Lightning would warn about a sampler that it cannot replace"
 
 
-def test_sizes_follow_the_epoch_if_samples_do_not() -> None:
+def test_loader_with_fixed_samples_still_changes_sizes_by_epoch() -> None:
     fixed = loader(fixed=True)
     zero = samples(fixed)
     fixed.set_epoch(3)
@@ -103,11 +103,11 @@ def test_state_counts_used_batches(done: int) -> None:
     state = stopped.state_dict()
     for resumed in (loader(), loader()):
         resumed.load_state_dict(state)
-        assert resumed.state_dict() == state, "also before its first batch"
+        assert resumed.state_dict() == state, "before its first batch"
         resumed.set_epoch(1)
         assert len(resumed) == 6
         assert samples(resumed) == expected[done:]
-        assert samples(resumed) == expected, "the next iterator is whole"
+        assert samples(resumed) == expected, "the next iterator is complete"
         resumed.load_state_dict(state)
         resumed.set_epoch(2)
         assert len(samples(resumed)) == 6, "the state was of another epoch"
@@ -121,7 +121,7 @@ def test_state_of_other_batches_is_converted_and_saved() -> None:
     moved = loader(SamplerConfig(batch_size=2), on_resume=told.append)
     moved.load_state_dict(stopped.state_dict())
     moved.set_epoch(0)
-    assert told == [4], "two batches of four are four of two"
+    assert told == [4], "two batches of four samples are four batches of two samples"
     assert len(moved) == 11
     batches = iter(moved)
     second = samples([next(batches) for _ in range(3)])
@@ -150,7 +150,7 @@ def test_state_of_another_data_set_restarts_the_epoch(caplog: pytest.LogCaptureF
     assert len(samples(other)) == 6
 
 
-def test_evaluation_is_the_same_in_every_pass() -> None:
+def test_evaluation_loader_repeats_its_batches() -> None:
     batches = [np.array([1, 2]), np.array([3])]
     one = EvalLoader(batches, Echo(), size=16)
     assert len(one) == 2
@@ -174,7 +174,7 @@ def test_loaders_of_elastic_nodes_share_an_epoch_and_restart_it() -> None:
         with pytest.raises(TypeError, match="depends on the nodes"):
             len(each)
     assert [samples(one), samples(other)] == [in_fours(whole[0::2]), in_fours(whole[1::2])]
-    assert one.state_dict()["segments"][0]["steps"] == 0, "for a loader that is not dealt, too"
+    assert one.state_dict()["segments"][0]["steps"] == 0, "an unshared loader can load this state"
     one.load_state_dict({**one.state_dict(), "epoch": 1})
     begun, sizes = samples(one), {int(size[1]) for size, _ in one}
     assert begun != in_fours(whole[0::2])

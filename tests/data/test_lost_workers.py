@@ -1,4 +1,4 @@
-"""A process that makes batches is killed, exits or has no memory left: the program ends and says why."""
+"""A worker process that makes batches is killed, exits or runs out of memory: the program ends with the reason."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ assert ctypes.CDLL(None).unshare(0x20000) == 0  # mounts of its own
 subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", "/dev/shm"], check=True)
 """
-# The first HUNG forked processes never reach Python code after the fork, as with a lock that was copied.
+# The first HUNG forked processes never reach Python code after the fork, as if a locked lock was copied.
 HANG = """
 workers._START_S = 5.0 if HUNG == 1 else 1.0
 

@@ -1,4 +1,4 @@
-"""The list of samples, who owns them, and the options. Pure, but for listing a folder."""
+"""The list of samples, the ownership of samples, and options. Only listing reads a folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def manifest_of(*paths: str) -> Manifest:
 
 
 def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: Path) -> None:
-    """To files and folders inside and outside the source: subsets and the caches of other tools are made of them."""
+    """Links to files and folders, inside and outside the source: subsets and caches of other tools consist of links."""
     outside = make_folder(tmp_path / "blobs", per_class=3, classes=1) / "train" / "c0"
     (folder / "train" / "c0" / "9.jpg").symlink_to(outside / "1.jpg")
     (folder / "train" / "c0" / "linked").symlink_to(outside)
@@ -61,7 +61,7 @@ def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: 
     reader.close()
 
 
-def test_loop_of_links_is_left_out(folder: Path) -> None:
+def test_cycle_of_links_is_left_out(folder: Path) -> None:
     before = list(listed(folder).paths)
     (folder / "train" / "c1" / "up").symlink_to(folder / "train")
     (folder / "train" / "c1" / "self").symlink_to(folder / "train" / "c1")
@@ -120,7 +120,7 @@ def test_source_that_did_not_change_is_not_listed_again(
 
 
 @pytest.mark.parametrize("away", ["gone", "not mounted", "silent"])
-def test_source_that_cannot_be_asked_is_taken_as_it_was(
+def test_source_that_does_not_answer_is_used_as_last_listed(
     folder: Path, tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run whose files are all on local disk does not need storage."""
@@ -140,7 +140,7 @@ def test_source_that_cannot_be_asked_is_taken_as_it_was(
     assert "using the list of train/ in the cache, because storage did not answer" in caplog.text
 
 
-def test_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
+def test_damaged_list_is_created_again(folder: Path, tmp_path: Path) -> None:
     cache = config_of(folder)
     first = load_or_list(cache, "train")
     kept = cache_folder(cache) / "train.manifest"
@@ -153,14 +153,14 @@ def test_damaged_list_is_made_again(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../x.jpg", "/etc/passwd", "a/../../x.jpg", "a\0b"])
-def test_manifest_cannot_lead_outside_the_source(path: str) -> None:
+def test_manifest_path_outside_the_source_is_refused(path: str) -> None:
     with pytest.raises(DataError, match="outside the source"):
         manifest_of("train/c/0.jpg", path)
     with pytest.raises(ValueError, match="split="):
         listed("/somewhere", "../train")
 
 
-def test_manifest_survives_its_travels() -> None:
+def test_manifest_survives_serialization() -> None:
     manifest = manifest_of("train/c/ä.jpg", "train/c/\udcff.jpg", "")
     manifest = replace(manifest, folders=Paths.of(["train/c"]), folder_stamps=np.array([7]))
     for copy in (Manifest.load(manifest.to_bytes()), pickle.loads(pickle.dumps(manifest))):
@@ -183,8 +183,8 @@ def test_manifest_survives_its_travels() -> None:
         ("mountpoint-s3", "fuse", "fuse.mountpoint-s3"),
     ],
 )
-def test_network_file_systems_are_recognised(tmp_path: Path, device: str, kind: str, name: str) -> None:
-    """As /proc/mounts has them."""
+def test_network_file_systems_are_recognized(tmp_path: Path, device: str, kind: str, name: str) -> None:
+    """The format is the format of /proc/mounts."""
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\n{device} {tmp_path} {kind} rw,relatime 0 0\n")
     assert file_system(tmp_path / "cache", mounts) == name in NETWORK_FILE_SYSTEMS
@@ -208,13 +208,13 @@ def test_ownership_follows_the_seed_and_mixes_classes() -> None:
     labels = np.repeat(np.arange(10), 100)
     first, second = owners(labels, 2, seed=0), owners(labels, 2, seed=1)
     assert 0.4 < (first == second).mean() < 0.6
-    assert 0.3 < (first[:-1] == first[1:]).mean() < 0.7  # no run of neighbours, as a contiguous cut would give
+    assert 0.3 < (first[:-1] == first[1:]).mean() < 0.7  # a contiguous split would give long runs
 
 
 def test_waiting_for_a_lock_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a process that was suspended with it."""
+    """The lock may belong to a suspended process."""
     monkeypatch.setattr(folders, "WAIT_S", 0.05)
     caplog.set_level(logging.INFO, "lightning_sparse")
     with locked(tmp_path):

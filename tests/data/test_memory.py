@@ -40,7 +40,7 @@ def put(memory: MemoryCache, number: int) -> bool:
 
 
 def has(memory: MemoryCache, number: int) -> bool:
-    """Whether a sample is there; it may not be a different one."""
+    """Return whether a sample is in memory. Fails if it is a different sample."""
     view = memory.get([number])[0][0]
     assert view is None or np.array_equal(view.data, pixels(number))
     return view is not None
@@ -49,12 +49,12 @@ def has(memory: MemoryCache, number: int) -> bool:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_shows_samples_to_all_and_views_outlive_it() -> None:
+def test_memory_shares_samples_and_views_outlive_it() -> None:
     first = slab()
     second = joined()
     assert put(first, 3)
     assert put(second, 4)
-    assert put(second, 3)  # it is there already
+    assert put(second, 3)  # already there
     views, flipped = second.get([4, 5, 3])
     assert flipped == 0
     assert (first.cached, first.format) == (2, "decoded")
@@ -78,8 +78,8 @@ def test_memory_that_is_full_keeps_its_samples() -> None:
     memory.close()
 
 
-def test_memory_takes_the_last_free_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is reserved in large pieces. The last piece is larger than the rest of the free memory."""
+def test_memory_uses_exactly_the_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is reserved in large pieces. The last piece is larger than the remaining free memory."""
     memory = slab(capacity=1 << 30)
     ((_, before),) = segments.sizes(NAME)
     free = before + 3 * os.sysconf("SC_PAGE_SIZE")
@@ -93,8 +93,8 @@ def test_memory_takes_the_last_free_bytes_and_no_more(monkeypatch: pytest.Monkey
     memory.close()
 
 
-def test_memory_with_a_flipped_bit_gives_no_other_sample() -> None:
-    """All bits that describe a sample, and some of its contents."""
+def test_memory_with_a_flipped_bit_never_returns_a_wrong_sample() -> None:
+    """Flip all bits that describe a sample, and some bits of its contents."""
     memory = slab()
     segment = segments.find(NAME)
     assert segment is not None
@@ -154,7 +154,7 @@ put(memory, 3)
 
 
 def test_process_killed_while_it_fills_memory_leaves_a_free_place() -> None:
-    """It also holds the lock."""
+    """The killed process also holds the lock."""
     memory = slab()
     assert run(OPENED + DIES, NAME).status == -signal.SIGKILL
     assert memory.cached == 1
@@ -195,7 +195,7 @@ def test_segment_belongs_to_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_segment_that_is_not_prepared_is_not_found() -> None:
-    """A process that was killed leaves such a segment."""
+    """A killed process leaves such a segment."""
     file = os.memfd_create(f"lightning_sparse-{NAME}", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, 1 << 20)
     assert segments.find(NAME) is None
@@ -210,7 +210,7 @@ def test_suspended_process_does_not_stop_other_processes(monkeypatch: pytest.Mon
     clock = SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append)
     with monkeypatch.context() as patch, segment.locked():
         patch.setattr(segments, "time", clock)
-        assert all(put(memory, number) for number in range(4)), "the samples are not kept, and memory is not full"
+        assert all(put(memory, number) for number in range(4)), "skipped samples do not mark memory as full"
         assert memory.cached == 0
         assert memory_tier.LOCK_S <= sum(waited) < 1.5 * memory_tier.LOCK_S, "it waits once, not for each sample"
     assert all(put(memory, number) for number in range(4))
@@ -219,13 +219,13 @@ def test_suspended_process_does_not_stop_other_processes(monkeypatch: pytest.Mon
 
 
 def _shared_bytes(name: str) -> tuple[int, int]:
-    """(this process's part of shared memory, its own memory that holds samples) after reading all samples."""
+    """Return this process's share of shared memory, and its private memory, after reading all samples."""
     import torch.distributed as dist
 
     memory = joined(name)
     before = _rollup("Private_Dirty") + _rollup("Private_Clean")
     assert sum(int(view.data.sum()) for view in memory.get(range(64))[0] if view is not None)
-    dist.barrier()  # all have read, and all still have it mapped
+    dist.barrier()  # all ranks have read, and still have it mapped
     shared, private = _rollup("Pss_Shmem"), _rollup("Private_Dirty") + _rollup("Private_Clean") - before
     dist.barrier()
     memory.close()
@@ -238,7 +238,7 @@ def _rollup(name: str) -> int:
 
 
 def test_ranks_of_a_node_hold_one_copy_of_the_samples() -> None:
-    """Proportional set sizes divide a page among the processes that map it, so that their sum is the node's memory."""
+    """Proportional set sizes divide each page among the processes that map it, so their sum is the node's memory."""
     if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("needs /proc/self/smaps_rollup")
     samples, nbytes = 64, 64 * 256 * 341 * 3

@@ -1,4 +1,4 @@
-"""Options: parsed as LightningCLI parses them, and refused early with their name and value."""
+"""Options are parsed as LightningCLI parses them, and bad options are refused early with name and value."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_options_of_the_image_module_have_types_that_can_be_parsed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_lightning_cli_accepts_the_options(flavour: str) -> None:
-    """In an interpreter with one package of Lightning."""
+    """The interpreter has only one Lightning package."""
     pytest.importorskip("jsonargparse")
     cls = ours(flavour).__name__, "CachedImageDataModule"
     assert run_ranks(parse, *cls, nodes=1, devices=1, init=False, start_method="spawn") == [PARSED]
@@ -133,7 +133,7 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
     CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "cache"))
 
 
-def test_missing_packages_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.data.config.is_installed", lambda name: name not in ("lmdb", "xxhash"))
     with pytest.raises(ValueError, match=r"needs lmdb, xxhash: `pip install lmdb .*\[data\]"):
         CacheConfig(source="/there", cache_dir="/here")

@@ -19,7 +19,7 @@ from tests.helpers.data import bytes_of, read
 
 pyarrow = pytest.importorskip("pyarrow", reason="it reads Parquet files")
 parquet = pytest.importorskip("pyarrow.parquet")
-FILES, ROWS, GROUP = 3, 8, 3  # rows of a file and of a row group
+FILES, ROWS, GROUP = 3, 8, 3  # rows per file and per row group
 
 
 def payload(number: int) -> bytes:
@@ -52,7 +52,7 @@ def config_of(folder: Path | str, cache: Path | None = None, **more: Any) -> Cac
 
 
 def test_selected_rows_equal_the_rows_of_the_file(tmp_path: Path) -> None:
-    """As a limit leaves them: a row group is read for rows that are not neighbours."""
+    """The rows are not adjacent, as after a limit."""
     config = config_of(data_set(tmp_path / "source"))
     some = np.array([1, 2, 5, 9, 17, 23])
     store = SampleStore(config, load_or_list(config, "train").select(some))
@@ -62,7 +62,7 @@ def test_selected_rows_equal_the_rows_of_the_file(tmp_path: Path) -> None:
     assert [each.label for each in found] == [[number % 2] for number in some.tolist()]
 
 
-def test_rows_in_any_order_cross_the_link_once(tmp_path: Path) -> None:
+def test_parquet_rows_in_any_order_are_transferred_once(tmp_path: Path) -> None:
     config = config_of(data_set(tmp_path / "source"))
     assert classes_of(config, "train")[0] == ("cat", "dog")
     assert has_split(config, "train")
@@ -102,7 +102,7 @@ def test_row_group_has_one_owner(tmp_path: Path) -> None:
         owners = owners_of(manifest, nodes, 0)
         assert all(len(set(owners[manifest.shard_of == group])) == 1 for group in range(9))
         assert set(owners) == set(range(nodes))
-    assert set(owners_of(manifest, 12, 0)) == set(range(12)), "fewer groups than nodes: by samples"
+    assert set(owners_of(manifest, 12, 0)) == set(range(12)), "with fewer groups than nodes, samples are assigned"
 
 
 def test_disk_cache_is_filled_by_row_groups(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_bytes_of_each_type_are_samples(tmp_path: Path, kind: Any) -> None:
     assert read(config)[1] == [b"ab", b"cd"]
 
 
-def test_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
+def test_damaged_row_group_is_named_without_a_timeout(tmp_path: Path) -> None:
     file = tmp_path / "source" / "train" / "0.parquet"
     write(file, {"a": [b"a" * 1000, b"b" * 1000]})
     config = config_of(tmp_path / "source", storage_timeout=600)
@@ -154,7 +154,7 @@ def test_damaged_row_group_is_named_at_once(tmp_path: Path) -> None:
         (None, None, "it is not a Parquet file"),
     ],
 )
-def test_parquet_file_that_cannot_be_used_is_refused(
+def test_unsupported_parquet_file_is_refused(
     tmp_path: Path, columns: dict[str, Any] | None, member: str | None, says: str
 ) -> None:
     file = tmp_path / "source" / "train" / "0.parquet"
@@ -183,7 +183,7 @@ def test_column_can_be_chosen_and_labels_may_be_names(tmp_path: Path) -> None:
     assert read(config)[1] == [b"c", b"d"]
 
 
-def test_without_pyarrow_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(data_set(tmp_path / "source"))
     monkeypatch.setattr(layout, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match="need pyarrow: `pip install pyarrow`"):
@@ -213,7 +213,7 @@ def test_lists_of_labels_are_rows_of_a_batch(tmp_path: Path, labels: list[list[A
         (["a", " b"], "sample 2: the label is ' b': remove the spaces"),
     ],
 )
-def test_label_that_cannot_be_used_is_refused_with_its_row(tmp_path: Path, labels: Any, message: str) -> None:
+def test_unsupported_label_is_refused_with_its_row(tmp_path: Path, labels: Any, message: str) -> None:
     write(tmp_path / "source" / "train" / "0.parquet", {"x": [b"a", b"b"], "label": labels})
     with pytest.raises(ValueError, match=message):
         load_or_list(config_of(tmp_path / "source"), "train")

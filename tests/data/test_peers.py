@@ -43,7 +43,7 @@ def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decod
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    """Two nodes, of which node 1 serves."""
+    """Start two nodes, of which node 1 serves."""
     stores = make_nodes(make_folder(tmp_path / "pictures"))
     endpoints = {1: stores[1].serve()}
     stores[0].connect(endpoints)
@@ -53,7 +53,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_sample_of_another_node_comes_from_its_memory(nodes: Nodes) -> None:
-    """Also in the first epoch, so that each file is read from storage by one node only."""
+    """This holds in the first epoch, too, so that only one node reads each file from storage."""
     stores, _ = nodes
     first, second = stores
     samples = first.get(range(12))
@@ -66,7 +66,7 @@ def test_sample_of_another_node_comes_from_its_memory(nodes: Nodes) -> None:
     assert (first.counters().peer_samples, first.counters().memory_samples) == (12, 6)
     counts = second.node_counters()
     assert (counts.storage_samples, counts.served_samples) == (12, 6)
-    assert counts.memory_samples == 6, "only its own samples"
+    assert counts.memory_samples == 6, "only the node's own samples"
     copy = pickle.loads(pickle.dumps(first))  # in a spawned worker
     copy.get(range(12))
     assert copy.counters().peer_samples == 6
@@ -114,7 +114,7 @@ def test_killed_peer_is_replaced_by_disk_and_storage(
 
 @pytest.mark.slow
 def test_busy_peer_stays_in_use(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers pings while all of its readers wait: here for a lock that another process holds."""
+    """It answers pings while all of its readers wait for a lock that another process holds."""
     monkeypatch.setattr(client, "DEAD_S", 1.0)
     monkeypatch.setattr(client, "PING_S", 0.1)
     first, second = nodes[0]
@@ -150,7 +150,7 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 def test_threads_share_one_connection(nodes: Nodes) -> None:
-    """One a thread would be hundreds of descriptors with 16 nodes and 16 threads."""
+    """With 16 nodes and 16 threads, one connection per thread would need hundreds of descriptors."""
     first = nodes[0][0]
     foreign = np.flatnonzero(first.owners == 1).tolist()
     first.get(foreign)
@@ -162,14 +162,14 @@ def test_threads_share_one_connection(nodes: Nodes) -> None:
     assert first.counters().peer_samples == 161 * len(foreign)
 
 
-def test_too_many_open_files_do_not_end_a_run(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_continues_with_too_many_open_files(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     first = nodes[0][0]
     foreign = np.flatnonzero(first.owners == 1).tolist()
     first.get(range(12))
-    first.close()  # opens again, with a connection of its own
+    first.close()  # reopens with a new connection
     first._tiers()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # nothing more can be opened
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # nothing else can be opened
     try:
         peers = first._tiers().peers
         assert peers is not None
@@ -180,7 +180,7 @@ def test_too_many_open_files_do_not_end_a_run(nodes: Nodes, caplog: pytest.LogCa
     assert "cannot be reached (Too many open files)" in caplog.text
 
 
-def test_limit_that_is_too_low_is_raised_or_refused() -> None:
+def test_low_limit_of_open_files_is_raised_or_refused() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -215,25 +215,25 @@ def test_server_at_its_limit_idles_and_still_serves_its_clients(nodes: Nodes) ->
     host, _, port = endpoints[1].removeprefix("tcp://").rpartition(":")
     with ExitStack() as strangers:
         for _ in range(20):
-            with suppress(ConnectionError):  # refused, or reset, once it is at its limit
+            with suppress(ConnectionError):  # refused or reset once the server is at its limit
                 strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
-        assert any(cpu_in_a_second(pid) < 0.2 for _ in range(10)), "once handshakes are over it rests"
+        assert any(cpu_in_a_second(pid) < 0.2 for _ in range(10)), "the server must idle after the handshakes"
         before_samples = first.counters().peer_samples
         first.get(foreign)
         assert first.counters().peer_samples == before_samples + len(foreign)
     keys = Keys.of(first._run)
-    for _ in range(20):  # newcomers are served again
+    for _ in range(20):  # new clients are served again
         answer = ask(endpoints[1], (keys.server_public, keys.client_public, keys.client_secret))
         if answer:
             break
     assert answer[0] == b"have"
 
 
-# -- strangers ---------------------------------------------------------------------------------------------------------
+# -- unknown clients ---------------------------------------------------------------------------------------------------
 
 
 def ask(endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> list[bytes]:
-    """The answer within a second to a client with these keys (server's public, own public, own secret)."""
+    """Return the answer within a second to a client with these keys (server's public, own public, own secret)."""
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as client:
@@ -247,7 +247,7 @@ def ask(endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> list[bytes]:
         context.destroy(linger=0)
 
 
-def test_stranger_gets_nothing(nodes: Nodes) -> None:
+def test_unknown_client_gets_no_sample(nodes: Nodes) -> None:
     stores, endpoints = nodes
     keys = Keys.of(stores[0]._run)
     own = zmq.curve_keypair()
@@ -255,7 +255,7 @@ def test_stranger_gets_nothing(nodes: Nodes) -> None:
     other = Keys.of(new_run())
     strangers = [
         None,
-        (keys.server_public, *own),  # knows the server, is not known to it
+        (keys.server_public, *own),  # knows the server, but the server does not know it
         (own[0], keys.client_public, keys.client_secret),
         (other.server_public, other.client_public, other.client_secret),
     ]
@@ -269,13 +269,13 @@ def test_stranger_gets_nothing(nodes: Nodes) -> None:
             received = raw.recv(1 << 16)
         except (TimeoutError, ConnectionError):
             received = b""
-        assert len(received) < 128  # a greeting, no sample
+        assert len(received) < 128  # a greeting without a sample
     assert stores[0].get([int(np.flatnonzero(stores[0].owners == 1)[0])])  # it still serves
     with socket.socket() as probe:  # the same port is free on another address of this machine
         probe.bind(("127.0.0.2", int(port)))
 
 
-def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
+def test_peer_server_uses_the_given_port_range(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -292,7 +292,7 @@ def test_ports_are_those_of_the_given_range(tmp_path: Path) -> None:
             store.close()
 
 
-def test_master_that_resolves_to_loopback_takes_the_interface_towards_the_others() -> None:
+def test_master_with_a_loopback_name_uses_the_interface_towards_other_nodes() -> None:
     """Debian's hosts file gives a machine's own name the address 127.0.1.1."""
     assert interface.reachable("127.0.1.1", ["127.0.1.1", "127.0.1.1"]) == "127.0.1.1"  # all nodes on one machine
     assert interface.reachable("10.0.0.1", ["127.0.1.1"]) == "10.0.0.1"
@@ -302,7 +302,7 @@ def test_master_that_resolves_to_loopback_takes_the_interface_towards_the_others
     assert interface.reachable("127.0.1.1", ["127.0.1.1", "198.51.100.7"]) == own
 
 
-def test_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_address_follows_the_interface_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     assert interface.node_address(loopback) == "127.0.0.1"
     assert interface.node_address("::1") == "::1"
@@ -317,7 +317,7 @@ def test_interface_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_server_that_hangs_while_it_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never reads, and the parent sends more than the socket holds."""
+    """It never reads, and the parent sends more data than the socket holds."""
     (tmp_path / "hang.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.setattr(server, "START_S", 1.0)
     monkeypatch.setattr(server, "Child", lambda _: Child(tmp_path / "hang.py"))

@@ -69,7 +69,7 @@ def made(backend: str, store: FolderStore, wanted: list[BatchRequest], options: 
 
 
 def pairs_of(one: Made, other: Made) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The images of both, whose labels are equal."""
+    """Yield pairs of images. The labels must be equal."""
     for (images, labels), (other_images, other_labels) in zip(one, other, strict=True):
         assert torch.equal(labels, other_labels)
         yield images, other_images
@@ -88,9 +88,9 @@ def test_batches_have_the_requested_samples_in_order(backend: str, store: Folder
 @needs_dali
 @pytest.mark.parametrize("store_format", FORMATS)
 def test_pixels_without_resizing_are_equal_in_both_backends(folder: Path, store_format: Any) -> None:
-    """Validation of a square crop of 56 from a short side of 64: the crop is as large as the result."""
+    """Validation crops a square of 56 from a short side of 64, so the crop has the size of the result."""
     root = folder
-    if store_format == "jpeg":  # files whose short side is 64
+    if store_format == "jpeg":  # files with a short side of 64
         sizes = [(64, 80), (90, 64)]
         root = make_folder(folder.parent.parent / "squares", {"a": 9}, sizes, splits=["train"]) / "train"
     store = FolderStore(root, store_format, 64)
@@ -106,8 +106,8 @@ def test_pixels_without_resizing_are_equal_in_both_backends(folder: Path, store_
             torch.testing.assert_close(one[0], (pixels - mean) / std, rtol=0, atol=1e-5)
 
 
-def test_small_images_are_validated_whole(tmp_path: Path) -> None:
-    """Those of CIFAR have 32 pixels, of which a crop of 7/8 would leave 28, enlarged again."""
+def test_small_images_are_validated_without_cropping(tmp_path: Path) -> None:
+    """CIFAR images have 32 pixels. A crop of 7/8 would leave 28, enlarged again."""
     store = FolderStore(make_folder(tmp_path, sizes=((32, 32),)) / "train", short_side=37)
     wanted = requests(len(store), size=32, train=False)
     for request, (images, _) in zip(wanted, made("torch", store, wanted, GRAY_LEVELS), strict=True):
@@ -116,20 +116,20 @@ def test_small_images_are_validated_whole(tmp_path: Path) -> None:
 
 
 @needs_dali
-def test_crops_with_resizing_are_alike_in_both_backends(store: FolderStore) -> None:
+def test_crops_with_resizing_are_nearly_equal_in_both_backends(store: FolderStore) -> None:
     wanted = requests(len(store), epoch=2)
     ours, theirs = made("torch", store, wanted, GRAY_LEVELS), made("dali", store, wanted, GRAY_LEVELS)
     for one, other in pairs_of(ours, theirs):
         assert (one - other).abs().mean() < 2.5, "another region or a flip would differ by tens"
-        assert (one - other.flip(-1)).abs().mean() > 5, "the check would not see a flip"
+        assert (one - other.flip(-1)).abs().mean() > 5, "this check would not detect a flip"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("train", [True, False])
-def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bool) -> None:
-    """Photographs are larger than the short side: which format is in memory may depend on the free memory."""
+def test_formats_in_memory_give_equal_pixels(backend: str, folder: Path, train: bool) -> None:
+    """Photographs are larger than the short side. The format in memory may depend on the free memory."""
     files, pixels = FolderStore(folder, "jpeg"), FolderStore(folder, "decoded")
-    pixels.paths, pixels.labels = files.paths, files.labels  # the folder has other files, too
+    pixels.paths, pixels.labels = files.paths, files.labels  # the folder also has other files
     wanted = requests(len(files), epoch=2, train=train)
     for one, other in pairs_of(made(backend, files, wanted, GRAY_LEVELS), made(backend, pixels, wanted, GRAY_LEVELS)):
         assert (one - other).abs().mean() < (1e-6 if backend == "torch" else 0.5), "JPEG at quality 90 loses about 2"
@@ -137,7 +137,7 @@ def test_both_formats_give_the_same_pixels(backend: str, folder: Path, train: bo
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pixels_around_the_crop_are_not_used(backend: str, folder: Path) -> None:
-    """A resize of a region of the whole image would blend the edges with pixels around them."""
+    """Resizing a region of the whole image would blend the edges with pixels around them."""
 
     class Blackened(FolderStore):
         def get(self, indices: Any) -> Any:
@@ -160,7 +160,7 @@ def test_pixels_around_the_crop_are_not_used(backend: str, folder: Path) -> None
 
 
 def test_pixels_normalized_on_a_device_give_the_same_batches(store: FolderStore) -> None:
-    """The CPU stands for the GPU, as the device that bytes are uploaded to."""
+    """The CPU takes the place of the GPU to which bytes are uploaded."""
     wanted = [*requests(len(store), epoch=1), *requests(len(store), train=False, size=40)]
     with contextlib.closing(TorchPipeline(store, OPTIONS, threads=2, device=torch.device("cpu"))) as pipe:
         batches = list(pipe.run(wanted))
@@ -187,7 +187,7 @@ def test_requests_are_made_outside_the_training_thread(backend: str, folder: Pat
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batch_outlives_the_next_batches(backend: str, folder: Path) -> None:
-    """Memory is handed over without a copy, and used again: not while a batch is in use."""
+    """Memory is passed on without a copy and reused, but not while a batch is in use."""
     store = FolderStore(folder)
     wanted = requests(len(store), steps=20)
     with pipeline(backend, store) as pipe:
@@ -199,13 +199,13 @@ def test_batch_outlives_the_next_batches(backend: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_image_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> None:
-    """EXIF: the crop is a crop of the upright image, in both backends and formats."""
+    """With EXIF rotation, the crop is taken from the upright image, in both backends and formats."""
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "a").mkdir()
     upright = np.zeros((64, 96, 3), np.uint8)
-    upright[:32], upright[:, :48, 1] = 200, 100  # top and bottom, left and right differ
+    upright[:32], upright[:, :48, 1] = 200, 100  # top and bottom, and left and right, differ
     exif = image.Exif()
-    exif[0x0112] = 6  # show it turned by 90 degrees clockwise
+    exif[0x0112] = 6  # show it rotated by 90 degrees clockwise
     turned = image.fromarray(np.ascontiguousarray(np.rot90(upright)))
     turned.save(tmp_path / "a" / "0.jpg", quality=95, exif=exif)
     wanted = [BatchRequest(np.array([0]), 0, 56, False)]
@@ -219,7 +219,7 @@ def test_image_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> No
 
 
 @needs_dali
-def test_files_that_are_not_plain_jpeg_look_alike_in_both_backends(tmp_path: Path) -> None:
+def test_unusual_image_files_look_equal_in_both_backends(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "a").mkdir()
     picture = image.open(next((make_folder(tmp_path / "made") / "train" / "apple").glob("*.jpg"))).convert("RGB")
@@ -249,7 +249,7 @@ def test_file_that_dali_cannot_read_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_starts_before_its_iterator_is_used(backend: str, folder: Path) -> None:
+def test_pipeline_starts_only_when_its_iterator_is_used(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     wanted = requests(len(store), steps=9)
     with pipeline(backend, store) as pipe:
@@ -259,7 +259,7 @@ def test_nothing_starts_before_its_iterator_is_used(backend: str, folder: Path) 
         first = [next(half)[0].clone() for _ in range(2)]
         half.close()
         begun = len(store.asked)
-        assert begun < 9, "an iterator that was closed goes on"
+        assert begun < 9, "a closed iterator must stop"
         for _ in range(2):
             whole = [images.clone() for images, _ in pipe.run(wanted)]
             assert len(whole) == 9
@@ -268,7 +268,7 @@ def test_nothing_starts_before_its_iterator_is_used(backend: str, folder: Path) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_error_of_the_store_arrives_in_its_place(backend: str, folder: Path) -> None:
+def test_store_error_is_raised_at_its_batch(backend: str, folder: Path) -> None:
     store = FolderStore(folder)
     wanted = [*requests(len(store), steps=2), BatchRequest(np.array([10**6]), 0, 32, True)]
     with pipeline(backend, store) as pipe:

@@ -1,4 +1,4 @@
-"""Results made ahead of time in threads: in order, and no more than requested."""
+"""Results made ahead of time in threads: in order, and not more than requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sparse.data.pipeline import loader as prefetch_module
 from lightning_sparse.data.pipeline.loader import prefetch, prefetch_map
 
 
-def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
+def test_prefetch_keeps_order_and_depth_and_passes_errors() -> None:
     produced: list[int] = []
 
     def items() -> Iterator[int]:
@@ -25,19 +25,19 @@ def test_ahead_keeps_order_and_depth_and_passes_errors_on() -> None:
     assert produced == []
     assert next(lane) == 0
     time.sleep(0.05)
-    assert len(produced) <= 4, "more is made than may wait"
+    assert len(produced) <= 4, "more results are made than may wait"
     got: list[int] = []
     with pytest.raises(KeyError, match="the end"):
         got.extend(lane)
     assert got == [1, 2, 3, 4, 5]
 
 
-def test_threads_that_make_results_keep_their_order_and_their_errors() -> None:
+def test_prefetch_map_keeps_the_order_of_results_and_errors() -> None:
     begun = threading.Barrier(3, timeout=30)
 
     def make(item: int) -> int:
         if item < 3:
-            begun.wait()  # three of them at the same time
+            begun.wait()  # all three at the same time
             time.sleep(0.02 * (3 - item))
         if item == 7:
             raise KeyError(item)
@@ -50,7 +50,7 @@ def test_threads_that_make_results_keep_their_order_and_their_errors() -> None:
 
 
 def test_closing_does_not_wait_for_a_slow_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as storage that hangs; the thread ends when it is back."""
+    """For example, storage hangs. The thread ends once storage answers."""
     monkeypatch.setattr(prefetch_module, "CLOSE_S", 0.05)
     hangs, thread = threading.Event(), set(threading.enumerate())
     made = prefetch_map(lambda item: item or hangs.wait(60), [1, 0], 2, "test")

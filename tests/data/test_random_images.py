@@ -1,4 +1,4 @@
-"""Random, odd and damaged images: the decoder and Pillow read equal pixels and refuse the same files.
+"""Random, unusual and damaged images: the decoder and Pillow read equal pixels and refuse the same files.
 
 ``IMAGES_INPUTS`` sets the number of inputs of each test, ``IMAGES_SEED`` the first seed.
 """
@@ -38,7 +38,7 @@ def inputs(kind: str) -> Iterator[tuple[str, random.Random]]:
 
 
 def reference(data: bytes) -> NDArray[np.uint8] | None:
-    """Return the image as Pillow reads it, upright; None if Pillow refuses it."""
+    """Return the image as Pillow reads it, upright, or None if Pillow refuses it."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
@@ -86,7 +86,7 @@ def test_decoder_damaged_images_refused_or_equal_pillow() -> None:
 
 
 def test_dali_random_jpeg_files_equal_the_decoder() -> None:
-    """Complete and damaged files, of which Pillow accepts some; DALI decodes them with other rounding."""
+    """Complete and damaged files, some of which Pillow accepts. DALI rounds differently."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     from nvidia.dali import fn, pipeline_def, types
 

@@ -1,7 +1,7 @@
-"""Random folders, archives and tables give the samples and labels of torchvision, tarfile, pyarrow and pandas,
-on a local disk, through fsspec, on sshfs and on S3.
+"""Random folders, archives and tables give the samples and labels of torchvision, tarfile, pyarrow and pandas.
 
-``SOURCES_INPUTS`` sets the number of inputs of each kind, ``SOURCES_SEED`` the first seed.
+The sources are on a local disk, behind fsspec, on sshfs and on S3. ``SOURCES_INPUTS`` sets the number of inputs of each
+kind, ``SOURCES_SEED`` the first seed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def inputs(kind: str) -> Iterator[random.Random]:
 
 
 def listed(storage: Storage, config: CacheConfig, name: str) -> Manifest:
-    """List a split with a reader that serves all inputs."""
+    """List a split with a reader that all inputs share."""
     split = Split(config, name, 60.0, quiet=True)
     split.storage = storage
     return find_layout(split).manifest()
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (result, ""), or (None, reason of the error)."""
+    """Return (result, ""), or (None, the error)."""
     try:
         return call(), ""
     except ValueError as error:
@@ -80,7 +80,7 @@ def config_of(source: Path | str, **more: Any) -> CacheConfig:
 
 
 def grow(draw: random.Random, folder: Path, depth: int, links: bool) -> None:
-    """Fill a folder with images, other files, hidden files, links and folders. links: also make links to folders."""
+    """Fill a folder with images, other files, hidden files, links and folders. `links`: also link to folders."""
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(draw.randrange(5)):
         suffixes = draw.choice([IMAGES, IMAGES, OTHERS])
@@ -123,7 +123,7 @@ def image_folder(split: Path) -> dict[str, str]:
     params=["local", "file", pytest.param("sshfs", marks=pytest.mark.sshfs), pytest.param("s3", marks=needs_s3)]
 )
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str, dict[str, Any], Any]]:
-    """A folder, its source, storage_options, and the file system of S3, to which each split is copied."""
+    """Yield a folder, its source, storage_options, and the file system of S3, to which each split is copied."""
     kind, here = request.param, tmp_path / "here"
     write(here / "not empty")
     with contextlib.ExitStack() as stack:
@@ -177,7 +177,7 @@ def list_images(storage: Storage, source: str, options: dict[str, Any], split: P
 
 
 def too_deep(split: Path, expected: dict[str, str]) -> bool:
-    """Whether the only class contains only folders of images, which are then probably the classes."""
+    """Return whether the only class contains only folders of images, which are then probably the classes."""
     folders = {path.rpartition("/")[0] for path in expected}
     only = {*expected.values()}
     return len(only) == 1 and len(folders) > 1 and f"{split.name}/{min(only)}" not in folders
@@ -265,7 +265,7 @@ def test_shards_give_the_members_that_tarfile_reads(
 
 
 def damage(draw: random.Random, file: Path) -> None:
-    """Cut a tar file within its last member or before, or change a header that has a checksum."""
+    """Cut a tar file anywhere before its end, or change a header that has a checksum."""
     with tarfile.open(file) as tar:
         headers = [member.offset for member in tar]
         end = tar.offset
@@ -303,7 +303,7 @@ def archive(file: Path, kind: str, files: dict[str, bytes]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_windows_of_random_token_files_do_not_depend_on_the_place(
+def test_windows_of_random_token_files_are_equal_on_all_storage_kinds(
     place: tuple[Path, str, dict[str, Any], Any], tmp_path: Path
 ) -> None:
     here, source, options, files = place
@@ -425,7 +425,7 @@ def test_labels_of_random_tables_equal_the_reference_or_are_refused(reference: A
 
 
 def typed_column(draw: random.Random, rows: int, width: int) -> tuple[list[Any], Any, int]:
-    """Values, their type, and how many columns of labels they are, 0 if they are refused."""
+    """Return values, their type, and the number of label columns, or 0 if they are refused."""
     import pyarrow
 
     one, kind, expected = draw.choice(

@@ -1,4 +1,4 @@
-"""Cache folders that cannot be written, are too small, or are damaged."""
+"""Cache folders that are read-only, too small, or damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.data import Open, config_of, contents, store_of
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[list[Path]]:
-    """Folders that a test mounts something on, unmounted at its end."""
+    """Yield a list of mount points, which are unmounted after the test."""
     places: list[Path] = []
     yield places
     for place in places:
@@ -40,7 +40,7 @@ def read_only(place: Path, mounted: list[Path]) -> None:
 def test_complete_cache_can_be_read_only(
     folder: Path, stores: Open, mounted: list[Path], format: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one that was filled before and is mounted into a container: storage is not read."""
+    """The cache was filled before and is mounted into a container. Storage is not read."""
     config = config_of(folder)
     warm(config, "train")
     expected = [(folder / path).read_bytes() for path in store_of(folder, stores, format="jpeg").manifest.paths]
@@ -69,7 +69,7 @@ def test_read_only_cache_that_lacks_files_reads_them_from_storage(
     store = store_of(folder, stores)
     assert len(contents(store)) == 20
     assert (store.counters().storage_samples, store.counters().disk_samples) == (8, 12)
-    assert "which cannot be written" in caplog.text  # the list is not that of storage
+    assert "which cannot be written" in caplog.text  # the list may be older than storage
 
 
 def test_folder_that_cannot_be_used_is_named(folder: Path, stores: Open, mounted: list[Path]) -> None:
@@ -84,7 +84,7 @@ def test_folder_that_cannot_be_used_is_named(folder: Path, stores: Open, mounted
 
 
 def test_cache_with_an_empty_description_opens(folder: Path, stores: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a full disk leaves it."""
+    """A full disk leaves such a file."""
     store_of(folder, stores).close()
     own = cache_folder(config_of(folder))
     (own / "cache.json").write_bytes(b"")

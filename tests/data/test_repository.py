@@ -1,4 +1,4 @@
-"""Data set repositories of Hugging Face as they are: labels as in `datasets`, and errors for unclear repositories."""
+"""Unmodified Hugging Face data set repositories: labels as in `datasets`, and errors for unclear repositories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files_of(split: str, count: int, folder: str = "data") -> list[str]:
 
 
 def fill(root: Path, files: list[str], make: Any = payload, labels: Any = lambda number: number % 3) -> Path:
-    """Rows are numbered through all files; a label is not its place in the alphabet."""
+    """Write rows that are numbered across all files. A label differs from the alphabetical place of its name."""
     for number, name in enumerate(files):
         numbers = range(number * ROWS, (number + 1) * ROWS)
         columns = {"image": image_column([make(each) for each in numbers]), "label": [labels(each) for each in numbers]}
@@ -36,7 +36,7 @@ def fill(root: Path, files: list[str], make: Any = payload, labels: Any = lambda
 
 
 def repository(root: Path, make: Any = payload) -> Path:
-    """A clone: three splits, of which test has no labels, and other files of a repository."""
+    """Create a clone with three splits, of which test has no labels, and other files of a repository."""
     fill(root, files_of("train", 3), make)
     fill(root, files_of("validation", 1), make, lambda number: 2 - number % 3)
     fill(root, ["data/test-00000-of-00001-a09b74b3ef9c3b56.parquet"], make, lambda number: -1)
@@ -58,14 +58,14 @@ def check(config: CacheConfig) -> None:
         assert manifest.labels.tolist() == [[label(each)] for each in range(count)]
 
 
-def test_cloned_repository_is_read_as_it_is(tmp_path: Path) -> None:
+def test_cloned_repository_is_read_unchanged(tmp_path: Path) -> None:
     check(config_of(repository(tmp_path / "source")))
 
 
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.slow
-def test_repository_in_s3(tmp_path: Path) -> None:
+def test_repository_in_s3_is_read_as_the_clone(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source")
     with s3_server() as (options, files):
         files.mkdir("repositories")
@@ -73,7 +73,7 @@ def test_repository_in_s3(tmp_path: Path) -> None:
         check(config_of("s3://repositories/cats", tmp_path / "cache", storage_options=options))
 
 
-def test_configuration_is_a_source_and_val_a_name_of_validation(tmp_path: Path) -> None:
+def test_repository_configuration_is_a_source_and_val_means_validation(tmp_path: Path) -> None:
     source = tmp_path / "source" / "plain"
     for name in (*files_of("train", 1, "plain"), "plain/val.parquet"):
         fill(source.parent, [name])
@@ -85,7 +85,7 @@ def test_configuration_is_a_source_and_val_a_name_of_validation(tmp_path: Path) 
     assert not has_split(config, "test")
 
 
-def test_images_of_a_repository_train(tmp_path: Path) -> None:
+def test_image_module_trains_on_a_repository(tmp_path: Path) -> None:
     folder = repository(tmp_path / "source", jpeg)
     data = ours("pytorch_lightning").CachedImageDataModule(
         str(folder), str(tmp_path / "cache"), batch_size=4, image_size=16, backend="torch", with_indices=True
@@ -108,7 +108,7 @@ def test_warming_finds_the_splits_and_a_new_file_is_noticed(tmp_path: Path, capl
     assert [(each.split, each.fetched) for each in reports] == [("train", 12), ("val", 4), ("test", 4)]
     caplog.set_level(logging.INFO)
     assert len(load_or_list(config, "train")) == 12
-    assert "listing" not in caplog.text, "nothing has changed"
+    assert "listing" not in caplog.text, "the source is unchanged"
     for old, new in zip(files_of("train", 3), files_of("train", 4), strict=False):
         os.rename(folder / old, folder / new)
     with pytest.raises(ValueError, match=r"3 of 4 files train-00000-of-00004.parquet, \.\.\. are there"):

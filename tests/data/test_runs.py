@@ -1,4 +1,4 @@
-"""Several runs on a node share one copy of the samples in memory, but neither counts, nor log lines, nor faults."""
+"""Runs on a node share one copy of the samples in memory, but not counts, log lines or faults."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_sparse.data.sources.listing import load_or_list
 from tests.data.programs import program
 from tests.helpers.data import Open, config_of, contents, flip_in_memory, store_of, warnings_of
 
-SAMPLES = 20  # of `folder`
+SAMPLES = 20  # number of samples in `folder`
 
 
 def num_segments() -> int:
-    """The number of segments that this process has open."""
+    """Return the number of segments that this process has open."""
     files = [each for each in Path("/proc/self/fd").iterdir() if "memfd:lightning_sparse-" in str(each.resolve())]
     return len({each.stat().st_ino for each in files})
 
@@ -60,7 +60,7 @@ def test_second_run_reads_the_samples_of_the_first_run_from_memory(
 def test_format_of_a_second_run_is_the_format_in_memory(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free memory alone would be too little for the second run."""
+    """The free memory would be too small for the second run."""
     first = store_of(folder, stores, format="decoded", memory_gb=None)
     config = config_of(folder, memory_gb=None)
     monkeypatch.setattr(segments, "available_memory", lambda: 10_000)
@@ -71,8 +71,8 @@ def test_format_of_a_second_run_is_the_format_in_memory(
     assert common_format(config, first.manifest, Placement()) == "jpeg"
 
 
-def test_format_of_pixels_that_do_not_fit_is_not_copied(folder: Path, stores: Open) -> None:
-    """The first run sets the format, or continues a run of a larger node."""
+def test_second_run_does_not_copy_the_format_of_pixels_that_do_not_fit(folder: Path, stores: Open) -> None:
+    """The first run sets the format, or resumes a run of a larger node."""
     limit = {"memory_gb": 0.00005}
     first = store_of(folder, stores, format="decoded", **limit)
     contents(first)
@@ -83,7 +83,7 @@ def test_format_of_pixels_that_do_not_fit_is_not_copied(folder: Path, stores: Op
 OTHERS: list[dict[str, Any]] = [{"source": "/other"}, {"member": "png"}, {"short_side": 20}, {"memory_gb": 0.02}]
 
 
-def test_name_of_a_segment_depends_on_everything_that_changes_its_samples(
+def test_segment_name_depends_on_all_options_that_change_samples(
     folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     config = config_of(folder, format="decoded")
@@ -95,7 +95,7 @@ def test_name_of_a_segment_depends_on_everything_that_changes_its_samples(
         return content_name(config, other, everything, "decoded")
 
     names = [name(), content_name(config, manifest, everything, "jpeg")]
-    names.append(content_name(config, manifest, np.arange(SAMPLES) % 2 == 0, "decoded"))  # as with another node
+    names.append(content_name(config, manifest, np.arange(SAMPLES) % 2 == 0, "decoded"))  # as on another node
     names += [name(dataclasses.replace(config, **each)) for each in OTHERS]
     there = dataclasses.replace(config, source="s3://there")
     names += [name(dataclasses.replace(there, storage_options={"endpoint_url": each})) for each in ("here", "there")]
@@ -110,10 +110,10 @@ def test_name_of_a_segment_depends_on_everything_that_changes_its_samples(
     assert {name(dataclasses.replace(config, **each)) for each in same} == {name()}
 
 
-# -- the state of each run ---------------------------------------------------------------------------------------------
+# -- state per run -----------------------------------------------------------------------------------------------------
 
 
-def test_each_run_warns_once_that_memory_is_full(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_warns_once_that_memory_is_full(folder: Path, stores: Open, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(2):
         store = store_of(folder, stores, format="jpeg", memory_gb=0.00001)
         for _ in range(2):
@@ -125,7 +125,7 @@ def test_each_run_warns_once_that_memory_is_full(folder: Path, stores: Open, cap
 def test_run_that_joins_a_small_segment_warns(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first run made it when there was little memory."""
+    """The first run created the segment when memory was scarce."""
     with monkeypatch.context() as patch:
         patch.setattr(segments, "available_memory", lambda: 160_000)
         store_of(folder, stores, format="decoded", memory_gb=None)
@@ -168,7 +168,7 @@ def test_forked_process_does_not_keep_the_lock_of_a_folder(tmp_path: Path) -> No
     lock = tmp_path / ".lock"
     ends, end = os.pipe()
     with locked(lock):
-        if (child := os.fork()) == 0:  # by another thread
+        if (child := os.fork()) == 0:  # as another thread might
             os.close(end)
             os.read(ends, 1)
             os._exit(0)
@@ -197,8 +197,8 @@ print(contents(store) == first, flush=True)
 
 
 @pytest.mark.slow
-def test_killed_run_takes_nothing_from_other_runs(folder: Path) -> None:
-    """Three runs: the run that made the segment is killed, and the others end. The next run makes a new segment."""
+def test_killed_run_does_not_affect_other_runs(folder: Path) -> None:
+    """Of three runs, the run that made the segment is killed, and the others end. The next run makes a new segment."""
     warm(config_of(folder), "train")
     with ExitStack() as stack:
         runs = [stack.enter_context(program(RUN, folder))]

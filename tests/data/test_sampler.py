@@ -41,7 +41,7 @@ def sampler_of(count: int, config: SamplerConfig, classes: int = 5) -> Sampler:
 
 
 def seen(plan: EpochPlan, first: int = 0, last: int | None = None) -> list[list[list[int]]]:
-    """Samples by step and rank."""
+    """Return samples by step and rank."""
     steps = range(first, plan.steps if last is None else last)
     return [[each.tolist() for node in global_batch(plan, step) for each in node] for step in steps]
 
@@ -53,8 +53,8 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
 # -- random bits -------------------------------------------------------------------------------------------------------
 
 
-def test_bits_do_not_change() -> None:
-    """Checkpoints rely on them on all machines and with all versions of numpy."""
+def test_random_bits_are_equal_in_all_versions() -> None:
+    """Checkpoints rely on equal bits on all machines and with all versions of NumPy."""
     assert bits(0).tolist() == [0xE220A8397B1DCDAF]  # the first number of SplitMix64 seeded with 0
     assert bits(7, 1, [2, 3]).tolist() == [12751620290806497687, 1903218893931705413]
     assert shuffled(np.arange(10), 0, 0).tolist() == [6, 8, 3, 7, 5, 0, 2, 1, 4, 9]
@@ -112,7 +112,7 @@ def test_local_shuffle_uses_samples_of_the_node() -> None:
             assert set(np.flatnonzero(home == node)) == set(used)
 
 
-def test_global_asks_peers_for_the_overflow_only() -> None:
+def test_global_shuffle_reads_only_the_overflow_from_peers() -> None:
     config = SamplerConfig(batch_size=64, devices=(2, 2), shuffle="global")
     sampler = sampler_of(25_600, config)
     home = owners(np.arange(25_600) % 5, 2, seed=7)
@@ -123,12 +123,12 @@ def test_global_asks_peers_for_the_overflow_only() -> None:
         for node, batches in enumerate(global_batch(plan, step))
         for each in batches
     )
-    # a node's part of 256 draws deviates from 128 by 8 * sqrt(2 / pi) = 6.4 on average; half the deviation of each node
+    # A node's share of 256 draws deviates from 128 by 8 * sqrt(2 / pi) = 6.4 on average; half of it per node.
     assert 0.015 < abroad / 25_600 < 0.035
 
 
 def test_devices_of_a_node_read_as_many_samples_from_other_nodes() -> None:
-    """All devices would wait for a device that reads all of them."""
+    """Otherwise, all devices would wait for the device that reads most."""
     config = SamplerConfig(batch_size=64, devices=(8,) * 4, shuffle="global")
     home = owners(np.arange(25_600) % 5, 4, seed=7)
     plan = sampler_of(25_600, config).epoch(0)
@@ -139,7 +139,7 @@ def test_devices_of_a_node_read_as_many_samples_from_other_nodes() -> None:
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 99))
-def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> None:
+def test_assign_gives_nodes_their_own_samples_first(seed: int, extra: list[int], draw: int) -> None:
     capacity = np.array(extra) + 1
     home = (bits(seed, draw, np.arange(capacity.sum())) % np.uint64(len(capacity))).astype(np.int64)
     nodes = assign(home, capacity)
@@ -151,16 +151,16 @@ def test_nodes_take_their_own_first(seed: int, extra: list[int], draw: int) -> N
 @pytest.mark.parametrize(
     ("devices", "digest"), [((3, 1, 2), "ae91995c103224c9"), ((2,) * 300, "146c94e91866413b")], ids=["3", "300"]
 )
-def test_batches_do_not_change(devices: tuple[int, ...], digest: str) -> None:
-    """A checkpoint relies on it. Owners of 3 nodes are numbers of 8 bits, of 300 of 16."""
+def test_batches_are_equal_in_all_versions(devices: tuple[int, ...], digest: str) -> None:
+    """Checkpoints rely on it. Owners are stored in 8 bits for 3 nodes, and in 16 bits for 300."""
     plan = sampler_of(100_000, SamplerConfig(batch_size=70, devices=devices)).epoch(1)
     batches = np.concatenate([plan.batch(plan.steps - 2, node, 0) for node in (0, 1, len(devices) - 1)])
     assert hashlib.sha256(batches.astype("<i8").tobytes()).hexdigest().startswith(digest)
 
 
 @pytest.mark.parametrize("skew", [0, 1], ids=["random", "a node is full early"])
-def test_large_batches_are_assigned_as_one_by_one(skew: int) -> None:
-    """Most samples of a large batch are counted and not sorted, unless a node is full already among them."""
+def test_large_batch_is_assigned_as_single_samples(skew: int) -> None:
+    """Most samples of a large batch are counted without sorting, unless a node is full early."""
     capacity = np.array([100, 300, 200])
     home = np.repeat(np.arange(3), capacity)[shuffled(np.arange(600), 3, 0)]
     home[:200] *= 1 - skew
@@ -172,7 +172,7 @@ def test_large_batches_are_assigned_as_one_by_one(skew: int) -> None:
     expected[over] = np.repeat(np.arange(3), left.clip(0))
     assert len(over) > 100 if skew else over == []
     assert assign(home, capacity).tolist() == expected.tolist()
-    home[-40:] = 1  # the overflow of a draw: all of it at the end
+    home[-40:] = 1  # the overflow of a draw is at the end
     assert np.bincount(assign(home, capacity)).tolist() == capacity.tolist()
 
 
@@ -196,8 +196,10 @@ def test_resumed_epoch_gives_the_rest(count: int, config: SamplerConfig, epoch: 
 
 
 @given(counts, st.lists(configs, min_size=2, max_size=3), st.data())
-def test_epoch_on_other_nodes_sees_the_rest(count: int, chain: list[SamplerConfig], data: st.DataObject) -> None:
-    """However often the run moves within one epoch."""
+def test_epoch_resumed_on_other_nodes_gives_the_rest(
+    count: int, chain: list[SamplerConfig], data: st.DataObject
+) -> None:
+    """The run may move several times within one epoch."""
     segments: list[EpochSegment] = []
     times: Counter[int] = Counter()
     num_repeated = 0

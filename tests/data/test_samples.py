@@ -1,4 +1,4 @@
-"""Samples of any kind in a real Trainer: decoded and transformed by functions of the user's own, exactly resumed."""
+"""Samples of any kind in a Trainer: decoded and transformed by the user's functions, and resumed exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Seen = dict[tuple[int, int], list[float]]  # (epoch, index) -> sample
 
 
 def decode(data: bytes) -> torch.Tensor:
-    """Its number, and a random number of each generator."""
+    """Return the number in the data, and a random number from each generator."""
     return torch.tensor([float(data), random.random(), np.random.rand(), torch.rand(()).item()])
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def numbered(root: Path) -> Path:
-    """Files that contain their place in the listing."""
+    """Create files that contain their place in the listing."""
     for split, count in (("train", TRAIN), ("val", 6), ("test", 4)):
         for number in range(count):
             name = "odd" if number * 2 >= count else "even"
@@ -92,7 +92,7 @@ def model_of() -> Any:
 def runs(folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a script; ranks come from a fork server
+    multiprocessing.set_start_method("fork", force=True)  # for workers, as in a script; ranks come from a fork server
     root = Path(folder)
     out: dict[str, Any] = {}
     for workers in (2, 0):
@@ -120,15 +120,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_sample_depends_on_seed_epoch_and_index_only(results: list[dict[str, Any]], folder: Path) -> None:
-    """Not on workers, and not on the ranks: one process without workers makes the same."""
+    """It does not depend on workers or ranks: one process without workers makes equal samples."""
     with_workers, without = (merged([each[workers][0] for each in results]) for workers in ("2", "0"))
     assert with_workers.keys() == {(epoch, index) for epoch in range(2) for index in range(TRAIN)}
     assert with_workers == without == alone(folder)
-    assert len({tuple(sample[1:]) for sample in with_workers.values()}) == 2 * TRAIN, "each has numbers of its own"
+    assert len({tuple(sample[1:]) for sample in with_workers.values()}) == 2 * TRAIN, "random numbers differ"
     assert len({number for sample in with_workers.values() for number in sample[1:]}) == 2 * TRAIN * 4
     val = merged([each["2"][1] for each in results])
     assert val.keys() == {(epoch, index) for epoch in range(2) for index in range(6)}
-    assert all(sample[4] == 0 for sample in val.values()), "transformed as for training"
+    assert all(sample[4] == 0 for sample in val.values()), "validation must not use the training transform"
     assert all(val[0, index] == val[1, index] for index in range(6))
 
 
@@ -145,7 +145,7 @@ def alone(folder: Path) -> Seen:
         for samples, _, indices in loader:
             drawn += torch.rand(1).tolist()
             seen.update({(epoch, i): s for i, s in zip(indices.tolist(), samples.tolist(), strict=True)})
-        assert drawn[:3] == expected, "the training's own random numbers are disturbed"
+        assert drawn[:3] == expected, "the random numbers of the training changed"
     data.teardown("fit")
     return seen
 
@@ -166,7 +166,7 @@ def test_testing_uses_its_own_split(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_behind(results: list[dict[str, Any]]) -> None:
+def test_training_leaves_no_threads_processes_or_segments(results: list[dict[str, Any]]) -> None:
     assert [each["left"] for each in results] == [[], []]
 
 
@@ -190,7 +190,7 @@ def test_lists_name_samples_and_several_labels(folder: Path) -> None:
     assert labels.tolist() == [[index % 2, index + 0.5] for index in indices.tolist()]
 
 
-def test_files_without_classes_and_other_batches(folder: Path) -> None:
+def test_samples_without_classes_and_with_custom_batches(folder: Path) -> None:
     shutil.rmtree(folder / "source" / "val")
     for path in (folder / "source" / "train").rglob("*.txt"):
         path.rename(folder / "source" / "train" / path.name)
@@ -222,7 +222,7 @@ def test_file_that_cannot_be_decoded_is_named_or_replaced(folder: Path) -> None:
 
 
 def test_corrupt_samples_are_counted_once_and_replaced_by_different_samples(folder: Path) -> None:
-    """This also holds if half of the samples are corrupt, one after the other."""
+    """This also holds if half of the samples are corrupt and adjacent."""
     corrupt = set(range(TRAIN // 4, TRAIN * 3 // 4))
     for number in corrupt:
         (found,) = (folder / "source" / "train").glob(f"*/{number:02}.txt")
@@ -239,7 +239,7 @@ def test_corrupt_samples_are_counted_once_and_replaced_by_different_samples(fold
     assert most <= len(corrupt) // 2, "several samples replace the corrupt ones"
 
 
-def test_splits_with_other_labels_are_refused_and_a_test_needs_none(folder: Path) -> None:
+def test_splits_with_other_labels_are_refused_except_test_without_labels(folder: Path) -> None:
     texts = {"train": "path,a\ntrain/even/00.txt,x\n", "val": "path\nval/even/00.txt\n"}
     texts["test"] = "path\ntest/even/01.txt\n"
     for name, text in texts.items():

@@ -31,7 +31,7 @@ def payload(number: int) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two shards of four samples; names of over 100 bytes take a header more."""
+    """Create two shards of four samples. Names of over 100 bytes need an additional header."""
     for number in range(2):
         members: dict[str, bytes] = {}
         for sample in range(4 * number, 4 * number + 4):
@@ -48,7 +48,7 @@ def test_samples_of_shards_are_read_by_their_place(folder: Path, tmp_path: Path)
     assert manifest.labels.tolist() == [[number % 3] for number in range(8)]
     assert list(manifest.paths)[0] == "train/000#0.tar/000000.npy"
     assert classes_of(config, "train")[1] == manifest.num_classes == 3
-    assert counts.storage_bytes == sum(map(len, data)), "only the samples, not the shards, cross the link"
+    assert counts.storage_bytes == sum(map(len, data)), "only the samples, not the shards, are transferred"
     assert counts.changed == 0
     assert Manifest.load(manifest.to_bytes()).location(7) == manifest.location(7)
     _, again, counts = read(config)
@@ -108,7 +108,7 @@ def test_member_that_is_the_sample_can_be_chosen(
 
 @pytest.fixture
 def s3(folder: Path) -> Iterator[dict[str, Any]]:
-    """A bucket with the shards and with folders of images. Yields storage_options."""
+    """Create a bucket with the shards and with folders of images. Yields storage_options."""
     with s3_server() as (options, files):
         files.mkdir("shards")
         upload(files, folder, "shards")
@@ -119,7 +119,7 @@ def s3(folder: Path) -> Iterator[dict[str, Any]]:
 
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_shards_and_images_of_s3(folder: Path, tmp_path: Path, s3: dict[str, Any]) -> None:
+def test_shards_and_images_in_s3_equal_local_files(folder: Path, tmp_path: Path, s3: dict[str, Any]) -> None:
     manifest, data, counts = read(bytes_of("s3://shards", tmp_path / "cache", storage_options=s3))
     local, expected, _ = read(bytes_of(folder, tmp_path / "other"))
     assert data == expected
@@ -148,7 +148,7 @@ def test_s3_without_s3fs_names_the_package(tmp_path: Path, monkeypatch: pytest.M
 def test_files_next_to_shards_are_ignored_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
 ) -> None:
-    """img2dataset, WebDataset and people leave such files."""
+    """img2dataset, WebDataset and users leave such files."""
     for number in range(2):
         shard(tmp_path / "source" / "train" / f"{number}.tar", {f"{each}.jpg": jpeg(each) for each in range(3)})
     os.rename(tmp_path / "source" / "train" / "1.tar", tmp_path / "source" / "train" / "1.TAR")
@@ -181,7 +181,7 @@ def test_possible_samples_next_to_shards_are_refused_by_name(tmp_path: Path, nam
 
 
 def test_hidden_members_are_ignored_and_links_are_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """tar of macOS writes hidden members, and GNU tar writes links for a folder with hard links."""
+    """tar on macOS writes hidden members, and GNU tar writes links for a folder with hard links."""
     file = tmp_path / "source" / "train" / "0.tar"
     members = {"./._0.npy": b"macOS", "./0.npy": b"zero", "./.git/1.npy": b"hidden", "k/1.npy": b"one"}
     links = {"2.npy": (tarfile.LNKTYPE, "./0.npy"), "k/3.npy": (tarfile.SYMTYPE, "../2.npy")}
@@ -227,7 +227,7 @@ def test_sparse_members_of_a_shard_are_read(tmp_path: Path, format: str, scheme:
     }
 
 
-def test_sparse_member_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+def test_missing_sparse_member_is_unreadable(tmp_path: Path) -> None:
     shard(tmp_path / "0.tar", {"0.bin": b"x" * 999})
     with Storage(bytes_of(tmp_path)) as storage:
         (found,) = storage.read([("0.tar", -1 - 512, 0)])
@@ -236,8 +236,8 @@ def test_sparse_member_that_is_gone_is_unreadable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "joined"])
-def test_shard_that_is_not_whole_is_refused(folder: Path, tmp_path: Path, damage: str) -> None:
-    """tarfile ends at a damaged header, and at the end of the first of several files."""
+def test_incomplete_shard_is_refused(folder: Path, tmp_path: Path, damage: str) -> None:
+    """tarfile stops at a damaged header, and at the end of the first of several concatenated files."""
     file = folder / "train" / "000#0.tar"
     data = bytearray(file.read_bytes())
     with tarfile.open(file) as tar:

@@ -22,7 +22,7 @@ from tests.helpers.distributed import run_ranks
 
 @pytest.fixture
 def sessions() -> Iterator[list[Session]]:
-    """Closed at the end, however the test ends."""
+    """Yield a list of sessions, which are closed after the test."""
     opened: list[Session] = []
     yield opened
     for session in opened:
@@ -31,7 +31,7 @@ def sessions() -> Iterator[list[Session]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three classes in train/; val/ lacks the first one."""
+    """Create three classes in train/. val/ lacks the first class."""
     folder = make_folder(tmp_path / "pictures", per_class=4, classes=3)
     make_folder(folder, per_class=2, classes=3, split="val")
     shutil.rmtree(folder / "val" / "c0")
@@ -56,7 +56,7 @@ def labels(session: Session) -> list[int]:
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 @pytest.mark.parametrize("kept", [False, True])
 def test_validation_has_the_labels_of_train(folder: Path, sessions: list[Session], stage: str, kept: bool) -> None:
-    """Also with the lists of another run, and in a run that only tests."""
+    """This also holds with the lists of another run, and in a run that only tests."""
     if kept:
         for split in ("train", "val"):
             load_or_list(config_of(folder), split)
@@ -74,7 +74,7 @@ def test_class_that_train_does_not_have_is_refused_by_name(folder: Path, session
 
 
 def test_limit_leaves_an_equal_part_of_each_class(tmp_path: Path, sessions: list[Session]) -> None:
-    """Other samples take no memory. A lower limit keeps a part of the samples of a higher limit."""
+    """Other samples use no memory. A lower limit keeps a subset of the samples of a higher limit."""
     folder = make_folder(tmp_path / "pictures", per_class=10, classes=3)
     kept: list[set[str]] = []
     for limit in (6, 0.5):
@@ -96,8 +96,8 @@ def test_limit_leaves_an_equal_part_of_each_class(tmp_path: Path, sessions: list
 
 
 @pytest.mark.parametrize(("place", "said"), [("images", "does not have: images"), (".", "contains no class folders")])
-def test_flat_folder_is_refused_with_what_to_do(folder: Path, sessions: list[Session], place: str, said: str) -> None:
-    """As Tiny-ImageNet has it: all images of val/ in one folder, and their labels in a text file."""
+def test_flat_folder_is_refused_with_the_fix(folder: Path, sessions: list[Session], place: str, said: str) -> None:
+    """Tiny ImageNet has this layout: all images of val/ in one folder, and their labels in a text file."""
     shutil.rmtree(folder / "val")
     (folder / "val" / place).mkdir(parents=True)
     for number in range(3):
@@ -111,7 +111,7 @@ def test_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session])
     assert labels(opened(folder, sessions, stage="test")) == [0, 0, 1, 1]
 
 
-def test_without_val_the_way_out_is_named(folder: Path, sessions: list[Session]) -> None:
+def test_missing_val_is_refused_with_the_fix(folder: Path, sessions: list[Session]) -> None:
     shutil.rmtree(folder / "val")
     with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0\.05 \(--data\.val_fraction=0\.05\)"):
         opened(folder, sessions).eval_loader()
@@ -119,7 +119,7 @@ def test_without_val_the_way_out_is_named(folder: Path, sessions: list[Session])
 
 
 def num_classes(folder: str) -> str:
-    """Two nodes, of which the second cannot read the source when it creates its model and has a list in its cache."""
+    """Run two nodes. The second node has a list in its cache and cannot read the source when it creates its model."""
     from lightning_sparse.flavours.pytorch_lightning import CachedImageDataModule
 
     node = os.environ["NODE_RANK"]
@@ -147,12 +147,12 @@ def num_classes(folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_all_nodes_have_as_many_classes(folder: Path) -> None:
+def test_nodes_have_equally_many_classes(folder: Path) -> None:
     assert run_ranks(num_classes, str(folder.parent), nodes=2, devices=1) == ["4 classes"] * 2
 
 
 def with_lists(folder: Path, **rows: str) -> DataOptions:
-    """Options with a list for each split, whose rows end with the same text."""
+    """Return options with a list for each split, whose rows end with the given text."""
     for split, end in rows.items():
         files = sorted((folder / ("train" if split == "train" else "val")).rglob("*.jpg"))
         lines = ["path,label" if end else "path", *(f"{file.relative_to(folder)}{end}" for file in files)]
@@ -163,7 +163,7 @@ def with_lists(folder: Path, **rows: str) -> DataOptions:
 
 @pytest.mark.parametrize("stage", ["fit", "test"])
 def test_labels_have_one_type_in_all_splits(folder: Path, sessions: list[Session], stage: str) -> None:
-    """Also if all numbers of one split are whole, and in a run that only tests."""
+    """This also holds if all numbers of one split are whole, and in a run that only tests."""
     sessions.append(open_session(with_lists(folder, train=",0.5", val=",1", test=",1"), stage=stage))
     assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.float32}
     with pytest.raises(ValueError, match=r"of (val|test) are not whole numbers, but the labels of train are"):

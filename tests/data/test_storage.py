@@ -1,4 +1,4 @@
-"""Storage that pauses is waited for, and storage that never answers is named."""
+"""A run waits for storage that pauses, and names storage that never answers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def reader_of(store: SampleStore) -> int:
 def test_run_waits_for_storage_that_pauses(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The process that reads is stopped, as a read of a dead mount stops it."""
+    """The reader process is stopped, as a read from a dead mount would stop it."""
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
-    monkeypatch.setattr(storage, "WARN_S", 0.3)  # now that the reader has started, which takes longer on a busy machine
+    monkeypatch.setattr(storage, "WARN_S", 0.3)  # after the reader has started, which takes longer on a busy machine
     reader = reader_of(store)
     os.kill(reader, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (reader, signal.SIGCONT)).start()
@@ -45,7 +45,7 @@ def test_storage_that_never_answers_ends_the_run(folder: Path, stores: Open, mon
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
-    store._tiers().storage.timeout = 0.5  # now that the reader has started, which takes longer on a busy machine
+    store._tiers().storage.timeout = 0.5  # after the reader has started, which takes longer on a busy machine
     os.kill(reader_of(store), signal.SIGSTOP)
     with pytest.raises(StorageTimeoutError, match=r"has not responded for .* storage_timeout=0.5"):
         store.get(range(20))
@@ -87,7 +87,7 @@ storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     assert (tmp_path / "starts").read_text() == "started "
 
 
-def test_storage_request_that_always_breaks_off_raises(
+def test_storage_request_that_always_loses_its_connection_raises(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each try reads some entries, which resets the timeout, and then loses its connection."""
@@ -116,7 +116,7 @@ storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 def test_thread_that_waits_for_a_closed_store_raises(
     folder: Path, stores: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As threads that read ahead do when a run ends: they neither hang nor start another reader."""
+    """Threads that read ahead wait so when a run ends. They must not hang or start another reader."""
     monkeypatch.setattr(storage, "RETRY_S", 0.1)
     store = store_of(folder, stores)
     store.get([0])
@@ -186,7 +186,7 @@ contents(store)
 
 @pytest.mark.sshfs
 def test_mount_that_never_answers_again_ends_the_program(folder: Path, tmp_path: Path) -> None:
-    """A read of a dead mount cannot be interrupted."""
+    """A read from a dead mount cannot be interrupted."""
     with sshfs_mount(folder, tmp_path / "mount") as server:
         ended = run(READ, tmp_path / "mount", server, whole=True)
     assert ended.status == 1

@@ -25,13 +25,13 @@ def store_of(folder: Path, place: Placement | None = None, run: bytes | None = N
 
 
 @pytest.mark.parametrize("format", ["decoded", "jpeg"])
-def test_samples_are_those_of_the_folder(folder: Path, format: str) -> None:
-    """The first time from storage, then from memory, in a second run from disk: always the same."""
+def test_store_returns_the_samples_of_the_folder(folder: Path, format: str) -> None:
+    """Samples are equal from storage, from memory, and from disk in a second run."""
     order = [7, 0, 3, 3, 9]
     seen = []
     for _ in range(2):
         store = store_of(folder, format=format, short_side=24)
-        for _ in range(2):  # copies: a view of the memory keeps it for the next store
+        for _ in range(2):  # copied, because a view would keep the memory for the next store
             found = store.get(order)
             assert not any(each.data.flags.writeable for each in found)
             seen.append([each._replace(data=each.data.copy()) for each in found])
@@ -63,8 +63,8 @@ def _get_in_child(store: SampleStore, connection) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> None:
-    """It also writes the files that it reads when it ends, without a close."""
+def test_store_in_a_worker_reopens_tiers_and_shares_memory(folder: Path, method: str) -> None:
+    """The worker also writes the files that it has read when it ends, even without close()."""
     store = store_of(folder)
     expected = [sample.data.tobytes() for sample in store.get(range(5))]
     context = multiprocessing.get_context(method)
@@ -86,8 +86,8 @@ def test_worker_opens_its_own_and_shares_memory(folder: Path, method: str) -> No
     again.close()
 
 
-def test_nodes_keep_what_they_own(folder: Path) -> None:
-    """With a shuffle over nodes, memory is for the node's own samples; without a peer, others come from disk."""
+def test_nodes_keep_their_own_samples_in_memory(folder: Path) -> None:
+    """With a global shuffle, memory holds the node's own samples. Without a peer, others come from disk."""
     run = new_run()
     stores = [store_of(folder, Placement(node, 2), run, shuffle="global") for node in range(2)]
     assert np.array_equal(stores[0].owners, stores[1].owners)

@@ -1,6 +1,6 @@
-"""Random corpora in every mode, in place and through a URL, compared with a few lines of numpy.
+"""Random corpora in every mode, in place and through a URL, compared with a few lines of NumPy.
 
-TOKEN_CORPORA=2000 tries 2,000 corpora of each kind; the default is small.
+TOKEN_CORPORA=2000 tests 2,000 corpora of each kind. The default is small.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def expected_windows(files: Files, context: int, mode: Documents) -> list[tuple[
 
 
 def expected_pairs(documents: Files) -> Pairs:
-    """Count each (input, target) if each document is alone."""
+    """Count each (input, target) of separate documents."""
     return Counter(pair for each in documents for pair in zip(each[:-1].tolist(), each[1:].tolist(), strict=True))
 
 
@@ -75,7 +75,7 @@ def pairs_of(windows: TokenWindows) -> Pairs:
 
 
 def random_files(rng: np.random.Generator, *, unique: bool = False) -> Files:
-    """Ids of up to nine files, some empty, some without an end, with documents of all lengths."""
+    """Return ids of up to nine files, some empty, some without an end, with documents of all lengths."""
     longest = int(rng.choice([1, 4, 30, 300]))
     files, next_id = [], 1
     for _ in range(rng.integers(1, 10)):
@@ -102,7 +102,7 @@ def write(folder: Path, files: Files, rng: np.random.Generator) -> Path:
 
 
 def in_order(folder: Path) -> Files:
-    """The ids of the files below a folder, sorted by path."""
+    """Return the ids of the files below a folder, sorted by path."""
     paths = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.suffix.lower() == ".bin")
     found = []
     for each in paths:
@@ -112,7 +112,7 @@ def in_order(folder: Path) -> Files:
 
 
 def stream_of(folder: Path, context: int, mode: Documents) -> TokenStream | None:
-    """The windows of a folder; None if it has too few tokens for one."""
+    """Return the windows of a folder, or None if it has too few tokens for a window."""
     kind = PackedStream if mode == "packed" else TokenStream
     files = in_order(folder)
     is_enough = (
@@ -145,7 +145,7 @@ def test_windows_of_random_corpora_equal_a_plain_reader(mode: Documents, tmp_pat
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_held_out_documents_of_random_corpora_are_whole_and_none_is_lost(mode: Documents, tmp_path: Path) -> None:
+def test_held_out_documents_of_random_corpora_are_complete(mode: Documents, tmp_path: Path) -> None:
     for number in range(FIRST, FIRST + CORPORA):
         rng = np.random.default_rng([number, 7])
         folder = write(tmp_path / str(number), random_files(rng, unique=True), rng)
@@ -164,7 +164,7 @@ def test_held_out_documents_of_random_corpora_are_whole_and_none_is_lost(mode: D
         assert not sets[0] & sets[1], number
         cut = sum(bool(each & sets[0]) and bool(each & sets[1]) for each in documents)
         assert cut <= 1, number
-        if mode != "packed":  # all inputs are used, except an end of each part
+        if mode != "packed":  # all inputs are used, except an end in each part
             total = sum(map(len, in_order(folder)))
             assert total - 2 * (context + 1) <= (len(train) + len(held_out)) * context < total, number
 

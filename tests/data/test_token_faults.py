@@ -55,7 +55,7 @@ def test_corrupt_line_is_named_or_skipped(
 
 
 def words_of(folder: Path, names: str) -> str:
-    """Write a tokenizer of the package `tokenizers` that knows some words. Returns the option."""
+    """Write a tokenizer of the package `tokenizers` that knows some words. Return the option."""
     tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
     ids = {name: number for number, name in enumerate(["</s>", *names.split()])}
     found = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="</s>"))
@@ -225,7 +225,7 @@ def differing(folder: str) -> str:
     rank = os.environ["NODE_RANK"]
     root = Path(folder) / rank
     root.mkdir()
-    path = counted(root / "a.bin", 99, int(rank))  # of equal length, and without a checksum in the JSON
+    path = counted(root / "a.bin", 99, int(rank))  # equal lengths, and no checksum in the JSON
     with pytest.raises(ValueError, match="has different tokens on rank 1 and on rank 0") as caught:
         TokenDataModule(path, context=4).setup("fit")
     return str(caught.value)
@@ -249,7 +249,7 @@ def test_file_that_becomes_shorter_during_a_run_is_an_error(
         stream.windows(np.array([80]))
 
 
-def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+def test_more_token_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
     for number in range(300):
         counted(tmp_path / f"{number:03}.bin", 3, 3 * number)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -263,7 +263,7 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
 
 
 def old_fingerprint(context: int, paths: list[Path]) -> str:
-    """Windows as in earlier versions, which cut each file separately."""
+    """Return the fingerprint of earlier versions, which cut each file into windows separately."""
     about = [("uint16", 1000, each.stat().st_size // 2, 0) for each in paths]
     return hashlib.blake2b(repr((context, about)).encode(), digest_size=16).hexdigest()
 
@@ -272,7 +272,7 @@ def test_position_saved_by_an_earlier_version_restarts_the_epoch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = [counted(tmp_path / "a.bin", 30), counted(tmp_path / "b.bin", 30)]
-    assert TokenStream(corpus_of(paths[0]), 4).fingerprint == old_fingerprint(4, paths[:1]), "windows are the same"
+    assert TokenStream(corpus_of(paths[0]), 4).fingerprint == old_fingerprint(4, paths[:1]), "windows are equal"
     data = TokenDataModule(tmp_path, context=4, batch_size=2)
     data.setup("fit")
     loader = data.train_dataloader()

@@ -1,4 +1,4 @@
-"""Shards of tokens: read once, tokenised once, kept on the local disk, and refused where they are wrong."""
+"""Shards of tokens: read once, tokenized once, kept on the local disk, and refused if they are wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ["In the beginning. " * 20, "And then, héllo. " * 30, "The end. " * 40]
 
 
 def encoded(text: str) -> list[int]:
-    """The ids of a document: its bytes and its end."""
+    """Return the ids of a document: its bytes and its end."""
     return [*text.encode(), 0]
 
 
@@ -35,7 +35,7 @@ def module(source: str | Path | dict[str, float], cache: Path, **more: Any) -> T
 
 
 def ids(source: str | Path, cache: Path, **more: Any) -> list[list[int]]:
-    """The ids of each shard."""
+    """Return the ids of each shard."""
     data = module(source, cache, **more)
     data.setup("fit")
     corpus = data._streams["train"].corpus
@@ -58,7 +58,7 @@ def server(folder: Path) -> Iterator[Server]:
         yield serving
 
 
-def test_ids_of_storage_are_those_of_the_plain_file(folder: Path, tmp_path: Path) -> None:
+def test_ids_from_storage_equal_the_ids_of_a_local_file(folder: Path, tmp_path: Path) -> None:
     assert ids(folder, tmp_path / "cache") == [encoded(text) for text in TEXTS]
     assert ids(folder / "b.txt", tmp_path / "cache") == [encoded(TEXTS[1])]
     plain = prepare([folder / "a.txt"], tmp_path / "plain", end=0)
@@ -84,7 +84,7 @@ def test_storage_is_read_once_over_epochs_and_restarts(server: Server, tmp_path:
 @needs_s3
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_s3_is_read_once_and_may_vanish_in_the_middle_of_an_epoch(
+def test_s3_is_read_once_and_may_disappear_during_an_epoch(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with s3_server() as (options, files), caplog.at_level(logging.INFO, "werkzeug"):
@@ -101,7 +101,7 @@ def test_s3_is_read_once_and_may_vanish_in_the_middle_of_an_epoch(
     data.teardown("fit")
 
 
-def test_every_format_of_text_has_its_documents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_formats_give_their_documents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -131,7 +131,7 @@ def test_shards_of_ids_are_kept_and_verified(server: Server, folder: Path, tmp_p
         ids(server.url, tmp_path / "other", storage_options=KEY)
 
 
-def test_another_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_changed_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
     """The ids on a mount may come from another tokenizer."""
     for text in folder.rglob("*.txt"):
         prepare([text], text.with_suffix(".bin"), vocab_size=1000, end=0)
@@ -145,12 +145,12 @@ def test_another_description_of_a_shard_is_noticed(folder: Path, tmp_path: Path)
         with Storage(source.config) as storage:
             for each in shards:
                 source.make(each, storage, lambda size: None)
-    assert kept == [False, True, True], "the first shard alone is read again"
+    assert kept == [False, True, True], "only the first shard is read again"
     assert source.size_of_vocabulary(shards) == 500
 
 
 @pytest.mark.parametrize("damaged", ["", "3", "[1]", '[["a.txt"]]'])
-def test_damaged_list_of_shards_is_made_again(folder: Path, tmp_path: Path, damaged: str) -> None:
+def test_damaged_list_of_shards_is_created_again(folder: Path, tmp_path: Path, damaged: str) -> None:
     expected = ids(folder, tmp_path / "cache")
     (kept,) = (tmp_path / "cache").rglob("shards.json")
     whole = kept.read_text()
@@ -159,7 +159,7 @@ def test_damaged_list_of_shards_is_made_again(folder: Path, tmp_path: Path, dama
     assert kept.read_text() == whole
 
 
-def test_arrays_of_numpy_need_the_vocabulary(tmp_path: Path) -> None:
+def test_numpy_arrays_need_vocab_size(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     np.save(tmp_path / "source" / "a.npy", np.arange(50, dtype=np.int32))
     assert ids(tmp_path / "source", tmp_path / "cache", vocab_size=50) == [list(range(50))]
@@ -189,14 +189,16 @@ class Tokenizer:
 """
 
 
-def test_other_tokenizers_do_not_mix(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_of_other_tokenizers_are_kept_separately(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "tokenizers.py").write_text(FAKE)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
     file, cache = tmp_path / "tokenizer.json", tmp_path / "cache"
     for shift in (500, 600, 500):
-        file.write_text(str(shift))  # the same name, another content
+        file.write_text(str(shift))  # the same name, other contents
         assert ids(folder, cache, tokenizer=f"tokenizers:{file}") == [
             [*(shift + ord(c) for c in text), 1999] for text in TEXTS
         ]
@@ -206,10 +208,10 @@ def test_other_tokenizers_do_not_mix(folder: Path, tmp_path: Path, monkeypatch: 
     found = ids(lines, cache, tokenizer=f"tokenizers:{file}", context=2)
     assert found == [[500 + ord("o"), 500 + ord("n"), 500 + ord("e"), 1999, *(500 + ord(c) for c in "two"), 1999]]
     assert module(folder, cache, tokenizer=f"tokenizers:{file}").vocab_size == 2000
-    sys.modules.pop("tokenizers")  # monkeypatch would bring it back
+    sys.modules.pop("tokenizers")  # monkeypatch would restore it
 
 
-def test_tokenizer_that_is_not_there_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizer_package_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ValueError, match=r"'tiktoken:gpt2' needs tiktoken: `pip install tiktoken`"):
         module(folder, tmp_path / "cache", tokenizer="tiktoken:gpt2")
@@ -217,7 +219,7 @@ def test_tokenizer_that_is_not_there_is_named(folder: Path, tmp_path: Path, monk
         module(folder, tmp_path / "cache", tokenizer="words")
 
 
-def test_changed_shard_is_announced_and_made_again(
+def test_changed_shard_is_logged_and_created_again(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids(folder, tmp_path / "cache")
@@ -231,11 +233,11 @@ def test_changed_shard_is_announced_and_made_again(
     assert "b.txt has changed: reading it" in caplog.text
     assert "new.txt is new: reading it" in caplog.text
     assert "a.txt" not in caplog.text
-    assert sum(each.stat().st_mtime_ns == time for each, time in kept.items()) == 2, "the others are kept"
+    assert sum(each.stat().st_mtime_ns == time for each, time in kept.items()) == 2, "unchanged shards are kept"
 
 
 @pytest.mark.slow
-def test_without_an_answer_the_ids_in_the_cache_are_used(
+def test_cached_ids_are_used_if_storage_does_not_answer(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(folder)
@@ -263,7 +265,7 @@ def test_shard_of_another_kind_is_refused(name: str, data: bytes, says: str, tmp
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
-def test_ids_beside_text_and_ids_beyond_the_vocabulary_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_ids_mixed_with_text_and_ids_beyond_the_vocabulary_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.txt has ids from 32 to \d+, but vocab_size=100 allows 0 to 99"):
         ids(folder, tmp_path / "cache", vocab_size=100)
     (folder / "deep" / "d.npy").touch()
@@ -337,7 +339,7 @@ def on_two_nodes(source: str, cache: str) -> tuple[list[list[int]], str]:
 
 
 @pytest.mark.slow
-def test_each_host_reads_storage_once_and_errors_reach_all(
+def test_hosts_read_storage_once_and_errors_reach_all_ranks(
     ranks: RunRanks, server: Server, folder: Path, tmp_path: Path
 ) -> None:
     found = ranks(on_two_nodes, server.url, str(tmp_path / "cache"), nodes=2, devices=2, timeout=120)
@@ -349,7 +351,7 @@ def test_each_host_reads_storage_once_and_errors_reach_all(
 
 
 def seen(data: TokenDataModule, epochs: int = 1) -> list[list[tuple[int, ...]]]:
-    """The windows of each epoch, in order, without their last token."""
+    """Return the windows of each epoch, in order, without their last token."""
     loader = data.train_dataloader()
     found = []
     for epoch in range(epochs):
@@ -360,7 +362,7 @@ def seen(data: TokenDataModule, epochs: int = 1) -> list[list[tuple[int, ...]]]:
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> dict[str, float]:
-    """A source of text and a mapped file: 96 windows below 128, and 400 of ids from 128 on."""
+    """Create a source of text with 96 windows below 128, and a mapped file with 400 windows of ids from 128 on."""
     rng = np.random.default_rng(0)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(rng.integers(0, 128, 96 * 8 + 1, np.uint8).tobytes())
@@ -368,7 +370,7 @@ def mixed(tmp_path: Path) -> dict[str, float]:
     return {str(tmp_path / "text"): 3, str(prepare([tmp_path / "b.txt"], tmp_path / "b")): 2}
 
 
-def test_mixture_keeps_its_proportions_and_uses_all_windows_before_one_is_used_again(
+def test_mixture_keeps_proportions_and_repeats_windows_only_after_all_are_used(
     mixed: dict[str, float], tmp_path: Path
 ) -> None:
     data = module(mixed, tmp_path / "cache", val=next(iter(mixed)))
@@ -383,14 +385,14 @@ def test_mixture_keeps_its_proportions_and_uses_all_windows_before_one_is_used_a
         assert len({row for row in epoch if row[0] < 128}) == 96, "all windows of the source that ends the epoch"
     stream = TokenDataModule(list(mixed)[1], context=8)
     stream.setup("fit")
-    assert len(set(sum(second[:6], []))) == 6 * 64, "none twice while others are left"
-    assert set(sum(second[:7], [])) == set(seen(stream)[0]), "and seven epochs use all 400"
+    assert len(set(sum(second[:6], []))) == 6 * 64, "no window repeats while others are unused"
+    assert set(sum(second[:7], [])) == set(seen(stream)[0]), "seven epochs use all 400 windows"
     assert sorted(second[0]) != sorted(second[1])
     data.teardown("fit")
 
 
-def test_mixture_resumes_exactly_also_with_other_batches(mixed: dict[str, float], tmp_path: Path) -> None:
-    """Other weights of the same ratio change nothing. Other batches are the batches of other nodes."""
+def test_mixture_resumes_exactly_with_other_batch_sizes(mixed: dict[str, float], tmp_path: Path) -> None:
+    """Other weights with the same ratio change nothing. Other batch sizes take the place of other nodes."""
 
     def rows_after(state: dict[str, Any] | None, weights: dict[str, float], batch_size: int, steps: int = 999) -> Any:
         data = module(weights, tmp_path / "cache", batch_size=batch_size, seed=3)

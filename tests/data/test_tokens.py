@@ -1,4 +1,4 @@
-"""Files of token ids: written from text, mapped, cut into windows, and refused if their description is wrong."""
+"""Files of token ids: written from text, mapped, split into windows, and refused if their description is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.data.programs import run
 from tests.helpers.data import corpus_of, counted
 
 
-def test_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
+def test_bytes_tokenizer_gives_the_bytes_as_ids(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("héllo")
     (tmp_path / "b.txt").write_text("x")
     out = prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "made" / "train")
@@ -27,24 +27,24 @@ def test_bytes_of_texts_are_the_ids(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["train.bin", "train.json"]
 
 
-def test_tokenizer_makes_the_ids_and_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+def test_custom_tokenizer_with_a_large_vocabulary_uses_uint32(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("7 70000 3")
     out = prepare([tmp_path / "a.txt"], tmp_path / "t.bin", lambda text: [int(w) for w in text.split()], 100_000)
     assert np.fromfile(out, "<u4").tolist() == [7, 70000, 3]
     assert files_of(out)[0].dtype.name == "uint32"
 
 
-def test_command_line_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_writes_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("abc")
     assert main(["tokens", str(tmp_path / "a.bin"), str(tmp_path / "a.txt")]) == 0
     assert "3 tokens, vocabulary of 256, uint16" in capsys.readouterr().out
     given = [str(tmp_path / "b"), str(tmp_path / "a.txt"), "--tokenizer", "builtins:len", "--vocab-size", "9"]
-    with pytest.raises(TypeError):  # of the callable itself
+    with pytest.raises(TypeError):  # raised by the callable itself
         main(["tokens", *given])
     with pytest.raises(SystemExit):
         main(["tokens", *given[:3], "no.such:function"])
     assert "cannot be imported as MODULE:FUNCTION" in capsys.readouterr().err
-    assert not list(tmp_path.glob("b*")), "nothing half written is left"
+    assert not list(tmp_path.glob("b*")), "a partial file is left"
 
 
 def test_windows_continue_over_the_ends_of_files(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_file_with_a_wrong_description_is_refused(tmp_path: Path) -> None:
         files_of(tmp_path)
 
 
-def test_texts_that_cannot_become_ids_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_unsupported_texts_are_refused_and_leave_no_file(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
     (tmp_path / "empty.txt").touch()
     texts, out = [tmp_path / "latin.txt"], tmp_path / "out.bin"

@@ -1,4 +1,4 @@
-"""Token streams in a real Trainer on two nodes: every window once per epoch."""
+"""Token streams in a Trainer on two nodes: each window is used once per epoch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def flavour(request: pytest.FixtureRequest) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokens")
     counted(root / "train" / "0.bin", 10 * CONTEXT + 1)
-    counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)  # so that a window's first id is its number
+    # ids continue, so that the first id of a window gives its number
+    counted(root / "train" / "1.bin", 20 * CONTEXT + 1, 10 * CONTEXT + 1)
     counted(root / "val.bin", 7 * CONTEXT + 1)
     return root
 
@@ -54,7 +55,7 @@ def model_of(flavour: str) -> Any:
             self.val += windows(batch[0])
 
         def configure_optimizers(self) -> Any:
-            assert self.trainer.estimated_stepping_batches > 0  # as schedules ask, which makes the loader at once
+            assert self.trainer.estimated_stepping_batches > 0  # schedules read it, which creates the loader early
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     return Model()
@@ -88,7 +89,7 @@ def results(flavour: str, folder: Path) -> list[dict[str, Any]]:
     return run_ranks(runs, flavour, str(folder), nodes=2, devices=1, timeout=200, init=False)
 
 
-def test_each_window_is_seen_once_per_epoch(results: list[dict[str, Any]]) -> None:
+def test_windows_are_used_once_per_epoch(results: list[dict[str, Any]]) -> None:
     orders = []
     for epoch in range(2):
         order = [w for each in results for at, ws in each["whole"][0] if at == epoch for w in ws]

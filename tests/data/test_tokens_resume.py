@@ -1,4 +1,4 @@
-"""A mixture of tokens whose process is killed, again and again: it continues with the next batch."""
+"""A training on a mixture of tokens that is killed repeatedly continues with the next batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sparse.data.tokens import prepare
 from tests.data.programs import run
 from tests.helpers.data import KEY, Server, write
 
-# Forks a process that trains, kills it after some files or batches, and so on. The last process runs to the end.
+# Forks a process that trains, kills it after some files or batches, and repeats. The last process runs to the end.
 KILLED = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -68,15 +68,15 @@ assert status == 0, status
 
 
 def batches(folder: Path, name: str, options: dict[str, Any], kills: int) -> list[Any]:
-    """The batches of all processes, in order."""
+    """Return the batches of all processes, in order."""
     ended = run(KILLED, folder / name, json.dumps({**options, "cache_dir": str(folder / f"cache {name}")}), kills)
     assert ended.status == 0, ended.stderr
     return [json.loads(line)["batch"] for line in (folder / name).read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_mixture_killed_at_twenty_places_gives_the_batches_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    """While it tokenizes, between two batches, at the end of an epoch."""
+def test_mixture_killed_twenty_times_gives_uninterrupted_batches(tmp_path: Path) -> None:
+    """The process is killed while it tokenizes, between two batches, or at the end of an epoch."""
     for number in range(8):
         lines = (json.dumps({"text": f"{number} {line} " * (1 + line % 7)}) for line in range(30))
         write(tmp_path / "source" / f"{number}.jsonl", "\n".join(lines))
@@ -90,5 +90,5 @@ def test_mixture_killed_at_twenty_places_gives_the_batches_of_an_uninterrupted_r
     assert killed == whole
     again = server.requests["GET", ".jsonl"] - before["GET", ".jsonl"]
     assert before["GET", ".jsonl"] == 8, "each file once"
-    assert again <= 8 + 20 * 2, "and again at most the files that two processes were reading when they were killed"
+    assert again <= 8 + 20 * 2, "at most the files that two processes were reading when they were killed"
     assert not list((tmp_path / "cache killed").rglob("*.tmp"))

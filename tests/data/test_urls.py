@@ -26,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield serving
 
 
-def test_each_file_is_one_request(server: Server, tmp_path: Path) -> None:
+def test_files_are_read_in_one_request_each(server: Server, tmp_path: Path) -> None:
     config = config_of(server.url, tmp_path / "cache", storage_options=KEY, format="jpeg")
     assert classes_of(config, "train")[0] == ("c0", "c1")
     store = SampleStore(config, load_or_list(config, "train"))
@@ -62,7 +62,7 @@ def test_source_that_fsspec_cannot_open_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_package_of_fsspec_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever package fsspec would need for a protocol that it knows."""
+    """This holds for every protocol that fsspec knows."""
     from fsspec.registry import known_implementations
 
     missing = {"class": "not_there.Nowhere", "err": "Install not_there to access it"}
@@ -83,14 +83,14 @@ class Slow(LocalFileSystem):
 def test_slow_import_of_a_file_system_does_not_restart_the_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That of s3fs takes seconds on a busy machine."""
+    """The import of s3fs takes seconds on a busy machine."""
     source, packages = make_folder(tmp_path / "pictures", per_class=1, classes=2), tmp_path / "packages"
     (packages / "slow_fs-1.dist-info").mkdir(parents=True)
     (packages / "slow_fs-1.dist-info" / "entry_points.txt").write_text("[fsspec.specs]\nslow = slow_fs.Slow\n")
     (packages / "slow_fs-1.dist-info" / "METADATA").write_text("Name: slow-fs\nVersion: 1\n")
     (packages / "slow_fs.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), *sys.path]))
-    monkeypatch.setattr(storage_module, "RESTART_S", 0.5)  # shorter than the import, as that of a busy machine may be
+    monkeypatch.setattr(storage_module, "RESTART_S", 0.5)  # shorter than the import
     started: list[str] = []
     monkeypatch.setattr(storage_module, "ReaderProcess", lambda *args: started.append("one") or ReaderProcess(*args))
     with Storage(config_of(source), f"slow://{source}", timeout=1.0) as storage:
@@ -100,7 +100,7 @@ def test_slow_import_of_a_file_system_does_not_restart_the_reader(
 
 
 class Bucket:
-    """As S3 lists one in which a console has made folders: an empty object marks each."""
+    """Lists a folder as S3 does after a console has created it: an empty object marks the folder."""
 
     def ls(self, path: str, detail: bool) -> list[dict[str, object]]:
         return [{"name": f"{path}/", "type": "file", "size": 0}, {"name": f"{path}/0.bin", "type": "file", "size": 4}]
@@ -110,18 +110,18 @@ class Bucket:
 
 
 @pytest.mark.parametrize("kind", ["here", "visible"])
-def test_object_that_marks_a_folder_is_not_a_file(kind: str) -> None:
+def test_s3_folder_marker_is_not_a_file(kind: str) -> None:
     storage = FsspecStorage("memory://", {})
     storage._fs, storage._root = Bucket(), "bucket/data"
     assert storage.listing("train", kind, lambda: None) == ([("train/0.bin", 4, 0, 0)], [], [])
 
 
 @pytest.mark.parametrize("format", ["bytes", "jpeg"])
-def test_web_server_gives_the_samples_of_its_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
-) -> None:
-    """Index pages and their links are not samples; names and labels equal the names and labels on a mount. A web server
-    lists no sizes, so that nothing seems changed, and all samples fit in memory."""
+def test_web_server_source_equals_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str) -> None:
+    """Index pages and their links are not samples. Names and labels equal the names and labels on a mount.
+
+    A web server lists no sizes, so that nothing seems changed, and all samples fit in memory.
+    """
     folder, number = tmp_path / "pictures", 0
     for name in ("b c", "ä", "10%41", "[x]&#1"):
         for inner in ("1.jpg", "deep er/2#?.jpg", "deep er/.hidden.jpg"):
@@ -164,7 +164,7 @@ def test_tar_source_with_mixed_member_names_is_refused(tmp_path: Path) -> None:
         load_or_list(config_of(f"tar://::file://{tmp_path / 'a.tar'}", tmp_path / "cache", format="bytes"), "train")
 
 
-def test_only_file_systems_known_to_be_thread_safe_are_read_by_threads_at_once(tmp_path: Path) -> None:
+def test_only_thread_safe_file_systems_are_read_in_parallel(tmp_path: Path) -> None:
     import zipfile
 
     zipfile.ZipFile(tmp_path / "a.zip", "w").close()

@@ -1,4 +1,4 @@
-"""Runs of FSDP2 inside nodes and updates between them, that tests look at."""
+"""Runs with FSDP2 inside nodes and updates between nodes, shared by several tests."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.updates.runs import Make
 
 
 class Blocks(nn.Module):
-    """Blocks that repeat between two layers, of sizes that no number of devices divides."""
+    """Repeated blocks between two layers, with sizes that no tested number of devices divides."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -33,7 +33,7 @@ class Blocks(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's own layers, which have parameters beside children that have parameters, and batch norm."""
+    """torch's own attention layers, which hold parameters and also have children with parameters, and batch norm."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def start(make: Make, seed: int = 0, **options: Any) -> tuple[nn.Module, Optimizer, LocalUpdates]:
-    """A model that is sharded inside its node, its optimizer, and its updates."""
+    """Return a model that is sharded inside its node, its optimizer, and its updates."""
     topology = discover()
     model = shard(Blocks(seed), mesh_of(topology))
     optimizer = make(model)
@@ -73,6 +73,6 @@ def steps(model: nn.Module, optimizer: Optimizer, updates: LocalUpdates | None, 
 
 
 def whole(model: nn.Module) -> Tensor:
-    """All parameters, flat, in their order. A collective of the node where they are sharded."""
+    """Return all parameters, flat and in order. A collective inside the node if they are sharded."""
     tensors = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return torch.cat([each.detach().flatten() for each in tensors])

@@ -1,4 +1,4 @@
-"""Which modules are sharded: blocks in nested containers, one block several times, blocks that share parameters."""
+"""Selection of the modules to shard: nested blocks, repeated blocks, blocks that share parameters."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -20,7 +20,7 @@ from tests.strategy.trainers import plain_module
 
 
 class Rows(nn.Module):
-    """Rows of blocks, as in a UNet, in a list of lists or of dicts, or in a dict of lists."""
+    """Rows of blocks, as in a UNet: a list of lists, a list of dicts, or a dict of lists."""
 
     def __init__(self, row: Callable[[dict[str, nn.Module]], nn.Module], named: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Rows(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One block that occurs several times, as in ALBERT, and two blocks that share a weight."""
+    """A block that occurs several times, as in ALBERT, or two blocks that share a weight."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_shard_nested_and_repeated_blocks_train_as_ddp_does(ranks: RunRanks) -> 
     [("lists in a list", 6), ("dicts in a list", 6), ("lists in a dict", 6), ("one block three times", 2),
      ("blocks that share a weight", 2)],
 )  # fmt: skip
-def test_blocks_are_those_that_repeat_each_once(name: str, count: int) -> None:
+def test_blocks_contain_repeated_modules_once(name: str, count: int) -> None:
     assert len(list(blocks(MODELS[name]()))) == count
 
 
@@ -122,14 +122,14 @@ def refused() -> list[str]:
     return said
 
 
-def test_shard_tied_modules_without_common_forward_are_refused_with_code_to_write(ranks: RunRanks) -> None:
+def test_shard_tied_modules_without_common_forward_are_refused_with_the_fix(ranks: RunRanks) -> None:
     for said in ranks(refused, nodes=1, devices=2)[0]:
         assert 'fully_shard(self, mesh=self.device_mesh["shard"])' in said
         assert "register_fsdp_forward_method(self, name)" in said
 
 
 class Encoder(nn.Module):
-    """`encode` uses parameters, and FSDP2 gathers them for `forward`."""
+    """`encode` uses the layer's parameters, but FSDP2 gathers them only for `forward`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`strategy="mstopk_fsdp"` in Fabric, in both flavours, on real ranks."""
+"""`strategy="mstopk_fsdp"` in Fabric, with both Lightning packages, on real ranks."""
 
 import os
 from functools import partial
@@ -32,7 +32,7 @@ def train(fabric: Any, model: Any, optimizer: Any, begin: int, end: int) -> None
 
 
 def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Shared weights, this node's own, and those at the end."""
+    """Return the global weights, this node's own weights, and the final weights."""
     fabric, model, optimizer = prepared(flavour, "mstopk_fsdp")
     train(fabric, model, optimizer, 0, STEPS)
     with fabric.strategy.global_weights():
@@ -43,7 +43,7 @@ def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
-    """Weights of a run with a scheduler, and of a run that resumes from its folder; the loaded epoch."""
+    """Return the weights of a run with a scheduler, the weights of a resumed run, and the loaded epoch."""
     os.chdir(folder)
     runs = []
     for seed in (0, 7):
@@ -61,7 +61,7 @@ def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
                 fabric.save("saved", state)
                 with torch.no_grad():
                     loss_of(model, 0, fabric.global_rank)
-                with fabric.strategy.global_weights():  # after a forward pass, too
+                with fabric.strategy.global_weights():  # also right after a forward pass
                     fabric.save("validated", {"model": model, "optimizer": optimizer})
             train(fabric, model, optimizer, step, step + 1)
             scheduler.step()
@@ -78,14 +78,14 @@ def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
         ({"shard_optimizer": True}, "shard_optimizer=True cannot be combined with .*FSDP2 always shards"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+def test_fsdp_invalid_options_are_refused(options: dict[str, Any], said: str) -> None:
     for make in (partial(ours, "lightning_fabric"), partial(fsdp, "pytorch_lightning")):
         with pytest.raises(ValueError, match=said):
             make(**options)
 
 
 def made_before_sharding(flavour: str) -> dict[str, str]:
-    """Errors about optimizers that were made too early, and log lines about a valid optimizer."""
+    """Return the errors for optimizers created too early, and the log lines for a valid optimizer."""
     said = {}
     for send in ("gradients", "updates"):
         for together in (True, False):

@@ -1,4 +1,4 @@
-"""What users put around a sharded model, under `MSTopKFSDPStrategy`; and what it refuses."""
+"""Features that users combine with a sharded model under `MSTopKFSDPStrategy`, and modules that it refuses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ class Checkpointed(Blocks):
 
 
 def by_hand(configure: Callable[[Any], None]) -> Any:
-    """A module with that ``configure_model``."""
+    """Return a module with this ``configure_model``."""
 
     class ByHand(type(module(FLAVOUR))):  # type: ignore[misc]
         def configure_model(self) -> None:
@@ -103,7 +103,7 @@ CONFIGURED = {
 
 @SCENARIOS.slow
 def everything(_: str) -> dict[str, list[Tensor]]:
-    """Weights before and after a fit, whose ranks begin with different ones."""
+    """Return the weights before and after fits in which each rank starts with different weights."""
     found = {}
     for name in (*CONFIGURED, "two optimizers"):
         torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
@@ -133,7 +133,7 @@ def test_fsdp_with_features_of_users_keeps_ranks_equal(results: Results) -> None
 
 @SCENARIOS.add
 def with_a_teacher(folder: str) -> dict[str, list[Tensor]]:
-    """A run with a sharded teacher that follows each node's own model, and one resumed in its middle."""
+    """Train with a sharded teacher that follows each node's own model, and resume halfway."""
     found: dict[str, list[Tensor]] = {"validated": [], "ended": []}
 
     class Taught(type(module(FLAVOUR))):  # type: ignore[misc]
@@ -223,6 +223,6 @@ def test_fsdp_options_that_the_strategy_sets_are_refused() -> None:
             kind(find_unused_parameters=True)
 
 
-def test_blocks_are_what_repeats() -> None:
+def test_blocks_are_the_repeated_modules() -> None:
     model = nn.ModuleDict({"body": Blocks(), "one": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())})
     assert list(blocks(model)) == list(model["body"].blocks)

@@ -1,4 +1,4 @@
-"""Gradients of shards, averaged over nodes in FSDP2's hook: beside native HSDP and DDP, and nothing is lost."""
+"""Gradients of shards, averaged over nodes in FSDP2's hook, compared with native HSDP and DDP."""
 
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ Results = list[dict[str, Any]]
 
 @SCENARIOS.add
 def three_ways(_: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The hook with everything sent, native HSDP, DDP: the same model and batches."""
+    """Train a model on equal batches with the hook that sends everything, native HSDP, and DDP."""
     topology = discover()
     mesh = mesh_of(topology)
     mine = shard(Blocks(), mesh)
@@ -68,11 +68,11 @@ def balances(net: type[nn.Module], steps: int) -> list[tuple[Tensor, float, floa
 
 
 def balance(options: dict[str, Any], net: type[nn.Module], steps: int) -> tuple[Tensor, float, float]:
-    """Steps of two micro-batches: the weights, how far applied + residual is off the gradients, and residuals."""
+    """Train with two micro-batches per step. Return the weights, the error of applied + residual, and the residuals."""
     topology = discover()
     model = shard(net(topology.rank), mesh_of(topology))  # type: ignore[call-arg]
     gradients = ShardedGradients(model, ExchangeConfig(**options), topology)
-    alone = shard(net(), mesh_of(topology))  # its gradients stay inside the node
+    alone = shard(net(), mesh_of(topology))  # averages its gradients only inside the node
     optimizer = sgd(model)
     told = applied = torch.zeros(())
     for step in range(steps):
@@ -140,14 +140,14 @@ def attention(seed: int = 0) -> Any:
 
 
 def state_of(trainer: Any) -> Tensor:
-    """All weights and buffers."""
+    """Return all weights and buffers."""
     buffers = [each.flatten().float() for each in trainer.lightning_module.buffers()]
     return torch.cat([whole(trainer.lightning_module), *buffers]).clone()
 
 
 @SCENARIOS.add
 def in_a_trainer(_: str) -> tuple[Tensor, bool, dict[str, float]]:
-    """The end of a fit, whether a second fit keeps its residuals, and its statistics."""
+    """Return the end of a fit, whether a second fit keeps the residuals, and the statistics."""
     reports = ours(FLAVOUR).CommStatsCallback()
     begin = fsdp(FLAVOUR, send="gradients", exchange="sparse")
     t = fitted(
@@ -155,7 +155,7 @@ def in_a_trainer(_: str) -> tuple[Tensor, bool, dict[str, float]]:
     )
     logged = {name: float(value) for name, value in t.callback_metrics.items() if name.startswith("comm/")}
     ends, left = state_of(t), [each.residual_S for each in begin.engine.managed]
-    t.fit(t.lightning_module)  # of no step
+    t.fit(t.lightning_module)  # a fit without steps
     kept = all(one is each.residual_S for one, each in zip(left, begin.engine.managed, strict=True))
     return ends, kept, logged
 
@@ -163,8 +163,8 @@ def in_a_trainer(_: str) -> tuple[Tensor, bool, dict[str, float]]:
 def test_fsdp_gradients_in_a_trainer_keep_ranks_equal_and_residuals_of_a_fit(results: Results) -> None:
     first = results[0]["in_a_trainer"][0]
     for ends, kept, logged in (each["in_a_trainer"] for each in results):
-        assert torch.equal(ends[: -2 * 12 - 1], first[: -2 * 12 - 1]), "but for the statistics of each rank"
-        assert kept, "residuals of a second fit"
+        assert torch.equal(ends[: -2 * 12 - 1], first[: -2 * 12 - 1]), "weights; the batch statistics differ by rank"
+        assert kept, "a second fit keeps the residuals"
         assert 0 < logged["comm/density"] < 0.1
         assert logged["comm/bytes_between_nodes"] > 0
         assert logged["comm/residual_norm"] > 0
@@ -172,7 +172,7 @@ def test_fsdp_gradients_in_a_trainer_keep_ranks_equal_and_residuals_of_a_fit(res
 
 @OF_TWO_RANKS.add
 def swapped(_: str) -> str:
-    """Parameters are frozen and unfrozen within the fit, as many as were."""
+    """Freeze and unfreeze equal numbers of parameters during the fit."""
     topology = discover()
     model = shard(Blocks(), mesh_of(topology))
     model.blocks[0][0].requires_grad_(False)
@@ -188,14 +188,14 @@ def test_fsdp_freezing_within_a_fit_is_refused(of_two_ranks: Results) -> None:
         assert "send='updates'" in said
 
 
-def test_an_exchange_that_measures_is_refused() -> None:
+def test_fsdp_auto_exchange_is_refused() -> None:
     with pytest.raises(ValueError, match="needs DDP's buckets"):
         ShardedGradients(Blocks(), ExchangeConfig(), Topology(((0,), (1,)), 0))
 
 
 @SCENARIOS.add
 def kept_memory(_: str) -> tuple[int, int]:
-    """How many gradients were dropped in the hook, and of how many the allocator was told before."""
+    """Return the number of gradients dropped in the hook, and how many of them were recorded for the allocator."""
     model, topology = Blocks(), discover()
     model = shard(model, mesh_of(topology))
     gradients = ShardedGradients(model, ExchangeConfig(exchange="dense"), topology)
@@ -212,7 +212,7 @@ def kept_memory(_: str) -> tuple[int, int]:
 
 
 def test_fsdp_gradients_dropped_in_the_hook_are_recorded_for_the_allocator(results: Results) -> None:
-    """On CUDA their memory belongs to another stream, whose next reduce-scatter could take it too early."""
+    """On CUDA their memory belongs to another stream, whose next reduce-scatter could reuse it too early."""
     for dropped, told in (each["kept_memory"] for each in results):
         assert dropped > 0
         assert told == dropped
@@ -220,7 +220,7 @@ def test_fsdp_gradients_dropped_in_the_hook_are_recorded_for_the_allocator(resul
 
 @OF_TWO_RANKS.add
 def defaults_in_a_trainer(_: str) -> tuple[list[str], list[float], str]:
-    """Lines of a run with AdamW at the defaults, and the density of each step."""
+    """Return the log lines of a run with AdamW and default options, and the density of each step."""
     densities, pl, lines = list[float](), lightning_of(FLAVOUR), Lines()
 
     class Note(pl.Callback):  # type: ignore[misc, name-defined]

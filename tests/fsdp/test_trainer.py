@@ -1,5 +1,7 @@
-"""`MSTopKFSDPStrategy` in a Trainer: beside DDP and Lightning's FSDP2, validated, saved and resumed; and updates of
-sharded parameters without it."""
+"""`MSTopKFSDPStrategy` in a Trainer, compared with DDP and Lightning's FSDP2.
+
+Also: validation, saving, resuming, and updates of sharded parameters in a plain PyTorch loop.
+"""
 
 import os
 from typing import Any
@@ -47,7 +49,7 @@ def fitted(flavour: str, strategy: Any, trained: Any = None, path: str | None = 
 
 @scenario
 def beside_others(flavour: str) -> dict[str, Tensor]:
-    """The final weights of two strategies that send everything."""
+    """Return the final weights of two strategies that send everything."""
     found, options = {}, {"accumulate_grad_batches": 2}
     local = ours(flavour).MSTopKLocalStrategy(exchange="dense")
     for name, strategy in (("fsdp", fsdp(flavour, exchange="dense")), ("local", local)):
@@ -85,7 +87,7 @@ def test_fsdp_on_one_node_equals_lightnings_fsdp() -> None:
 
 @scenario
 def with_and_without_looks(flavour: str) -> dict[str, Any]:
-    """Runs that evaluate and save between steps, and one that does not."""
+    """Return the weights of runs with and without evaluation and saves between steps."""
     seen: dict[str, Any] = {}
     pl = lightning_of(flavour)
 
@@ -110,7 +112,7 @@ def test_fsdp_validation_sees_global_weights_and_changes_nothing(results: Result
 
 @scenario
 def read_by_others(flavour: str) -> dict[str, Tensor]:
-    """The weights of a full checkpoint, as plain DDP, Lightning's FSDP2 and a single device read them."""
+    """Return the weights that plain DDP, Lightning's FSDP2 and a single device load from a full checkpoint."""
     pl, path = lightning_of(flavour), "whole.ckpt"
     t = fitted(flavour, fsdp(flavour, save_distributed_checkpoint=False))
     t.save_checkpoint(path)
@@ -144,7 +146,7 @@ def test_fsdp_full_checkpoint_is_read_by_other_strategies(results: Results) -> N
 
 @scenario
 def gathered_in(flavour: str) -> dict[str, set[tuple[torch.dtype, torch.dtype]]]:
-    """Dtypes of a parameter in the forward pass, and of its shard in the optimizer."""
+    """Return the dtypes of a parameter in the forward pass and of its shard in the optimizer."""
     found = {}
     for precision in ("bf16-mixed", "32-true"):
         seen: set[torch.dtype] = set()
@@ -161,7 +163,7 @@ def test_fsdp_mixed_precision_gathers_half_the_bytes(results: Results) -> None:
         assert each["gathered_in"] == {"bf16-mixed": {(half, single)}, "32-true": {(single, single)}}
 
 
-# -- updates in a loop of one's own ------------------------------------------------------------------------------------
+# -- updates in a plain PyTorch loop -----------------------------------------------------------------------------------
 
 OPTIONS: list[dict[str, Any]] = [
     {"density": 0.05},
@@ -180,7 +182,7 @@ def with_all_options(steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def trained(options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Shared weights, and the mean of the nodes' own ones before and after all is sent."""
+    """Return the global weights, and the mean of the nodes' own weights before and after `finish`."""
     model, optimizer, updates = runs.start(adamw, discover().rank, **options)
     runs.steps(model, optimizer, updates, 0, steps)
     shared = shared_of(updates)
@@ -193,7 +195,7 @@ def trained(options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize(
     ("nodes", "devices", "steps"), [(3, 1, 12), (2, 2, 12), pytest.param(2, 2, 50, marks=pytest.mark.slow)]
 )
-def test_fsdp_updates_give_all_nodes_one_model(nodes: int, devices: int, steps: int) -> None:
+def test_fsdp_updates_give_all_nodes_equal_global_weights(nodes: int, devices: int, steps: int) -> None:
     everyone = run_ranks(with_all_options, steps, nodes=nodes, devices=devices)
     for results in zip(*everyone, strict=True):
         for shared, mean, finished in results:
@@ -203,7 +205,7 @@ def test_fsdp_updates_give_all_nodes_one_model(nodes: int, devices: int, steps: 
 
 
 def beside_ddp(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Twenty steps of the same model: FSDP2 inside the node, and DDP inside the node."""
+    """Train one model for 20 steps with FSDP2 inside the node, and with DDP inside the node."""
     model, optimizer, updates = runs.start(adamw, **options)
     runs.steps(model, optimizer, updates, 0, 20)
     topology, plain = discover(), runs.Blocks()

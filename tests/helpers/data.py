@@ -1,4 +1,4 @@
-"""Small data sets in files, the caches that tests open on them, and servers that tests read them from."""
+"""Small data sets in files, caches of them, and servers that serve them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from lightning_sparse.lab.storage import sftp_server
 
 
 def write(path: Path, content: bytes | str = b"") -> Path:
-    """Write a file and the folders that it needs."""
+    """Write a file, and create its folders if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
 def picture(number: int, height: int = 40, width: int = 60, mode: str = "RGB") -> Image.Image:
-    """An image of smooth random colors."""
+    """Return an image of smooth random colors."""
     small = np.random.default_rng(number).integers(0, 256, (4, 5, 3), np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
@@ -61,7 +61,7 @@ def jpeg(number: int, height: int = 40, width: int = 60, mode: str = "RGB") -> b
 
 
 def make_folder(root: Path, per_class: int = 4, classes: int = 3, split: str = "train") -> Path:
-    """<root>/<split>/c<label>/<number>.jpg, all different."""
+    """Write different images to <root>/<split>/c<label>/<number>.jpg."""
     for label in range(classes):
         for number in range(per_class):
             write(root / split / f"c{label}" / f"{number}.jpg", jpeg(label * per_class + number))
@@ -69,7 +69,7 @@ def make_folder(root: Path, per_class: int = 4, classes: int = 3, split: str = "
 
 
 def numbered_folder(root: Path, train: int = 120, val: int = 22, classes: int = 3, edge: int = 20) -> Path:
-    """Images of one color. The color is the place in the manifest, so a crop identifies its image."""
+    """Write images of one color. The color is the place in the manifest, so a crop identifies its image."""
     assert max(train, val) <= 256
     for split, count in (("train", train), ("val", val)):
         for number in range(count):
@@ -79,7 +79,7 @@ def numbered_folder(root: Path, train: int = 120, val: int = 22, classes: int = 
 
 
 def tar_of(members: Mapping[str, bytes], mode: str = "w", **links: tuple[bytes, str]) -> bytes:
-    """A tar file. links: the type and the target of members that are links."""
+    """Return a tar file. `links` gives the type and the target of members that are links."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as tar:  # type: ignore[call-overload]
         for name, data in members.items():
@@ -110,13 +110,13 @@ Open = list[SampleStore]
 
 
 def config_of(source: Path | str, cache: Path | None = None, **more: Any) -> CacheConfig:
-    """Options of a cache, which is next to a local source."""
+    """Return the options of a cache, which is next to a local source."""
     folder = cache or Path(source).parent / "cache"
     return CacheConfig(source=str(source), cache_dir=str(folder), **{"memory_gb": 0.01, **more})
 
 
 def bytes_of(source: Path | str, cache: Path | None = None, **more: Any) -> CacheConfig:
-    """As `config_of`, for samples that are not images."""
+    """Return a `config_of` for samples that are not images."""
     return config_of(source, cache, **{"format": "bytes", **more})
 
 
@@ -136,7 +136,7 @@ def contents(store: SampleStore) -> list[bytes]:
 
 
 def read(config: CacheConfig, split: str = "train") -> tuple[Manifest, list[bytes], TierCounts]:
-    """Read a split once: its manifest, its samples and where they came from."""
+    """Read a split once. Return its manifest, its samples, and the tiers that they came from."""
     manifest = load_or_list(config, split)
     with contextlib.closing(SampleStore(config, manifest)) as store:
         return manifest, contents(store), store.counters()
@@ -145,7 +145,7 @@ def read(config: CacheConfig, split: str = "train") -> tuple[Manifest, list[byte
 def flip_in_memory(sample: bytes, place: int = 100) -> None:
     """Flip a bit of a sample in the memory that the caches of this process share with other processes."""
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # of this loop itself
+        with contextlib.suppress(FileNotFoundError):  # the link of this loop's own folder
             if os.readlink(link).startswith("/memfd:lightning_sparse-"):
                 with open(link, "r+b", buffering=0) as file:
                     at = file.read().find(sample)
@@ -170,7 +170,7 @@ needs_s3 = pytest.mark.skipif(
 
 
 class Server:
-    """Serves a folder over HTTP to clients that send the key. requests: how often, by method and file type."""
+    """Serves a folder over HTTP to clients that send the key. `requests` counts by method and file type."""
 
     def __init__(self, folder: Path) -> None:
         pytest.importorskip("aiohttp", reason="fsspec opens http with it")
@@ -209,7 +209,7 @@ class Server:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[tuple[dict[str, Any], Any]]:
-    """A fake server. Yields storage_options, and its file system."""
+    """Start a fake S3 server. Yields storage_options and a file system."""
     s3fs = importlib.import_module("s3fs")
     server = importlib.import_module("moto.server").ThreadedMotoServer("127.0.0.1", 0)
     server.start()
@@ -222,7 +222,7 @@ def s3_server() -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def upload(files: Any, folder: Path, bucket: str) -> None:
-    """Copy the files of a folder to a bucket."""
+    """Copy the files of a folder into a bucket."""
     for path in folder.rglob("*"):
         if path.is_file():
             files.pipe_file(f"{bucket}/{path.relative_to(folder)}", path.read_bytes())
@@ -245,5 +245,5 @@ def sshfs_mount(real: Path, place: Path) -> Iterator[int]:
                 time.sleep(0.02)
             yield serves.pid
         finally:
-            serves.kill()  # reads that hang fail
+            serves.kill()  # lets blocked reads fail
             mounts.terminate()  # unmounts

@@ -1,24 +1,24 @@
-"""Run a function on real Gloo ranks of this machine, and say *how* it failed when it does.
+"""Run a function on real Gloo ranks of this machine, and report how it failed if it does.
 
-``run_ranks(fn, nodes=2, devices=2)`` starts one process a rank, gives each the environment that torchrun would give it,
-joins them into a default Gloo group over loopback, calls the module-level function ``fn`` in every rank and returns the
-results in rank order. Ranks of a "node" differ only in GROUP_RANK, NODE_RANK and LOCAL_RANK: there is one machine.
+``run_ranks(fn, nodes=2, devices=2)`` starts one process per rank with the environment that torchrun would set. The
+ranks join a default Gloo group over loopback and call the module-level function ``fn``. The results come back in rank
+order. All ranks share this machine; the ranks of a "node" differ only in GROUP_RANK, NODE_RANK and LOCAL_RANK.
 
-A distributed test fails in three ways that ask for different cures, so `RanksFailed` tells them apart:
+A distributed test fails in one of three ways, which `RanksFailed` separates:
 
 ========  =======================================================  ==========================================
 raised    ``fn`` raised                                            the traceback of that rank
-killed    the process ended by a signal, or left without a result  the signal or the exit code
-hung      neither by the deadline                                  the Python stack of every thread it has
+killed    a signal ended the process, or it exited with no result  the signal or the exit code
+hung      still running at the deadline                            the Python stack of each of its threads
 ========  =======================================================  ==========================================
 
-When one rank raises or dies, the others usually wait for it in a collective. They get `GRACE_S` seconds to fail by
-themselves and are then stopped; they count as *stopped*, not as hung, because the first failure is the cause.
+If one rank raises or dies, the others usually wait for it in a collective. They get `GRACE_S` seconds to fail by
+themselves. Then they are stopped, and count as *stopped*, not as hung, because the first failure is the cause.
 
-Processes come from a fork server that has imported torch and Lightning once and run nothing: four ranks start in a
-fraction of a second instead of four times those imports. ``start_method="spawn"`` gives a fresh interpreter to a test
-that is about imports. Rendezvous is race-free: this process holds the TCP store on a port the kernel chose, and the
-ranks are told to be its clients in the way torchrun tells them.
+Processes fork from a server that has imported torch and Lightning but has run nothing, so four ranks start in a
+fraction of a second. ``start_method="spawn"`` starts a fresh interpreter for tests of imports. The rendezvous has no
+race: this process holds the TCP store on a port that the kernel chose, and the ranks connect as clients, as
+torchrun's workers do.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports 
 
 T = TypeVar("T")
 RunRanks = Callable[..., list[Any]]  # `KeptRanks.run`, as the fixture `ranks` gives it
-# What every rank would import again, seconds of it. Both flavours are there, so ranks cannot ask what one of them does
-# alone; tests/test_autoload.py does, in interpreters of its own.
+# Imports that would take each rank seconds. Both Lightning packages are loaded, so tests of a single package, such as
+# tests/test_autoload.py, start their own interpreters.
 PRELOAD = [
-    "torch._dynamo",  # DDP's constructor imports it
-    "torch._dynamo.backends.debugging",  # the first compilation does
-    "s3fs",  # Lightning imports it, where it is installed, to save a checkpoint
+    "torch._dynamo",  # imported by DDP's constructor
+    "torch._dynamo.backends.debugging",  # imported by the first compilation
+    "s3fs",  # if installed, imported by Lightning to save a checkpoint
     "torchmetrics",
     "pytest",
     "lightning_sparse.flavours.pytorch_lightning",
@@ -68,7 +68,7 @@ OUTPUT_TAIL = 4000
 
 
 class RanksFailed(Exception):
-    """At least one rank failed; `raised`, `killed`, `hung` and `stopped` map ranks to what is known of each."""
+    """At least one rank failed. `raised`, `killed` and `hung` map ranks to descriptions; `stopped` lists ranks."""
 
     def __init__(
         self, raised: dict[int, str], killed: dict[int, str], hung: dict[int, str], stopped: list[int]
@@ -84,7 +84,7 @@ class RanksFailed(Exception):
 
 @dataclass
 class _Rank:
-    """One process, seen from the parent."""
+    """The parent's view of one process."""
 
     rank: int
     process: BaseProcess
@@ -97,8 +97,8 @@ class _Rank:
         return self.process.exitcode is None
 
     def give(self, task: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
-        """A function and its arguments, or None: it may leave."""
-        with suppress(BrokenPipeError):  # it has left already; its exit says why
+        """Send a function and its arguments, or None to let the process exit."""
+        with suppress(BrokenPipeError):  # it has exited; its exit code says why
             self.connection.send_bytes(pickle.dumps(task))
 
     def tail(self) -> str:
@@ -130,11 +130,11 @@ def run_ranks(
     """Call ``fn(*args)`` in every rank and return the results, by rank.
 
     Args:
-        fn: a module-level function (it travels by name).
-        env: more environment for all ranks; None removes a variable.
-        placement: the global ranks of each node in device order, instead of `nodes` x `devices` contiguous ranks.
-        init: join the default Gloo group before the call. Without it the environment alone is prepared (a Trainer).
-        grace_s: after one rank has failed, seconds for the others to end by themselves.
+        fn: A module-level function, because it is pickled by name.
+        env: Additional environment of all ranks. None removes a variable.
+        placement: Global ranks of each node in device order, instead of `nodes` x `devices` contiguous ranks.
+        init: Whether to join the default Gloo group before the call. A Trainer joins by itself.
+        grace_s: Seconds for the other ranks to end by themselves after one has failed.
     """
     places = _places(nodes, devices, placement)
     with _started(places, env or {}, init, timeout, start_method) as ranks:
@@ -145,11 +145,11 @@ def run_ranks(
 
 
 class KeptRanks:
-    """Ranks that stay for the next call, so that the calls of a test module start them once for each cluster.
+    """Ranks that stay for the next call, so that a test module starts each cluster once.
 
-    What a function leaves in its process the next one finds, groups aside: one that changes defaults of torch, patches
-    modules or reads the environment belongs into `run_ranks`, as does one that makes a DTensor: torch keeps meshes and
-    finds their groups gone. Ranks of a call that failed are stopped.
+    A function that changes defaults of torch, patches modules or reads the environment needs `run_ranks`, because the
+    process keeps all state except groups. So does a function that makes a DTensor, because torch keeps its mesh without
+    the groups. Ranks of a failed call are stopped.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class KeptRanks:
         timeout: float = 200,
         placement: Sequence[Sequence[int]] | None = None,
     ) -> list[T]:
-        """As `run_ranks`, in the default Gloo group."""
+        """Call ``fn(*args)`` in every rank, in the default Gloo group, as `run_ranks` does."""
         places = _places(nodes, devices, placement)
         if str(places) not in self._clusters:
             stack = ExitStack()
@@ -181,7 +181,7 @@ class KeptRanks:
             raise
 
     def close(self) -> None:
-        """Stop all of them."""
+        """Stop all ranks."""
         for stack, _ in self._clusters.values():
             stack.close()
         self._clusters.clear()
@@ -203,7 +203,7 @@ def _started(
     timeout: float,
     start_method: Literal["forkserver", "spawn"],
 ) -> Iterator[list[_Rank]]:
-    """One process a rank, in the order of ranks, which waits for what it is given; stopped at the end."""
+    """Start one process per rank, which waits for functions. Stop the processes at the end."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = _context(start_method)
     ranks: list[_Rank] = []
@@ -262,7 +262,7 @@ def _torchrun_environment(
 
 
 def _watch(ranks: list[_Rank], timeout: float, done: Callable[[_Rank], bool], grace_s: float = GRACE_S) -> list[Any]:
-    """Collect replies and exits until all ranks are done, and return what they returned, or raise RanksFailed."""
+    """Collect replies and exits until all ranks are done. Return their results or raise RanksFailed."""
     deadline = time.monotonic() + timeout
     failed = _Outcome()
     while pending := [each for each in ranks if not done(each)]:
@@ -292,12 +292,12 @@ def _has_answered(each: _Rank) -> bool:
 
 
 def _collect(each: _Rank, failed: _Outcome) -> None:
-    """Read what a rank sent, then what its exit says."""
-    running = each.running  # asked before the pipe: a reply sent just before the exit is still read below
+    """Read the reply of a rank, then its exit code."""
+    running = each.running  # read before the pipe, so that a reply sent just before the exit is not missed
     if each.reply is None and each.connection.poll():
         try:
             each.reply = pickle.loads(each.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):  # gone; the latter, if something given to it was not read
+        except (EOFError, ConnectionResetError):  # it has exited; the latter, if it left a task unread
             each.process.join(GRACE_S)
             running = each.running
         if each.reply and each.reply[0] == "raised":
@@ -306,23 +306,23 @@ def _collect(each: _Rank, failed: _Outcome) -> None:
         return
     code = each.process.exitcode or 0
     if code != 0 or each.reply is None:
-        what = signal.Signals(-code).name if code < 0 else f"it left with exit code {code}"
+        what = signal.Signals(-code).name if code < 0 else f"it exited with code {code}"
         when = "" if each.reply is None else " after it had returned"
         failed.killed[each.rank] = what + when + each.tail()
         each.reply = ("killed", None)
 
 
 def _stack(each: _Rank) -> str:
-    """What a rank that does not answer is doing: faulthandler writes its stacks to a file on SIGUSR1."""
+    """Return the stacks of a rank that does not answer. Its faulthandler writes them to a file on SIGUSR1."""
     path = each.folder / f"stack{each.rank}"
     if each.process.pid is not None and path.exists():
-        with suppress(ProcessLookupError):  # it has just left
+        with suppress(ProcessLookupError):  # it has just exited
             os.kill(each.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + STACK_S
         while not path.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.05)
-        returned = "(it has returned a result, yet does not exit)\n" if each.reply else ""
+        returned = "(it has returned a result but does not exit)\n" if each.reply else ""
         return returned + path.read_text(errors="replace") + each.tail()
     return "it never started"
 
@@ -342,14 +342,14 @@ def _stop(ranks: list[_Rank]) -> None:
 
 def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> None:
     settings, environment, folder, init, timeout = payload
-    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - open for as long as the process lives
+    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    gc.freeze()  # a collection would walk, and copy, all that the fork server has imported: a quarter of a second
+    gc.freeze()  # otherwise each collection walks and copies the imports of the fork server, 0.25 s
     _leave_with_parent()
     output = os.open(f"{folder}/output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.clear()  # the fork server's environment is that of the first test; this one's is the caller's
+    os.environ.clear()  # the fork server has the environment of the first test
     os.environ.update(environment)
     for key, value in settings.items():
         if value is None:
@@ -360,7 +360,7 @@ def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> N
     try:
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-            dist.barrier()  # else a rank with nothing to say leaves while the others still connect to it
+            dist.barrier()  # otherwise a rank could exit while the others still connect to it
         while task := pickle.loads(connection.recv_bytes()):
             fn, args = task
             reply = pickle.dumps(("returned", fn(*args)))  # plain pickle: tensors by value, not by shared memory
@@ -397,7 +397,7 @@ def _leave_groups(kept: Collection[Any] = ()) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A killed pytest must not leave ranks behind that wait for each other."""
+    """Exit with pytest. Otherwise the ranks of a killed pytest would wait for each other forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def copy_of_checkout(source: Path) -> Path:
-    """What an installation reads, in the folder `source`.
+    """Copy all files that an installation reads to the folder `source`.
 
-    Its version is another: setuptools names the module that finds an editable package after it, and the project may be
-    installed in this environment already.
+    The copy has another version. setuptools names an editable package's finder module after the version, and this
+    environment may already contain an editable installation of the project.
     """
     ignored = shutil.ignore_patterns("csrc", "*.so", "__pycache__")
     shutil.copytree(ROOT / "lightning_sparse", source / "lightning_sparse", ignore=ignored)
@@ -43,16 +43,16 @@ def with_metadata(folder: Path) -> Path:
 
 
 def pip_install(*words: str, python: Path | None = None) -> None:
-    """Install from what is here alone. Skips the test where there is no pip.
+    """Install offline and without dependencies. Skips the test if pip is missing.
 
     Args:
-        words: options and what to install.
-        python: the interpreter to install for; default: this one.
+        words: Options and requirements.
+        python: The interpreter to install for. Default: this interpreter.
     """
     if importlib.util.find_spec("pip") is None:
         pytest.skip("needs pip in this environment, to install the project into a folder")
     target = [] if python is None else ["--python", str(python)]
-    # what the environment sees of another one stays as it is
+    # packages of other environments on the path stay installed
     how = ["--quiet", "--ignore-installed", "--no-deps", "--no-compile", "--no-build-isolation", "--no-index", *words]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", *target, "install"]
     environment = {**os.environ, "LIGHTNING_SPARSE_BUILD": "none", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -60,11 +60,11 @@ def pip_install(*words: str, python: Path | None = None) -> None:
 
 
 def environment_without_us(folder: Path) -> Path:
-    """A virtual environment that sees the packages of this one, but those that are editable; its interpreter."""
+    """Create a virtual environment with this environment's non-editable packages. Return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = folder / "lib" / version / "site-packages"
-    # a folder named in a .pth file is searched for packages, but not for .pth files, such as those of editable installs
+    # folders named in a .pth file are searched for packages, but not for .pth files, such as editable installs
     seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "packages.pth").write_text("\n".join(seen))
     return folder / "bin" / "python"

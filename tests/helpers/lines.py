@@ -1,4 +1,4 @@
-"""What the package says, and what a call raises."""
+"""Log lines of the package, and errors of calls."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Lines(logging.Handler):
 
 
 def raised(call: Callable[..., object], *args: object, **options: object) -> str:
-    """What a call raises, for a rank to return; empty for nothing."""
+    """Return the message of the exception that a call raises, or "" if it raises none. A rank can return it."""
     try:
         call(*args, **options)
     except Exception as error:

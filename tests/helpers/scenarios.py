@@ -1,4 +1,4 @@
-"""What ranks run of a test module in one start, because starting them costs more than most of it."""
+"""Several scenarios in one start of ranks, because starting ranks usually takes longer than the scenarios."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,9 +11,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Scenarios(dict[str, Callable[..., Any]]):
-    """Functions by name; a test looks at what its scenario returned on every rank.
+    """Functions by name. A test checks the results of its scenario on every rank.
 
-    It may be an argument of `run_ranks`: the functions travel by name, so they belong to their module.
+    `run_ranks` accepts it as an argument, because the functions are pickled by module and name.
     """
 
     def __init__(self) -> None:
@@ -21,17 +21,17 @@ class Scenarios(dict[str, Callable[..., Any]]):
         self._slow: set[str] = set()
 
     def add(self, fn: Function) -> Function:
-        """For use as a decorator."""
+        """Add a scenario. Use it as a decorator."""
         self[fn.__name__] = fn
         return fn
 
     def slow(self, fn: Function) -> Function:
-        """A decorator, too: of a scenario whose tests are all marked as slow."""
+        """Add a scenario whose tests are all marked as slow. Use it as a decorator."""
         self._slow.add(fn.__name__)
         return self.add(fn)
 
     def wanted(self, request: pytest.FixtureRequest) -> dict[str, Callable[..., Any]]:
-        """Those that the selected tests of the module look at: without the slow ones if no slow test is among them."""
+        """Return the scenarios that the selected tests need: all, or the quick ones if no slow test is selected."""
         module = request.module
         tests = [each for each in request.session.items if getattr(each, "module", None) is module]
         with_slow = any(each.get_closest_marker("slow") for each in tests)
@@ -39,12 +39,12 @@ class Scenarios(dict[str, Callable[..., Any]]):
 
     @property
     def quick(self) -> dict[str, Callable[..., Any]]:
-        """Those that are not slow."""
+        """Return the scenarios that are not slow."""
         return {name: fn for name, fn in self.items() if name not in self._slow}
 
 
 def returned(scenarios: Mapping[str, Callable[..., Any]], *args: Any) -> dict[str, Any]:
-    """What each returned; called in a rank. The first that raises ends it, by name."""
+    """Run all scenarios in a rank and return their results. The first error names its scenario."""
     found = {}
     for name, fn in scenarios.items():
         try:

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process, so that several can share one GPU (NCCL refuses that).
+"""Ranks as threads of one process, so that several ranks can share one GPU, which NCCL refuses.
 
-`ThreadCommunicator` answers the communicator's methods by handing tensors over between threads. All ranks call the same
-methods in the same order, so a barrier before and after reading is enough; sums run in rank order.
+`ThreadCommunicator` implements the communicator's methods by passing tensors between threads. All ranks call the same
+methods in the same order, so a barrier before and after reading is enough. Sums run in rank order.
 """
 
 import threading
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """Where threads leave tensors for each other."""
+    """Passes tensors between threads."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size, timeout=60)
@@ -37,7 +37,7 @@ class Exchange:
 
 
 class ThreadCommunicator(HierCommunicator):
-    """The four steps between threads."""
+    """Implements the collectives between threads."""
 
     def __init__(self, topology: Topology, exchange: Exchange) -> None:
         super().__init__(topology)
@@ -71,7 +71,7 @@ class ThreadCommunicator(HierCommunicator):
 
 
 def run_threads(fn: Callable[[Topology, Exchange], T], nodes: Sequence[Sequence[int]]) -> list[T]:
-    """Call ``fn`` in one thread a rank; results in rank order."""
+    """Call ``fn`` in one thread per rank. Return the results in rank order."""
     placed = tuple(tuple(node) for node in nodes)
     world_size = sum(map(len, placed))
     exchange = Exchange(world_size)
@@ -81,7 +81,7 @@ def run_threads(fn: Callable[[Topology, Exchange], T], nodes: Sequence[Sequence[
 
 
 def _finish(tensor: Tensor) -> None:
-    """Threads queue on streams of their own, which know nothing of each other."""
+    """Wait for the GPU, because each thread uses its own stream and the streams do not wait for each other."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()
 

@@ -1,7 +1,7 @@
-"""A pytest plugin for machines that lack pytest-timeout: `pytest -p tests.helpers.timeout_optional`.
+"""A pytest plugin for machines without pytest-timeout: `pytest -p tests.helpers.timeout_optional`.
 
-Limits are written in the tests and in pyproject.toml, where an unknown option or marker is an error. This makes them
-known and does nothing else; with pytest-timeout installed it does nothing at all.
+The tests and pyproject.toml set time limits, and pytest rejects unknown options and markers. This plugin declares the
+options without enforcing them. If pytest-timeout is installed, it does nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One training of each strategy in a Trainer, in Fabric and in a loop: the same data, saved and resumed alike."""
+"""One training per strategy in a Trainer, in Fabric and in a loop, with the same data, saves and resumes."""
 
 import os
 import warnings
@@ -27,7 +27,7 @@ from tests.helpers.distributed import groups_of_its_own, run_ranks
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.models import node_residual, sum_over_nodes
 
-dcp: Any = import_module("torch.distributed.checkpoint")  # which exports its functions without types
+dcp: Any = import_module("torch.distributed.checkpoint")  # exports its functions without types
 CLASSES = {"hier": "MSTopKHierStrategy", "local": "MSTopKLocalStrategy", "fsdp": "MSTopKFSDPStrategy"}
 # Each kind: its class, and the options that distinguish it.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,13 +44,13 @@ class Case:
     """A strategy on a host.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: One of `KINDS`.
         host: "trainer", "fabric" or "loop".
-        form: of checkpoints, "file" or "folder".
-        options: more options of the strategy.
-        precision: of a Trainer or of Fabric.
-        seed: of the initial weights.
-        momentum: of SGD, instead of the kind's usual optimizer.
+        form: The form of checkpoints, "file" or "folder".
+        options: More options of the strategy.
+        precision: The precision of a Trainer or of Fabric.
+        seed: The seed of the initial weights.
+        momentum: The momentum of SGD, which then replaces the kind's usual optimizer.
     """
 
     kind: str
@@ -93,14 +93,14 @@ class Case:
     def optimizer(self, model: nn.Module) -> Optimizer:
         if self.momentum is not None:
             return torch.optim.SGD(model.parameters(), lr=0.05, momentum=self.momentum)
-        if self.sends_gradients:  # a loop saves no state of an optimizer for them
+        if self.sends_gradients:  # a loop does not save the optimizer's state
             momentum = 0.0 if self.host == "loop" and self.kind != "momentum" else 0.9
             return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 class Net(nn.Module):
-    """Blocks that repeat between two layers, and batch norm; no size is a multiple of 2 or 3 devices."""
+    """Repeated blocks between two layers, and batch norm. No size is a multiple of 2 or 3 devices."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def flat(model: nn.Module, *, buffers: bool = False) -> Tensor:
-    """Return all parameters, and buffers if wanted. A collective of the node where parameters are sharded."""
+    """Return all parameters, and optionally the buffers. A collective inside the node if parameters are sharded."""
     tensors = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     tensors += [each.float() for each in model.buffers()] if buffers else []
     return torch.cat([each.detach().flatten() for each in tensors])
@@ -133,7 +133,7 @@ def flat(model: nn.Module, *, buffers: bool = False) -> Tensor:
 
 @dataclass
 class Look:
-    """A state between two steps: the global weights, unsent gradients or updates, and sums of the optimizer's state."""
+    """The global weights, unsent gradients or updates, and sums of the optimizer's state between two steps."""
 
     weights: Tensor
     pending: Tensor
@@ -201,12 +201,12 @@ def train(
     """Train on all ranks.
 
     Args:
-        case: the strategy and its host.
-        steps: number of the last step.
-        start: the checkpoint to go on from.
-        save: a step and the path of the checkpoint that is saved after it.
-        look_at: steps after which to look at the engine.
-        options: more options of the strategy.
+        case: The strategy and its host.
+        steps: The number of the last step.
+        start: The checkpoint to resume from.
+        save: The step after which to save, and the path of the checkpoint.
+        look_at: Steps after which to call `look`.
+        options: More options of the strategy.
     """
     warnings.simplefilter("ignore")
     looks: dict[int, Look] = {}
@@ -256,7 +256,7 @@ def cluster() -> dict[str, int]:
 
 
 def module_of(case: Case, flavour: str = "pytorch_lightning") -> Any:
-    """Return a LightningModule that makes its batches from the global step, so that a resumed run sees the same."""
+    """Return a LightningModule that makes its batches from the global step, so that a resumed run gets them, too."""
     pl = import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -392,7 +392,7 @@ def _in_a_loop(
     with loop_of(case) as (model, optimizer, engine):
         if start is not None:
             begin = int(start.rsplit("-", 1)[1])
-            train_loop(model, optimizer, engine, 0, 1)  # to have state of its own, which it must forget
+            train_loop(model, optimizer, engine, 0, 1)  # creates state that loading must replace
             load_loop(model, engine, start)
         for step in range(begin, steps):
             note(step, engine, model, optimizer)

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU, compiled as C++ with `cuda_on_cpu/`, which checks every access to memory.
+"""The CUDA kernels on a CPU, compiled as C++ with `cuda_on_cpu/`, which checks every memory access.
 
 Only launches and `__shared__` of the .cu files are rewritten. A seed decides the order of blocks, warps and threads.
 """
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 CSRC = Path(__file__).parents[2] / "lightning_sparse/kernels/csrc"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_sparse-tests"
 DRIVERS = ("driver.cpp", "driver_rounded.cpp", "driver_models.cpp")
-CODES = {**wire.VALUE_CODES, torch.float16: 2}  # fp16 gradients, too
+CODES = {**wire.VALUE_CODES, torch.float16: 2}  # gradients may also be fp16
 FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
 CHECKED = [
     "-fsanitize=thread",
@@ -48,7 +48,7 @@ class EmulationError(Exception):
 
 
 def as_cpp(source: str) -> str:
-    """CUDA's launches and shared variables as calls."""
+    """Rewrite CUDA's launches and shared variables as calls."""
 
     def shared(match: re.Match[str]) -> str:
         each = [re.fullmatch(r"(\w+)((?:\[\w+\])*)", name) for name in match[2].split(", ")]
@@ -66,7 +66,7 @@ def as_cpp(source: str) -> str:
 
 
 def cuda_library() -> ctypes.CDLL:
-    """The kernels of the package, with so few blocks that each has several turns."""
+    """Return the package's kernels, built with so few blocks that each block has several turns."""
     return library(flags=["-DLS_MOST_BLOCKS=5"])
 
 
@@ -118,11 +118,11 @@ def _at(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 class Emulation:
-    """The operators, as `lightning_sparse.kernels` has them, on `library`; each call runs by another seed.
+    """The operators of `lightning_sparse.kernels`, run by `library`. Each call uses another seed.
 
     Attributes:
-        counts: launches and memsets of the last call.
-        nbytes: of global memory that it read or wrote.
+        counts: Numbers of launches and memsets in the last call.
+        nbytes: Bytes of global memory that the last call read or wrote.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -132,7 +132,7 @@ class Emulation:
         self.nbytes = 0
 
     def start(self, seed: int, whole: bool = False) -> None:
-        """Choose the seed of the next call, and whether to run as if the sample had misled."""
+        """Choose the seed of the next call, and whether to run as with a misleading sample."""
         self._seed = seed
         self._library.emulate_whole(int(whole))
 

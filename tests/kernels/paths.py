@@ -1,4 +1,4 @@
-"""The implementations of the operators on a CPU, and inputs that are hard for a selection.
+"""The implementations of the operators on a CPU, and difficult inputs for a selection.
 
 plain      torch, as in an installation without compiled kernels
 compiled   the default
@@ -34,7 +34,7 @@ class Path:
     threads: int = 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """An operator by its name."""
+        """Return an operator by its name."""
         if name.startswith("_"):
             raise AttributeError(name)
 
@@ -46,7 +46,7 @@ class Path:
 
     @contextmanager
     def _running(self) -> Iterator[ModuleType]:
-        """The module of the operators, on `threads` threads."""
+        """Yield the module of the operators, and set the number of threads."""
         if self.name != "plain" and ops._handle is None:
             pytest.skip(f"no compiled kernels: {kernels.kernel_report()}")
         before = torch.get_num_threads()
@@ -77,20 +77,20 @@ def paths(*chosen: Path) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", chosen, ids=lambda path: f"{path.name}{path.threads}")
 
 
-# Two that only the tests of any input run.
+# paths for the tests of arbitrary inputs only
 RARE = [Path("scalar", threads=2), Path("whole")]
 every_path = paths(*PATHS)
 with_threads = paths(*PATHS, Path("plain", threads=2))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equality that knows NaN and the sign of zero."""
+    """Return whether tensors are equal, including NaNs and the sign of zero."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @lru_cache(maxsize=2)
 def inputs(numel: int) -> dict[str, Tensor]:
-    """Named fp32 inputs of one length, the same tensors each time: nobody writes to them."""
+    """Return named fp32 inputs of one length. The tensors are cached, so tests must not write to them."""
     g = torch.Generator().manual_seed(0)
     normal = torch.randn(numel, generator=g)
     uniform = torch.rand(numel, generator=g)
@@ -129,7 +129,7 @@ def large_input() -> Tensor:
 
 
 def nearly_equal(numel: int, shares: tuple[float, ...]) -> Tensor:
-    """1.0 and its successors in fp32, in no order: values that a histogram of high bits does not tell apart."""
+    """Return 1.0 and its successors in fp32, shuffled: values that a histogram of high bits cannot distinguish."""
     uniform = torch.rand(numel, generator=torch.Generator().manual_seed(len(shares)))
     bounds = torch.tensor(shares).cumsum(0)[:-1]
     return (torch.bucketize(uniform, bounds).to(torch.int32) + 0x3F80_0000).view(torch.float32)
@@ -140,7 +140,7 @@ def ks(numel: int) -> list[int]:
 
 
 def decoded(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Tensor:
-    """The message as a dense fp32 vector."""
+    """Return the message as a dense fp32 vector."""
     values, indices, _ = wire.decode(message, numel, k, value_dtype)
     dense = torch.zeros(numel)
     dense[indices] = values
@@ -148,5 +148,5 @@ def decoded(message: Tensor, numel: int, k: int, value_dtype: torch.dtype) -> Te
 
 
 def nonfinite_count(message: Tensor) -> int:
-    """The count in the message's header."""
+    """Return the count of non-finite elements in the message's header."""
     return int(message[4:8].view(torch.int32))

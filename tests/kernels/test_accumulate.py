@@ -15,14 +15,14 @@ from tests.kernels.paths import DTYPES, PATHS, PLAIN, VALUES, Path, decoded, eve
 
 @lru_cache(maxsize=8)
 def messages_of(numel: int, k: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Messages of random gradients; the same tensor each time, so that who writes to it clones it."""
+    """Return messages of random gradients. The tensor is cached, so clone it before you write to it."""
     grads = torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
     return torch.stack([PLAIN.compress(grad, None, None, k, dtype, None) for grad in grads])
 
 
 @lru_cache(maxsize=3)
 def decoded_of(numel: int, k: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same, dense."""
+    """Return the messages of `messages_of` as dense vectors."""
     return [decoded(message, numel, k, dtype) for message in messages_of(numel, k, count, dtype)]
 
 
@@ -42,7 +42,7 @@ def test_sums_in_row_order(path: Path, dtype: torch.dtype, numel: int, k: int) -
 @every_path
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
 @pytest.mark.parametrize("alpha", [1.0, -0.25, 1 / 3])
-def test_alpha_adds_to_what_is_there(path: Path, dtype: torch.dtype, alpha: float) -> None:
+def test_accumulate_with_alpha_adds_to_the_shard(path: Path, dtype: torch.dtype, alpha: float) -> None:
     numel, k = 140_000, 3_000
     messages, shard = messages_of(numel, k, 3, dtype), torch.randn(numel)
     want = shard.clone()
@@ -59,7 +59,7 @@ def test_equal_indices_add_in_row_order(path: Path) -> None:
     ]
     shard = torch.empty(70_001)
     path.accumulate(torch.stack(rows), shard, 1, DTYPES[0])
-    assert shard[70_000].item() == 1.0, "1e8 + 1 - 1e8 + 1 in fp32: another order gives another number"
+    assert shard[70_000].item() == 1.0, "1e8 + 1 - 1e8 + 1 in fp32: another order gives another result"
     assert int(shard.count_nonzero()) == 1
 
 
@@ -117,7 +117,7 @@ def test_damaged_message_makes_all_elements_nan(path: Path, k: int) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8))
-def test_any_damage_has_equal_results_on_every_path(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
+def test_damaged_messages_have_equal_results_on_all_paths(data: st.DataObject, flips: list[tuple[int, int]]) -> None:
     numel, k = data.draw(st.sampled_from([(70_001, 70), (70_001, 700), (5, 3)]))
     dtype = data.draw(st.sampled_from([torch.bfloat16, wire.TWO_BIT]))
     messages = messages_of(numel, k, 2, dtype).clone()

@@ -50,7 +50,7 @@ def test_build_flags_are_portable_and_keep_rounding() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the files that a build reads."""
+    """Copy the files that a build reads."""
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "README.md").touch()

@@ -58,7 +58,7 @@ def by_plain(
 
 
 def same_as_plain(path: Path, case: Case) -> None:
-    """The message and the residual of the path equal the results of plain torch."""
+    """Check that the path's message and residual equal the results of plain torch."""
     left = torch.full((case.grad.numel(),), 123.0)
     message = path.compress(case.grad, case.residual, left, case.k, case.value_dtype, case.scale)
     assert same_bits(message, case.message)
@@ -116,7 +116,7 @@ def ties(shares: tuple[float, ...]) -> list[Case]:
 
 @compiled_paths
 @pytest.mark.parametrize("shares", [(0.999, 0.001), (0.34, 0.33, 0.33)], ids=str)
-def test_more_ties_than_candidates_have_room_for(path: Path, shares: tuple[float, ...]) -> None:
+def test_more_ties_than_candidates_fit_equal_plain_torch(path: Path, shares: tuple[float, ...]) -> None:
     for case in ties(shares):
         same_as_plain(path, case)
 
@@ -134,7 +134,7 @@ def test_threads_share_every_phase_of_a_large_input(path: Path, value_dtype: tor
 
 @lru_cache(maxsize=1)
 def sums(numel: int, k: int) -> list[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
-    """Name, gradient and residual, their sum, and the places of the sum's k largest."""
+    """Return name, gradient, residual, their sum, and the places of the k largest sums of each input."""
     found = []
     for name, x in inputs(numel).items():
         if bool(x.isfinite().all()) and name != "huge":
@@ -154,7 +154,7 @@ def test_message_and_residual_add_up(path: Path, value_dtype: torch.dtype) -> No
         if value_dtype == wire.TWO_BIT:
             assert same_bits(left[kept], acc[kept] - sent[kept]), name
         else:
-            assert same_bits(sent[kept] + left[kept] + 0.0, acc[kept] + 0.0), name  # a residual of a rounding is exact
+            assert same_bits(sent[kept] + left[kept] + 0.0, acc[kept] + 0.0), name  # rounding errors are exact
         untouched = torch.ones(numel, dtype=torch.bool)
         untouched[kept] = False
         assert same_bits(left[untouched], acc[untouched]), name
@@ -198,7 +198,7 @@ def test_non_finite_elements_are_counted_and_leave_no_residual(path: Path, value
 def test_largest_finite_elements_stay_finite(path: Path, value_dtype: torch.dtype) -> None:
     largest = torch.finfo(torch.float32).max
     grad = torch.tensor([1.0, largest, -largest, 7e4, 3.39e38] * 20)
-    grad[9], grad[14] = torch.finfo(torch.bfloat16).max, -torch.finfo(torch.bfloat16).max  # these are not cut
+    grad[9], grad[14] = torch.finfo(torch.bfloat16).max, -torch.finfo(torch.bfloat16).max  # not clipped
     left = torch.empty(100)
     same_as_plain(path, by_plain(grad, None, 80, value_dtype))
     message = path.compress(grad, None, left, 80, value_dtype)
@@ -218,8 +218,8 @@ def test_message_does_not_depend_on_the_residual_output(path: Path) -> None:
 
 
 @every_path
-def test_inputs_are_left_alone(path: Path) -> None:
-    """Tests rely on it, too: paths are given the same tensors."""
+def test_inputs_are_unchanged(path: Path) -> None:
+    """Other tests depend on this, because all paths share the inputs."""
     grad, residual = torch.randn(2, 140_001, generator=torch.Generator().manual_seed(8))
     copies = grad.clone(), residual.clone()
     message = path.compress(grad, residual, torch.empty(140_001), 90, torch.bfloat16, torch.tensor(0.5))
@@ -239,7 +239,9 @@ def test_inputs_are_left_alone(path: Path) -> None:
     repeat=st.integers(1, 30),
     value_dtype=st.sampled_from(VALUES),
 )
-def test_any_input(data: st.DataObject, values: list[float], repeat: int, value_dtype: torch.dtype) -> None:
+def test_arbitrary_input_equals_the_reference(
+    data: st.DataObject, values: list[float], repeat: int, value_dtype: torch.dtype
+) -> None:
     grad = torch.tensor(values * repeat, dtype=torch.float32)
     k = data.draw(st.integers(1, grad.numel()))
     case = by_plain(grad, grad.flip(0), k, value_dtype)

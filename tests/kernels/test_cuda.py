@@ -1,4 +1,4 @@
-"""The CUDA kernels against plain torch on the CPU, bit for bit; graph capture; the path that the sample misled."""
+"""The CUDA kernels equal plain torch on the CPU bit for bit; also graph capture and misleading samples."""
 
 from __future__ import annotations
 
@@ -46,13 +46,11 @@ def _path(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("numel", SIZES)
-def test_exact(numel: int) -> None:
+def test_cuda_selection_equals_a_full_sort(numel: int) -> None:
     for turn, (name, x) in enumerate(inputs(numel).items()):
         for dtype in DTYPES:
             y = x.to(dtype)
-            for k in (
-                ks(numel) if numel < 100_000 else ks(numel)[turn % 4 :: 4]
-            ):  # the expected result takes the CPU long
+            for k in ks(numel) if numel < 100_000 else ks(numel)[turn % 4 :: 4]:  # the CPU is slow
                 values, indices = mstopk(y.cuda(), k)
                 want = reference.topk(y, k)
                 assert same_bits(indices.cpu(), want[1]), (name, dtype, k)
@@ -60,7 +58,7 @@ def test_exact(numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 100, 70_001])
-def test_plain_torch_selects_the_same(numel: int) -> None:
+def test_plain_torch_on_cuda_selects_the_same_elements(numel: int) -> None:
     for name, x in inputs(numel).items():
         for k in ks(numel):
             assert same_bits(PLAIN.mstopk(x.cuda(), k)[1].cpu(), reference.topk(x, k)[1]), (name, k)
@@ -69,7 +67,7 @@ def test_plain_torch_selects_the_same(numel: int) -> None:
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
 @pytest.mark.parametrize("numel", [1, 100, 4097, 200_003])
-def test_compress(numel: int, value_dtype: torch.dtype) -> None:
+def test_compress_equals_plain_torch(numel: int, value_dtype: torch.dtype) -> None:
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
     scale = torch.tensor(1 / 3)
     for name, x in inputs(numel).items():
@@ -86,7 +84,7 @@ def test_compress(numel: int, value_dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
 @pytest.mark.parametrize(("numel", "num_regions"), [(5, 5), (100, 7), (4097, 1), (70_001, 64), (300_003, 4)])
-def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None:
+def test_regions_equal_plain_torch(numel: int, num_regions: int, value_dtype: torch.dtype) -> None:
     k = max(1, numel // num_regions // 20)
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
     for turn, (name, x) in enumerate(inputs(numel).items()):
@@ -103,7 +101,7 @@ def test_regions(numel: int, num_regions: int, value_dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
 @pytest.mark.parametrize(("numel", "k"), [(1, 1), (100, 100), (70_001, 700), (1_000_003, 30_000)])
-def test_accumulate(numel: int, k: int, dtype: torch.dtype) -> None:
+def test_accumulate_equals_plain_torch(numel: int, k: int, dtype: torch.dtype) -> None:
     messages = messages_of(numel, k, 5, dtype)
     for count, alpha in ((5, None), (5, -0.25), (1, -0.25)):
         want, shard = torch.full((numel,), 3.0), torch.full((numel,), 3.0, device="cuda")
@@ -112,7 +110,7 @@ def test_accumulate(numel: int, k: int, dtype: torch.dtype) -> None:
         assert same_bits(shard.cpu(), want)
 
 
-def test_damaged_messages_poison() -> None:
+def test_damaged_messages_make_all_elements_nan() -> None:
     messages = messages_of(70_001, 70, 2, torch.float32)
     for name, bad in damaged(messages[1], 70).items():
         shard = torch.empty(70_001, device="cuda")
@@ -121,7 +119,7 @@ def test_damaged_messages_poison() -> None:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_round(numel: int) -> None:
+def test_round_rows_equals_plain_torch(numel: int) -> None:
     residual, scale = torch.randn(numel) * 0.1, torch.tensor(1 / 3)
     for turn, (name, x) in enumerate(inputs(numel).items()):
         grad, before, factor = x.to(DTYPES[turn % 3]), residual if turn % 4 > 1 else None, scale if turn % 2 else None
@@ -133,7 +131,7 @@ def test_round(numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_sum_rows(numel: int) -> None:
+def test_sum_rows_equals_plain_torch(numel: int) -> None:
     for num_rows in (1, 2, 9):
         rows, own = rows_of(num_rows, numel), torch.randn(max(1, numel - 5))
         got = own.cuda()
@@ -143,7 +141,7 @@ def test_sum_rows(numel: int) -> None:
 
 @pytest.mark.parametrize("ahead", SHARES)
 @pytest.mark.parametrize("sizes", PIECES, ids=len)
-def test_models_of_a_node(sizes: tuple[int, ...], ahead: float) -> None:
+def test_model_operators_equal_plain_torch(sizes: tuple[int, ...], ahead: float) -> None:
     own, shared = models(sum(sizes))
     want = pieces_of(torch.zeros(sum(sizes)), sizes, mixed=True)
     got, on_device = [piece.cuda() for piece in want], [own.cuda(), shared.cuda()]
@@ -158,7 +156,7 @@ def test_models_of_a_node(sizes: tuple[int, ...], ahead: float) -> None:
     assert same_bits(on_device[0].cpu(), own)
 
 
-def test_a_hundred_runs_give_the_same_bits() -> None:
+def test_hundred_runs_on_cuda_give_the_same_bits() -> None:
     grad, residual = torch.randn(2, 1_000_003, generator=torch.Generator().manual_seed(7)).cuda()
     first = None
     for _ in range(100):
@@ -170,7 +168,7 @@ def test_a_hundred_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.usefixtures("_path")
-def test_captured_in_a_graph() -> None:
+def test_compress_and_accumulate_are_captured_in_a_cuda_graph() -> None:
     numel, k = 300_001, 3000
     grad = torch.zeros(numel, device="cuda")
     left, shard = torch.empty_like(grad), torch.empty_like(grad)
@@ -195,7 +193,7 @@ def test_captured_in_a_graph() -> None:
         assert same_bits(shard.cpu(), want)
 
 
-def test_the_regions_are_captured_in_one_graph() -> None:
+def test_regions_are_captured_in_one_cuda_graph() -> None:
     numel, num_regions, k = 300_001, 64, 47
     grad = torch.zeros(numel, device="cuda")
     residual, left, shard = torch.zeros_like(grad), torch.empty_like(grad), torch.empty_like(grad)
@@ -214,7 +212,7 @@ def test_the_regions_are_captured_in_one_graph() -> None:
     assert same_bits(shard.cpu(), want)
 
 
-def test_waits_for_nothing() -> None:
+def test_selection_on_cuda_never_waits() -> None:
     x = torch.randn(100_000, device="cuda")
     mstopk(x, 1000)
     with waits_raise():

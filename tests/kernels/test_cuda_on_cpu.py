@@ -1,6 +1,6 @@
-"""The emulated CUDA kernels equal plain torch. The emulation checks races and accesses to memory too.
+"""The emulated CUDA kernels equal plain torch. The emulation also checks races and memory accesses.
 
-Every call has another seed, which orders blocks and threads. test_cuda.py runs the kernels on a GPU.
+Every call uses another seed, which orders blocks and threads. test_cuda.py runs the kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cuda(emulation: Emulation, request: pytest.FixtureRequest) -> Emulation:
 
 
 @pytest.mark.parametrize("numel", [1, 4097, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (100, 70_001))])
-def test_select(cuda: Emulation, numel: int) -> None:
+def test_selection_equals_the_reference(cuda: Emulation, numel: int) -> None:
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "5 % dense", "special"):
             continue
@@ -42,7 +42,7 @@ def test_select(cuda: Emulation, numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [100, 4097, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (1, 70_001))])
-def test_compress(cuda: Emulation, numel: int) -> None:
+def test_compress_equals_plain_torch(cuda: Emulation, numel: int) -> None:
     k, scale = max(1, numel // 50), torch.tensor(1 / 3)
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1
     for turn, (name, x) in enumerate(inputs(numel).items()):
@@ -57,7 +57,7 @@ def test_compress(cuda: Emulation, numel: int) -> None:
 
 
 @pytest.mark.slow
-def test_groups_of_tiles_look_back_several_steps(emulation: Emulation) -> None:  # a step is 1,048,576 elements
+def test_groups_of_tiles_look_back_several_steps(emulation: Emulation) -> None:  # look back 1,048,576 elements per step
     emulation.start(6000)
     check_look_back(emulation, 1_150_001)
 
@@ -92,7 +92,7 @@ def test_views_at_odd_offsets(cuda: Emulation, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
-def test_accumulate(cuda: Emulation, dtype: torch.dtype) -> None:
+def test_accumulate_equals_plain_torch(cuda: Emulation, dtype: torch.dtype) -> None:
     for numel, k in ((1, 1), (100, 100), (140_000, 300), (140_000, 3000)):
         messages = messages_of(numel, k, 4, dtype)
         for alpha in (None, -0.25):
@@ -110,12 +110,12 @@ def test_few_pairs_are_added_without_a_pass_over_all_elements(cuda: Emulation, d
         cuda.accumulate(messages[:count].contiguous(), torch.zeros(numel), k, dtype, -0.25)
         nbytes.append(cuda.nbytes)
     assert nbytes[1] < numel * 8 / 4, "a pass over all elements"
-    cuda.accumulate(messages.repeat(5, 1), torch.zeros(numel), k, dtype, -0.25)  # many are added in one pass
+    cuda.accumulate(messages.repeat(5, 1), torch.zeros(numel), k, dtype, -0.25)  # many messages are added in one pass
     assert cuda.nbytes > numel * 8
 
 
 @pytest.mark.parametrize(("numel", "k"), [(5000, 40), (50_000, 50)])
-def test_more_messages_than_one_pass_takes(cuda: Emulation, numel: int, k: int) -> None:
+def test_more_messages_than_fit_into_one_pass_are_added(cuda: Emulation, numel: int, k: int) -> None:
     messages = messages_of(numel, k, 70, torch.bfloat16).clone()
     got, want = torch.full((2, numel), 0.5)
     PLAIN.accumulate(messages, want, k, torch.bfloat16, 3.0)
@@ -140,7 +140,7 @@ def test_launches_do_not_depend_on_the_number_of_messages(cuda: Emulation) -> No
 
 
 @pytest.mark.parametrize("k", [70, 700])
-def test_damaged_messages_poison(cuda: Emulation, k: int) -> None:
+def test_damaged_messages_make_all_elements_nan(cuda: Emulation, k: int) -> None:
     messages = messages_of(70_001, k, 2, torch.float32)
     for name, bad in damaged(messages[1], k).items():
         shard = torch.empty(70_001)
@@ -149,7 +149,7 @@ def test_damaged_messages_poison(cuda: Emulation, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [200, 2000])
-def test_indices_out_of_order_are_found_wherever_they_are(cuda: Emulation, k: int) -> None:
+def test_indices_out_of_order_are_found_at_any_position(cuda: Emulation, k: int) -> None:
     numel = 70_001
     messages = messages_of(numel, k, 2, torch.bfloat16)
     layout, g = wire.message_layout(numel, k, torch.bfloat16), torch.Generator().manual_seed(1)

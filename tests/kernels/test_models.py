@@ -1,4 +1,4 @@
-"""The model between a node's own and the shared one: every path against a few lines of torch, bit for bit. Seconds."""
+"""Interpolation between a node's own weights and the shared weights: every path equals plain torch bit for bit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.kernels.paths import DTYPES, PLAIN, Path, every_path, inputs, same_bi
 
 SIZES = [(1,), (3, 70_001, 1, 64, 5), (4096, 1, 200_003), tuple(range(1, 120))]
 SHARES = (1.0, 0.5, 0.3, 0.001)
-NEARLY_ONE = 1 - 1e-9  # which fp32 does not tell from 1
+NEARLY_ONE = 1 - 1e-9  # fp32 rounds it to 1
 
 
 def pieces_of(flat: Tensor, sizes: Sequence[int], mixed: bool = False) -> list[Tensor]:
-    """Pieces of tensors that begin anywhere, in all dtypes in turn, or in fp32."""
+    """Return pieces of tensors at any offset, in all dtypes in turn or in fp32."""
     pieces = []
     for turn, values in enumerate(torch.split(flat, list(sizes))):
         dtype = DTYPES[turn % 3] if mixed else torch.float32
@@ -39,7 +39,7 @@ def models(numel: int) -> tuple[Tensor, Tensor]:
 
 @every_path
 @pytest.mark.parametrize(("sizes", "ahead"), [*zip(SIZES, SHARES, strict=True)])
-def test_write(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
+def test_lerp_into_writes_the_interpolated_weights(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
     own, shared = models(sum(sizes))
     before = own.clone(), shared.clone()
     for mixed in (False, True):
@@ -53,13 +53,13 @@ def test_write(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
 
 @every_path
 @pytest.mark.parametrize(("sizes", "ahead"), [*zip(SIZES, SHARES, strict=True)])
-def test_change(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
+def test_accumulate_delta_adds_the_change_of_the_model(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
     for mixed in (False, True):
         own, shared = models(sum(sizes))
         before, model = own.clone(), pieces_of(torch.zeros(sum(sizes)), sizes, mixed)
         path.lerp_into(own, shared, model, ahead)
         path.accumulate_delta(own, shared, model, ahead)
-        assert same_bits(own, before), "an optimizer that changes nothing"
+        assert same_bits(own, before), "the model did not change"
         had = [piece.float().clone() for piece in model]
         for turn, piece in enumerate(model):
             piece += 0.25 * (turn + 1)
@@ -72,7 +72,7 @@ def test_change(path: Path, sizes: tuple[int, ...], ahead: float) -> None:
 
 
 @every_path
-def test_whatever_numbers_come(path: Path) -> None:
+def test_lerp_into_of_special_values_equals_plain_torch(path: Path) -> None:
     numel = 4099
     for name, own in inputs(numel).items():
         for shared in (own.roll(1), torch.zeros(numel)):
@@ -81,11 +81,11 @@ def test_whatever_numbers_come(path: Path) -> None:
                 path.lerp_into(own, shared, got, ahead)
                 PLAIN.lerp_into(own, shared, want, ahead)
                 assert all(same_bits(*each) for each in zip(got[1:], want[1:], strict=True)), name  # 16 bits
-                assert torch.equal(got[0].nan_to_num(7e37), want[0].nan_to_num(7e37)), name  # a NaN may be any one
+                assert torch.equal(got[0].nan_to_num(7e37), want[0].nan_to_num(7e37)), name  # any NaN is accepted
 
 
 @every_path
-def test_a_share_is_taken_as_fp32_holds_it(path: Path) -> None:
+def test_ahead_is_rounded_to_fp32(path: Path) -> None:
     own, shared = models(4099)
     for mixed in (False, True):
         model = pieces_of(torch.zeros(4099), (99, 1000, 3000), mixed)
@@ -104,8 +104,8 @@ def test_a_share_is_taken_as_fp32_holds_it(path: Path) -> None:
     scale=st.sampled_from([1e-8, 1e-3, 1.0, 1e6]),
     seed=st.integers(0, 99),
 )
-def test_what_an_optimizer_did_is_all_there(sizes: list[int], ahead: float, scale: float, seed: int) -> None:
-    """Step after step own lacks nothing: it differs from the sum of updates by roundings alone."""
+def test_repeated_deltas_lose_no_update(sizes: list[int], ahead: float, scale: float, seed: int) -> None:
+    """Over several steps `own` differs from the sum of updates by rounding errors only."""
     numel, generator = sum(sizes), torch.Generator().manual_seed(seed)
     shared, own = torch.randn(2, numel, generator=generator)
     exact, model = own.double(), pieces_of(torch.zeros(numel), sizes)
@@ -133,7 +133,9 @@ def test_what_an_optimizer_did_is_all_there(sizes: list[int], ahead: float, scal
         ((torch.zeros(4), torch.zeros(4), [torch.zeros(4)], 1.5), "ahead=1.5"),
     ],
 )
-def test_what_cannot_be(arguments: tuple[Tensor, Tensor, list[Tensor], float], said: str) -> None:
+def test_model_operators_refuse_invalid_arguments(
+    arguments: tuple[Tensor, Tensor, list[Tensor], float], said: str
+) -> None:
     for operator in (accumulate_delta, lerp_into):
         with pytest.raises(ValueError, match=said):
             operator(*arguments)
@@ -150,7 +152,7 @@ def test_models_that_share_memory_are_refused(shared: str) -> None:
 
 @pytest.mark.skipif(kernel_report().cpu != "compiled", reason="plain torch leaves the check to the functions")
 @pytest.mark.parametrize("ahead", [0.0, -1.0, 1.5, float("nan"), float("inf")])
-def test_a_share_that_cannot_be_given_to_the_operators_themselves(ahead: float) -> None:
+def test_raw_model_operators_refuse_invalid_ahead(ahead: float) -> None:
     for name in ("accumulate_delta", "lerp_into"):
         with pytest.raises((ValueError, RuntimeError), match="ahead="):
             getattr(torch.ops.lightning_sparse, name)(torch.ones(4), torch.zeros(4), [torch.ones(4)], ahead)

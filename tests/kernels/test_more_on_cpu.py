@@ -1,4 +1,4 @@
-"""The CUDA kernels of regions, of rounding and of a node's models without a GPU, as in test_cuda_on_cpu.py."""
+"""The emulated CUDA kernels for regions, for rounding and for a node's models, as in test_cuda_on_cpu.py."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def check_regions(
     ("numel", "num_regions", "k"),
     [(5, 5, 1), (100, 7, 3), (4097, 2, 4000), pytest.param(9001, 64, 5, marks=pytest.mark.slow)],
 )
-def test_regions(cuda: Emulation, numel: int, num_regions: int, k: int) -> None:
+def test_regions_equal_plain_torch(cuda: Emulation, numel: int, num_regions: int, k: int) -> None:
     residual, scale = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1, torch.tensor(1 / 3)
     for turn, x in enumerate(inputs(numel).values()):
-        every = 9 if num_regions > 8 else 3  # each size takes another part of the inputs
+        every = 9 if num_regions > 8 else 3  # each size tests another share of the inputs
         if turn % every != numel % every:
             continue
         grad, value_dtype = x.to(DTYPES[turn // 2 % 3]), VALUES[turn // 3 % len(VALUES)]
@@ -70,7 +70,7 @@ def test_regions(cuda: Emulation, numel: int, num_regions: int, k: int) -> None:
 
 
 def test_regions_of_several_groups_of_tiles(cuda: Emulation) -> None:
-    """The first region ends with a tile, the second one element later; each has two groups of tiles."""
+    """The first region ends at the end of a tile, the second one element later. Each region has two groups of tiles."""
     numel = 2 * 9 * 4096 + 1
     x = inputs(numel)["few values"].clone()
     x[: numel // 2] *= 1e-3  # thresholds differ
@@ -82,7 +82,7 @@ def test_last_region_with_another_wire_block(cuda: Emulation) -> None:
 
 
 def test_region_with_a_misleading_sample(emulation: Emulation) -> None:
-    """More equal elements in one region than there is room for candidates; it alone goes over all elements."""
+    """One region has more equal elements than candidates fit, so only this region runs over all elements."""
     numel = 3 * 40_000
     x = torch.randn(numel, generator=torch.Generator().manual_seed(2))
     x[40_000:80_000] = 0.0
@@ -110,7 +110,7 @@ def test_bad_message_affects_only_its_region(cuda: Emulation) -> None:
 
 
 def test_bytes_do_not_grow_with_the_regions(emulation: Emulation) -> None:
-    """But by the counts, bins and messages that each has."""
+    """Additional regions only add their counts, bins and messages."""
     numel, taken = 32_768, []
     x = torch.randn(2, numel, generator=torch.Generator().manual_seed(4))
     for num_regions in (1, 4, 16):
@@ -153,7 +153,7 @@ def check_sum(emulation: Emulation, rows: Tensor, own: int) -> None:
 
 
 @pytest.mark.parametrize(("numel", "num_rows"), [(1, 5), (100, 3), (4096, 1), (9001, 8)])
-def test_round(emulation: Emulation, numel: int, num_rows: int) -> None:
+def test_round_rows_equals_plain_torch(emulation: Emulation, numel: int, num_rows: int) -> None:
     residual, scale = torch.randn(numel) * 0.1, torch.tensor(1 / 3)
     for turn, x in enumerate(inputs(numel).values()):
         before = residual if turn % 2 else None
@@ -164,7 +164,7 @@ def test_round(emulation: Emulation, numel: int, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "numel"), [(1, 1), (3, 100), (2, 2048), (9, 6160), (70, 2049)])
-def test_sum(emulation: Emulation, num_rows: int, numel: int) -> None:
+def test_sum_rows_equals_plain_torch(emulation: Emulation, num_rows: int, numel: int) -> None:
     for own in (numel, numel // 2, min(numel, 1), 0):
         for seed in range(3):
             check_sum(emulation, rows_of(num_rows, numel, seed), own)
@@ -194,7 +194,7 @@ def test_rounding_of_unaligned_rows(emulation: Emulation) -> None:
         check_round(emulation, torch.randn(numel + 1).bfloat16()[1:], torch.randn(numel), num_rows, None)
         check_round(emulation, torch.randn(numel), torch.randn(numel), num_rows, None)
     for count, numel in ((4, 2056), (3, 6151)):
-        rows = torch.randn(count, numel) * torch.logspace(-3, 3, count)[:, None]  # whose sum depends on the order
+        rows = torch.randn(count, numel) * torch.logspace(-3, 3, count)[:, None]  # the sum depends on the order
         check_sum(emulation, rows.bfloat16(), numel - 5)
         check_sum(emulation, rows.bfloat16(), 0)
 
@@ -202,7 +202,7 @@ def test_rounding_of_unaligned_rows(emulation: Emulation) -> None:
 # -- the models of a node ----------------------------------------------------------------------------------------------
 
 
-MOST = 96  # pieces of a launch
+MOST = 96  # pieces per launch
 
 
 def check_models(emulation: Emulation, sizes: tuple[int, ...], ahead: float, mixed: bool) -> None:
@@ -224,7 +224,7 @@ def check_models(emulation: Emulation, sizes: tuple[int, ...], ahead: float, mix
 
 
 @pytest.mark.parametrize("ahead", SHARES)
-def test_models(emulation: Emulation, ahead: float) -> None:
+def test_model_operators_equal_plain_torch(emulation: Emulation, ahead: float) -> None:
     many = [tuple(1 + piece % 3 for piece in range(count)) for count in (MOST, MOST + 1)]
     for turn, sizes in enumerate([(1,), (7, 2047, 2049), (2048, 2048), (5, 2048, 1, 4097, 3000), *many]):
         check_models(emulation, sizes, ahead, mixed=(turn + SHARES.index(ahead)) % 2 == 0)

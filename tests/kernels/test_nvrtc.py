@@ -1,11 +1,11 @@
-"""The device code compiles by each NVRTC that is installed, without a spilled register: NVIDIA's compiler as a library.
+"""The device code compiles without spilled registers in each installed NVRTC, NVIDIA's compiler library.
 
-torch brings that of its own CUDA. Another one is found on PYTHONPATH, such as CUDA 12's:
+torch installs the NVRTC of its CUDA version. To test another version, add it to PYTHONPATH, for example CUDA 12:
 
     pip install --no-deps --target /tmp/cu12 nvidia-cuda-nvrtc-cu12
     PYTHONPATH=/tmp/cu12 make test ARGS='-n0 tests/kernels/test_nvrtc.py'
 
-Launches are removed, and headers of the standard library hold only needed declarations.
+Launches are removed, and stand-ins for standard headers hold only the needed declarations.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def device_code(source: str) -> str:
 
 
 class Program:
-    """A program of NVRTC's."""
+    """An NVRTC program."""
 
     def __init__(self, library: Path, file: Path, kernels: list[str]) -> None:
         self._nvrtc = ctypes.CDLL(str(library))
@@ -117,7 +117,7 @@ def test_device_code_compiles(library: Path, file: str, architecture: str) -> No
     assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, log
 
 
-def test_every_kernel_is_named() -> None:
+def test_compiled_kernels_are_all_kernels_in_the_sources() -> None:
     kernels = {file.name: set(re.findall(r"(\w+_kernel)\(", file.read_text())) for file in CSRC.glob("*.cu*")}
     named = {kernel.partition("<")[0] for names in KERNELS.values() for kernel in names}
     assert set().union(*kernels.values()) == named

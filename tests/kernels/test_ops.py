@@ -1,4 +1,4 @@
-"""The operators as torch sees them: messages to users, arguments that must not crash, tracing. Ten seconds."""
+"""The operators under torch: error messages, arguments that must not crash, and tracing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ OPS = torch.ops.lightning_sparse
         (lambda: sum_rows(ROWS, X[:40].double()), "residual_R is torch.float64"),
     ],
 )
-def test_what_was_given_and_the_rule(call: Any, says: str) -> None:
+def test_operator_errors_name_the_value_and_the_rule(call: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()
 
@@ -92,7 +92,7 @@ def test_what_was_given_and_the_rule(call: Any, says: str) -> None:
         lambda: accumulate(MESSAGE[None], IN_MESSAGE, 1, torch.float32),
     ],
 )
-def test_an_output_that_shares_memory_with_an_input_is_refused(call: Any) -> None:
+def test_output_that_shares_memory_with_an_input_is_refused(call: Any) -> None:
     with pytest.raises(RuntimeError, match="an output shares memory with an input"):
         call()
 
@@ -178,12 +178,12 @@ OPCHECKS = [
 
 @pytest.mark.parametrize(("name", "arguments"), OPCHECKS, ids=[name for name, _ in OPCHECKS])
 @pytest.mark.filterwarnings("ignore")
-def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
+def test_operators_pass_torch_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
     torch.library.opcheck(getattr(OPS, name).default, arguments)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_compiles_in_one_graph() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch warns while it compiles
+def test_operators_compile_in_one_graph() -> None:
     def round_of(grad: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         left, shard = torch.empty_like(residual), torch.empty_like(residual)
         message = compress(grad, residual, left, 7, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A selection in each region of a shard: the bits of one call a region, on every path of the CPU. Seconds."""
+"""A selection per region of a shard gives the bits of one call per region, on every CPU path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = [(1, 1, 1), (5, 5, 1), (100, 7, 3), (4097, 2, 40), (70_001, 3, 500), (1
 
 @every_path
 @pytest.mark.parametrize(("numel", "num_regions", "k"), SHAPES)
-def test_the_bits_of_one_call_a_region(path: Path, numel: int, num_regions: int, k: int) -> None:
+def test_regions_give_the_bits_of_one_call_per_region(path: Path, numel: int, num_regions: int, k: int) -> None:
     residual, scale = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1, torch.tensor(1 / 3)
     for turn, (name, x) in enumerate(inputs(numel).items()):
         if numel > 5000 and name not in ("layered", "few values", "special"):
@@ -39,7 +39,7 @@ def test_the_bits_of_one_call_a_region(path: Path, numel: int, num_regions: int,
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(PATHS), st.integers(1, 300), st.data())
-def test_any_shape(path: Path, numel: int, data: st.DataObject) -> None:
+def test_regions_of_any_shape_equal_plain_torch(path: Path, numel: int, data: st.DataObject) -> None:
     num_regions, k = data.draw(st.integers(1, numel)), data.draw(st.integers(1, numel))
     grad, (got, want) = torch.randn(numel, generator=torch.Generator().manual_seed(numel)), torch.empty(2, numel)
     rows = path.compress_regions(grad, None, got, k, num_regions, torch.bfloat16)

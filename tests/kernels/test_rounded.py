@@ -1,4 +1,4 @@
-"""Rounding to rows of bfloat16 and their sum: every path against a few lines of torch, bit for bit. Seconds."""
+"""Rounding to rows of bfloat16, and their sum: every path equals plain torch bit for bit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def cast(exact: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(count: int, numel: int, seed: int = 0) -> Tensor:
-    """Rows that have everything in them which `inputs` know."""
+    """Return rows with all kinds of values in `inputs`."""
     known = list(inputs(numel).values())
     return torch.stack([known[(seed + m) % len(known)].roll(seed) for m in range(count)]).bfloat16()
 
 
 @every_path
 @pytest.mark.parametrize(("numel", "num_rows"), [(1, 1), (1, 5), (100, 3), (4097, 8), (140_001, 2)])
-def test_round(path: Path, numel: int, num_rows: int) -> None:
+def test_round_rows_equals_plain_torch(path: Path, numel: int, num_rows: int) -> None:
     residual, scale = torch.randn(numel, generator=torch.Generator().manual_seed(9)) * 0.1, torch.tensor(1 / 3)
     for turn, (name, x) in enumerate(inputs(numel).items()):
         grad, before, factor = x.to(DTYPES[turn % 3]), residual if turn % 4 > 1 else None, scale if turn % 2 else None
@@ -42,7 +42,7 @@ def test_round(path: Path, numel: int, num_rows: int) -> None:
 
 
 @every_path
-def test_every_bfloat16_and_what_lies_between(path: Path) -> None:
+def test_rounding_of_all_bfloat16_values_and_values_between_them(path: Path) -> None:
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     words = (torch.arange(-(2**15), 2**15)[:, None] * 65_536 + low).view(-1).to(torch.int32)
     x = words.view(torch.float32)
@@ -54,7 +54,7 @@ def test_every_bfloat16_and_what_lies_between(path: Path) -> None:
 
 @every_path
 @pytest.mark.parametrize(("num_rows", "numel"), [(1, 1), (4, 7), (3, 4097), (9, 140_000), (70, 100)])
-def test_sum(path: Path, num_rows: int, numel: int) -> None:
+def test_sum_rows_equals_plain_torch(path: Path, num_rows: int, numel: int) -> None:
     for seed in range(3):
         rows = rows_of(num_rows, numel, seed)
         total = rows[0].float()
@@ -72,7 +72,7 @@ def test_sum(path: Path, num_rows: int, numel: int) -> None:
 @every_path
 def test_sums_in_row_order(path: Path) -> None:
     rows = torch.tensor([[1e8], [1.0], [-1e8], [1.0]]).bfloat16().expand(4, 70_000).contiguous()
-    assert path.sum_rows(rows, None).eq(1.0).all(), "1e8 + 1 - 1e8 + 1 in fp32: another order gives another number"
+    assert path.sum_rows(rows, None).eq(1.0).all(), "1e8 + 1 - 1e8 + 1 in fp32: another order gives another result"
 
 
 @every_path

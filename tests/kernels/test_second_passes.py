@@ -1,4 +1,4 @@
-"""The GPU session counts second passes by the rule of the emulated CUDA kernels."""
+"""The GPU session predicts second passes by the same rule as the emulated CUDA kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TARGET, CAPACITY = plan(NUMEL, K)
 
 
 def ties(count: int) -> Tensor:
-    """Return a tensor with this number of candidates: all of them are the largest element."""
+    """Return a tensor with this number of candidates, which all equal the largest element."""
     x = torch.full((NUMEL,), 1e-3)
     x[torch.randperm(NUMEL, generator=torch.Generator().manual_seed(0))[:count]] = -1.0
     return x
 
 
 def misleading(count: int) -> Tensor:
-    """Return a tensor with this number of candidates, TARGET of them where the kernels sample, and no other there."""
+    """Return a tensor with this number of candidates, of which only TARGET are in the kernels' sample."""
     x = torch.full((NUMEL,), 1e-3)
     sample = sampled(NUMEL, x.device)
     x[sample[-TARGET:]] = 1.0
@@ -57,7 +57,7 @@ def test_second_pass_rule_matches_the_kernels(emulation: Emulation, case: str) -
     x, expected = CASES[case]
     emulation.start(1000)
     emulation.mstopk(x, K)
-    reads_again = emulation.nbytes > 27 * NUMEL  # with candidates that fit 23 bytes per element at most, else 31
+    reads_again = emulation.nbytes > 27 * NUMEL  # if the candidates fit, at most 23 bytes per element, otherwise 31
     assert reads_again == expected
     assert bool(needs_second_pass(x, K)) == expected
 

@@ -1,4 +1,4 @@
-"""`mstopk` equals a full stable sort. test_compress.py has the other inputs of the same selection."""
+"""`mstopk` equals a full stable sort. test_compress.py has more inputs for the same selection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kernels.paths import (
 # Around the chunk (4,096), the block (65,536), the size below which everything is sampled (65,536), and vector lengths.
 SIZES = (1, 2, 7, 64, 100, 4095, 4097, 70_001)
 Pair = tuple[Tensor, Tensor]
-Case = tuple[object, int, Tensor, Pair]  # name, k, x and the result of the oracle, computed once for all paths
+Case = tuple[object, int, Tensor, Pair]  # name, k, x and the expected result, computed once for all paths
 
 
 def with_oracle(what: object, x: Tensor, counts: Iterable[int]) -> list[Case]:
@@ -65,7 +65,7 @@ def all_patterns() -> list[Case]:
 
 
 @every_path
-def test_every_16_bit_pattern(path: Path) -> None:
+def test_selection_of_all_16_bit_patterns(path: Path) -> None:
     agree(path, all_patterns())
 
 
@@ -85,14 +85,14 @@ elements = st.one_of(
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), values=st.lists(elements, min_size=1, max_size=80), repeat=st.integers(1, 40))
-def test_any_input(data: st.DataObject, values: list[float], repeat: int) -> None:
+def test_arbitrary_input_equals_the_reference(data: st.DataObject, values: list[float], repeat: int) -> None:
     x = torch.tensor(values * repeat, dtype=torch.float32)
     k = data.draw(st.integers(1, x.numel()))
     for path in (*PATHS, *RARE):
         agree(path, with_oracle(path, x, [k]))
 
 
-# -- the reference, without the faults of published transcriptions -----------------------------------------------------
+# -- the reference, without the errors of published transcriptions -----------------------------------------------------
 
 
 def transcription(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[float, float]:
@@ -138,7 +138,7 @@ def test_reference_keeps_the_certain_elements_of_the_transcription() -> None:
 
 def test_reference_of_ties_at_the_maximum_has_k_elements() -> None:
     for x in (torch.full((50,), 3.0), torch.tensor([5.0] * 20 + [1.0] * 30)):
-        assert transcription(x, 7)[0] == 0.0, "the fault: everything would be returned"
+        assert transcription(x, 7)[0] == 0.0, "the transcription would return all elements"
         assert reference.mstopk(x, 7)[1].tolist() == list(range(7))
 
 
@@ -153,7 +153,7 @@ def test_reference_selects_more_elements_than_lie_above_the_mean() -> None:
     x[::100] = 1000.0
     x[1::100] = torch.arange(1.0, 11.0)
     assert int((x >= x.mean()).sum()) == 10
-    assert transcription(x, 15)[1] == 0.0, "the fault: the rest is an arbitrary slice"
+    assert transcription(x, 15)[1] == 0.0, "the transcription would fill up with arbitrary elements"
     assert set(reference.mstopk(x, 15)[1].tolist()) == set(range(0, 1000, 100)) | {501, 601, 701, 801, 901}
 
 

@@ -22,7 +22,7 @@ def round_trip(values: list[float], dtype: torch.dtype) -> list[float]:
     return decoded.tolist()
 
 
-def test_worked_example_of_the_size() -> None:
+def test_message_bytes_equal_the_worked_example() -> None:
     assert message_bytes(100_000, 1000, torch.bfloat16) == 3520
     assert message_bytes(100_000, 1000, wire.TWO_BIT) == 1792
     assert message_bytes(1, 1, torch.float32) == 64 + 16 + 16 + 16
@@ -40,7 +40,7 @@ def test_bytes_of_a_pair_at_scale() -> None:
 
 @pytest.mark.parametrize("value_dtype", VALUES, ids=str)
 def test_message_uses_the_smaller_index(value_dtype: torch.dtype) -> None:
-    """Another pair costs at most a pair and the padding of a section."""
+    """One more pair adds at most the pair and the padding of a section."""
     sizes = [message_bytes(300_001, k, value_dtype) for k in range(1, 3000)]
     assert all(0 <= after - before <= 48 for before, after in itertools.pairwise(sizes))
 
@@ -64,12 +64,12 @@ def test_byte_table_of_cells_and_levels() -> None:
     assert torch.tensor(list(raw[80:88]), dtype=torch.uint8).view(torch.float32).tolist() == [1.0, 3.0]
     assert list(raw[96:130]) == [56, 1, *[0] * 14, 1, 2, *[0] * 16]
     assert list(raw[144:204]) == [*range(100, 156), 0, 239, 0, 1]
-    assert list(raw[208:223]) == [0] * 14 + [0b00_11_00_00], "the third of four codes: negative, upper level"
+    assert list(raw[208:223]) == [0] * 14 + [0b00_11_00_00], "third of four codes: negative, upper level"
     assert len(raw) == 224
     assert not any(raw[68:80] + raw[130:144] + raw[204:208] + raw[223:])
 
 
-def test_byte_table() -> None:
+def test_byte_table_of_an_fp32_message() -> None:
     message = wire.encode(torch.tensor([1.5, -2.0, 3.0]), torch.tensor([3, 70_000, 70_001]), 70_002, torch.float32, 0)
     raw = bytes(message.tolist())
     assert raw[:4] == b"LSP2"
@@ -91,7 +91,7 @@ def test_finite_values_stay_finite(dtype: torch.dtype) -> None:
             assert back == pytest.approx(value, rel=2**-7 if dtype == torch.bfloat16 else 2**-10)
 
 
-def test_bf16_saturates_and_not_earlier() -> None:
+def test_bf16_saturates_only_at_its_largest_value() -> None:
     largest = torch.finfo(torch.bfloat16).max
     assert round_trip([largest, 3.4e38, -3.4e38], torch.bfloat16) == [largest, largest, -largest]
 
@@ -103,7 +103,7 @@ def test_non_finite_values_are_canonical(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", VALUES, ids=str)
-def test_indices_survive(dtype: torch.dtype) -> None:
+def test_indices_survive_encoding(dtype: torch.dtype) -> None:
     numel = 300_001
     for indices in ([0], [numel - 1], [65_535, 65_536], list(range(65_530, 200_000, 3)), list(range(numel))):
         where = torch.tensor(indices)
@@ -127,7 +127,7 @@ def test_two_bits_send_up_to_two_magnitudes_exactly() -> None:
         assert same_bits(torch.tensor(round_trip(values, wire.TWO_BIT)), torch.tensor(values)), values
 
 
-def test_each_block_has_its_own_levels() -> None:
+def test_two_bit_levels_differ_by_block() -> None:
     values, indices = torch.tensor([1.0, -2.0, 1e-6, 3e-6]), torch.tensor([5, 6, 70_000, 70_001])
     message = wire.encode(values, indices, 140_000, wire.TWO_BIT)
     assert same_bits(wire.decode(message, 140_000, 4, wire.TWO_BIT)[0], values)

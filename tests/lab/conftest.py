@@ -11,7 +11,7 @@ NETNS = Path("/run/netns")
 
 
 def _namespaces() -> set[str]:
-    """Namespaces of labs owned by this test process: another lab may well run on this machine."""
+    """Return the namespaces of labs that this test process owns, because other labs may run on this machine."""
     names = os.listdir(NETNS) if NETNS.is_dir() else []
     return {name for name in names if name.startswith(f"{RunName.PREFIX}{os.getpid()}.")}
 

@@ -1,4 +1,4 @@
-"""The lab: its network, commands in it, and labs that fail or are stopped."""
+"""The lab: its network, commands, failures and interruptions."""
 
 import io
 import json
@@ -79,7 +79,7 @@ def _transfer(network: Network, size: int) -> float:
 
 @pytest.fixture
 def network():
-    """Two nodes with 20 Mbit/s each."""
+    """Create two nodes with 20 Mbit/s each."""
     made = Network(RunName.new(), [("node0", node_address(0), 0.02), ("node1", node_address(1), 0.02)])
     yield made
     made.close()
@@ -102,7 +102,7 @@ def test_link_has_its_rate_and_counts_its_bytes(network):
     after = network.traffic()
     sent = after["node0"].sent - before["node0"].sent
     received = after["node1"].received - before["node1"].received
-    assert size < sent < 1.15 * size, "frames add a few per cent"
+    assert size < sent < 1.15 * size, "frames add a few percent"
     assert abs(sent - received) < 0.05 * size
     assert after["node1"].sent - before["node1"].sent < 0.2 * size, "acknowledgements only"
 
@@ -138,7 +138,7 @@ def test_node_and_host_do_not_see_each_other(network):
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_know_their_place():
+def test_lab_ranks_have_the_variables_of_their_node():
     output = io.StringIO()
     with Cluster(LabConfig(nodes=2, devices=2, network=NETWORK)) as cluster:
         result = cluster.run([sys.executable, "-c", PLACE], output=output, timeout=100)
@@ -190,7 +190,7 @@ def test_storage_has_its_own_link(tmp_path):
 
 
 def test_failing_node_decides_and_stops_the_others(capfd, monkeypatch):
-    monkeypatch.setattr(processes, "GRACE_S", 1.0)  # the other node would use all of it
+    monkeypatch.setattr(processes, "GRACE_S", 1.0)  # the other node would use it completely
     script = "import os, sys, time\nif os.environ['NODE_RANK'] == '1': sys.exit(3)\ntime.sleep(1000)"
     words = ["lab", "--devices", "1", *([] if NETWORK else ["--no-net"]), "--", sys.executable, "-c", script]
     assert cli.main(words) != 0
@@ -249,7 +249,7 @@ def test_interrupted_lab_cleans_up(tmp_path, number, code, network):
 @pytest.mark.root
 def test_leftovers_of_a_killed_lab_are_removed_by_the_next(tmp_path):
     process, run = _start_sleeping_lab(tmp_path, network=True)
-    assert remove_leftovers() == [], "its owner lives"
+    assert remove_leftovers() == [], "its owner is alive"
     process.kill()
     process.wait()
     assert len(_lab_namespaces(run)) == 3
@@ -272,7 +272,7 @@ def test_ranks_of_a_killed_lab_without_a_network_end_with_it(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_answer_takes_the_round_trip_time(tmp_path):
+def test_lab_delay_adds_the_round_trip_time(tmp_path):
     script = tmp_path / "answers.py"
     script.write_text(ANSWERS)
     output = io.StringIO()
@@ -295,7 +295,7 @@ def test_answer_takes_the_round_trip_time(tmp_path):
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
-# Node 1 reaches the last barrier and is then held up: the others see that all have arrived, and may leave.
+# Node 1 reaches the last barrier and is delayed there. The other nodes see that all have arrived, and may exit.
 HELD_UP = """
 import os, sys
 

@@ -54,7 +54,7 @@ def test_unavailable_reason_names_the_missing_part(monkeypatch):
     monkeypatch.setattr(network.shutil, "which", lambda tool: None if tool == "tc" else f"/usr/bin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     reason = network.unavailable_reason() or ""
-    assert "user 1000" in reason, "who is not root may have tc where the PATH does not lead"
+    assert "user 1000" in reason, "without root, tc may exist outside of the PATH"
     assert "PATH=$PATH" in reason  # sudo would not find a virtual environment's programs
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert "tc not found" in (network.unavailable_reason() or "")

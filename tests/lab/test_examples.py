@@ -1,4 +1,4 @@
-"""The Hugging Face example trains, and the demo keeps the promises of the docs."""
+"""The Hugging Face example trains, and the demo gives the results in the docs."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_hugging_face_example_trains_equally_on_all_ranks(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     weights = re.findall(r"rank \d: weights (\S+)", done.stdout)
     assert len(weights) == 4
-    assert len(set(weights)) == 1, "all ranks end alike"
+    assert len(set(weights)) == 1, "ranks end with different weights"
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", done.stdout)]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -71,7 +71,7 @@ def test_demo_closes_the_gap_with_fewer_bytes(tmp_path):
     parameters = {"images": 1_225_610, "text": 437_888}
     for task, of_task in parameters.items():
         dense, baseline = rows[task, "ddp"], rows[task, "single-node baseline"]
-        expected = 2 * 3 / 4 * 4 * of_task / 1e6  # a ring over 4 ranks; one of its links enters the node
+        expected = 2 * 3 / 4 * 4 * of_task / 1e6  # a ring over 4 ranks, with one link into the node
         assert 0.95 * expected < dense.received < 1.2 * expected
         assert baseline.received == 0
         assert dense.loss < baseline.loss

@@ -92,7 +92,7 @@ def planned(plan: GPUPlan) -> list[list[str]]:
 
 
 @given(nodes=st.integers(1, 5), devices=st.integers(1, 5), count=st.integers(1, 30))
-def test_plan_gives_every_rank_a_gpu_and_balances_them(nodes, devices, count):
+def test_plan_gives_each_rank_a_gpu_and_balances_them(nodes, devices, count):
     plan = GPUPlan(nodes, devices, [f"GPU-{index}" for index in range(count)])
     of_nodes = planned(plan)
     assert [len(of_node) for of_node in of_nodes] == [devices] * nodes

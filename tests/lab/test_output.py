@@ -1,4 +1,4 @@
-"""Labelled output of nodes: lines and progress bars."""
+"""Labeled output of nodes: lines and progress bars."""
 
 import io
 
@@ -15,7 +15,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_lines_are_labelled_and_not_mixed():
+def test_lines_are_labeled_and_not_mixed():
     stream = io.StringIO()
     labelled = LabelledOutput(stream)
     labelled.feed(0, 0, b"first ha")

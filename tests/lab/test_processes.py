@@ -48,7 +48,7 @@ def _daemon(run: str) -> None:
 
 
 def _is_settled(pid: int) -> bool:
-    """Whether it leads a process group in the session of another process, after both forks."""
+    """Return whether the process leads a process group in the session of another process, after both forks."""
     try:
         return os.getpgid(pid) == pid != os.getsid(pid)
     except ProcessLookupError:
@@ -56,7 +56,7 @@ def _is_settled(pid: int) -> bool:
 
 
 def _dead_run() -> RunName:
-    """A name whose owner has ended."""
+    """Return a run name whose owner has ended."""
     with subprocess.Popen(["sleep", "60"]) as owner:
         name = RunName(owner.pid, RunName.new().start, "abc123")
         owner.kill()
@@ -66,7 +66,7 @@ def _dead_run() -> RunName:
 def test_owner_is_a_process_id_and_its_start_time():
     name = RunName.new()
     assert name.owner_lives()
-    assert not RunName(name.pid, name.start + 1, name.token).owner_lives(), "the process id was used again"
+    assert not RunName(name.pid, name.start + 1, name.token).owner_lives(), "another process has this id"
     assert not _dead_run().owner_lives()
 
 
@@ -77,8 +77,8 @@ def test_daemon_is_found_and_ended():
     assert processes_of(run) == []
 
 
-def test_processes_are_looked_for_twice(monkeypatch):
-    """A process that forks and ends while /proc is read is missed, and so is its child."""
+def test_kill_processes_scans_twice(monkeypatch):
+    """A scan of /proc misses a process that forks and ends during the scan, and its child."""
     run = str(RunName.new())
     _daemon(run)
     missed: list[list[int]] = [[]]
@@ -104,7 +104,7 @@ def test_sigterm_unwinds_the_stack():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_clean_up_ignores_signals():
+def test_cleanup_ignores_signals():
     with signals_ignored():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -38,13 +38,13 @@ def _unpicklable() -> object:
     return lambda: None
 
 
-def test_each_rank_sees_its_place():
+def test_run_ranks_sets_the_environment_of_each_rank():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
     results = run_ranks(_environment, *names, placement=[[0, 2], [1]], init=False)
     assert results == [["0", "3", "0", "2", "0", "0"], ["1", "3", "0", "1", "1", "1"], ["2", "3", "1", "2", "0", "0"]]
 
 
-def test_raised_names_the_rank_and_its_traceback():
+def test_run_ranks_error_has_the_rank_and_its_traceback():
     with pytest.raises(RanksFailed, match="no such shard") as caught:
         run_ranks(_raise_on, 1, nodes=1, devices=2, grace_s=1.0)
     assert list(caught.value.raised) == [1]
@@ -55,7 +55,7 @@ def test_raised_names_the_rank_and_its_traceback():
     assert caught.value.stopped == [0]
 
 
-def test_killed_names_the_signal():
+def test_run_ranks_killed_rank_has_the_signal():
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_kill_on, 0, nodes=2, devices=1)
     assert caught.value.killed[0].startswith("SIGKILL")
@@ -63,7 +63,7 @@ def test_killed_names_the_signal():
 
 
 @pytest.mark.slow
-def test_hung_shows_the_stack():
+def test_run_ranks_hung_rank_has_its_stack():
     with pytest.raises(RanksFailed) as caught:
         run_ranks(_wait_for_nobody, 1, nodes=1, devices=2, timeout=6)
     assert list(caught.value.hung) == [1]

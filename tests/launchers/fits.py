@@ -1,6 +1,6 @@
-"""A fit that is the same under Ray Train and under torchrun, and a program that runs such fits on a cluster of Ray.
+"""A fit that is equal under Ray Train and torchrun, and a program that runs such fits on a Ray cluster.
 
-python -m tests.launchers.fits FOLDER    # of each of `JOBS`, in order: FOLDER/<name>.pt
+python -m tests.launchers.fits FOLDER    # runs all `JOBS` in order and writes FOLDER/<name>.pt
 """
 
 import sys
@@ -21,11 +21,11 @@ class Job:
     """A fit.
 
     Args:
-        name: of its results.
-        strategy: the class in `lightning_sparse.flavours.lightning`; Ray's has "Ray" in front.
-        workers: two are one on each node, four are two.
-        epochs: to train, of `STEPS` steps each.
-        resume: the name of the job whose last checkpoint it begins with.
+        name: The name of its results.
+        strategy: The class in `lightning_sparse.flavours.lightning`. Ray's class has the prefix "Ray".
+        workers: With 2 workers, each node has one device. With 4 workers, it has two.
+        epochs: The number of epochs of `STEPS` steps.
+        resume: The name of the job whose last checkpoint it loads.
     """
 
     name: str
@@ -49,11 +49,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "MSTopKLocalStrategy": {"bucket_cap_mb": 0.002},
     "MSTopKFSDPStrategy": {},
 }
-TIMEOUT_S = 300  # of the process group, which a save must not wait for
+TIMEOUT_S = 300  # timeout of the process group, which a save must not wait for
 
 
 class Seconds:
-    """How long each save took, as a mixin of a callback that saves at the end of an epoch."""
+    """A mixin that measures each save of a callback that saves at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ def fit(
     prepare: Callable[[Any], Any] = lambda trainer: trainer,
     **options: Any,
 ) -> dict[str, Any]:
-    """On every rank.
+    """Train on every rank.
 
     Args:
-        strategies: our module for the launcher.
-        resume: the checkpoint to begin with.
-        prepare: function of the launcher for a Trainer.
-        options: of Trainer.
+        strategies: Our module for the launcher.
+        resume: The checkpoint to start from.
+        prepare: The launcher's function that prepares a Trainer.
+        options: Options of the Trainer.
     """
     import lightning.pytorch as pl
 
@@ -124,7 +124,7 @@ def worker(config: dict[str, Any]) -> None:
 
 
 def run_on_ray(job: Job, folder: Path, resume: str | None) -> str:
-    """The folder of the last checkpoint."""
+    """Run a job and return the folder of its last checkpoint."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -1,6 +1,6 @@
-"""Ray Train: two nodes of Ray on this machine train the same weights as torchrun does.
+"""Ray Train: two nodes of Ray on this machine train the same weights as torchrun.
 
-Ray numbers nodes by address, so 127.0.0.2 is the second one.
+Ray numbers nodes by address, so 127.0.0.2 is the second node.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ BOTH = {4: ((0, 1), (2, 3)), 2: ((0,), (1,))}
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of the ranks and the last checkpoint, by job."""
+    """Return the results of the ranks and the last checkpoint, by job."""
     folder = tmp_path_factory.mktemp("ray")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -59,7 +59,7 @@ def fit_on_torchrun(job: Job, resume: str | None, nodes: int, devices: int) -> d
 
 @pytest.mark.parametrize("name", list(JOB))
 def test_ray_fit_ends_with_the_weights_of_torchrun(on_ray: dict[str, Any], name: str) -> None:
-    """Also resumed, on as many workers and on half of them, from the checkpoint that Ray put together."""
+    """Runs resume on the same number of workers and on half of them, from the checkpoint that Ray assembled."""
     job, found = JOB[name], on_ray[name]["ranks"]
     resume = f"{on_ray[job.resume]['checkpoint']}/checkpoint.ckpt" if job.resume else None
     expected = on_torchrun(job, resume)
@@ -69,7 +69,7 @@ def test_ray_fit_ends_with_the_weights_of_torchrun(on_ray: dict[str, Any], name:
 
 
 def test_ray_checkpoint_has_the_residuals_of_all_workers(on_ray: dict[str, Any]) -> None:
-    """The checkpoint has the side files of all workers, each of which saved into a folder of its own."""
+    """Each worker has saved its side files into its own folder."""
     path = f"{on_ray['begun']['checkpoint']}/checkpoint.ckpt"
     checkpoint = torch.load(path, weights_only=False)
     sides = [saves.load(checkpoint, path, rank)[0].side for rank in range(4)]

@@ -69,7 +69,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal structures of tensors, bit by bit."""
+    """Return whether structures of tensors are equal bit by bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and bits(a) == bits(b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -93,7 +93,7 @@ def train(params: list[nn.Parameter], optimizer: Optimizer, first: int = 0, last
         set_gradients(params, step)
         grads = [p.grad for p in params]
         optimizer.step()
-        assert all(p.grad is grad for p, grad in zip(params, grads, strict=True)), "gradients are not those given"
+        assert all(p.grad is grad for p, grad in zip(params, grads, strict=True)), "the step replaced a gradient"
         scheduler.step()
 
 

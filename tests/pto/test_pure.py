@@ -56,7 +56,7 @@ def test_later_parameters_fill_the_smallest_shares(first: list[int], later: list
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=20), st.integers(1, 5), st.data())
-def test_parameters_are_cut_until_shares_are_balanced(numels: list[int], size: int, data: st.DataObject) -> None:
+def test_parameters_are_split_until_shares_are_balanced(numels: list[int], size: int, data: st.DataObject) -> None:
     cuttable = [data.draw(st.booleans()) for _ in numels]
     parts = partition(numels, numels, [0] * size, cuttable)
     for numel, may, of_one in zip(numels, cuttable, parts, strict=True):
@@ -70,7 +70,7 @@ def test_parameters_are_cut_until_shares_are_balanced(numels: list[int], size: i
 
 
 @pytest.mark.parametrize(("model", "size"), [("resnet50", 4), ("vgg19", 2)])
-def test_largest_share_of_known_models_is_a_tenth_over_the_mean(model: str, size: int) -> None:
+def test_largest_share_of_known_models_is_close_to_the_mean(model: str, size: int) -> None:
     """The first classifier layer of VGG-19 holds 72% of its parameters."""
     with torch.device("meta"):
         numels = [p.numel() for p in getattr(torchvision.models, model)().parameters()]
@@ -105,7 +105,7 @@ def test_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_grad
     assert torch.equal(parameter, expected)
 
 
-def test_sparse_gradient_is_not_cut() -> None:
+def test_sparse_gradient_is_not_split() -> None:
     embedding = nn.Embedding(100, 4, sparse=True)
     embedding(torch.tensor([3])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
@@ -118,7 +118,7 @@ def one(owner: int, numel: int) -> Parts:
 
 
 def odd_tensors(seed: int) -> list[Tensor]:
-    """Every dtype, sizes that fill no alignment, a scalar, an empty tensor, channels last."""
+    """Return tensors of every dtype, unaligned sizes, a scalar, an empty tensor, and channels last."""
     g = torch.Generator().manual_seed(seed)
     return [
         torch.randn(7, 3, generator=g),
@@ -134,7 +134,7 @@ def odd_tensors(seed: int) -> list[Tensor]:
 
 
 class Sending:
-    """Collectives of one simulated rank. Keeps the sent data."""
+    """Simulates the collectives of one rank, and keeps the sent data."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -151,7 +151,7 @@ class Sending:
 
 
 class Receiving:
-    """Collectives that return the sent data."""
+    """Simulates collectives that return the sent data."""
 
     def __init__(self, sent: list[Sending]) -> None:
         self.packed = iter(zip(*(each.packed for each in sent), strict=True))
@@ -171,7 +171,7 @@ class Receiving:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_state_is_cut_and_joined(layout: torch.memory_format) -> None:
+def test_state_is_split_and_joined(layout: torch.memory_format) -> None:
     parameter = torch.zeros(8, 4, 3, 3).to(memory_format=layout)
     moment = torch.randn(8, 4, 3, 3).contiguous(memory_format=layout)
     state = {"step": torch.tensor(3.0), "moment": moment, "name": "x", "nothing": None}
@@ -189,8 +189,8 @@ def test_state_is_cut_and_joined(layout: torch.memory_format) -> None:
 @pytest.mark.parametrize("large", [1, 2000, 2**20])
 @pytest.mark.parametrize("piece", [1, 200, 2**20])
 @pytest.mark.parametrize("size", [1, 2, 3, 20])
-def test_gather_brings_every_share_to_every_rank(size: int, piece: int, large: int) -> None:
-    """Each of `size` simulated ranks sends in turn, then each receives."""
+def test_gather_sends_each_share_to_all_ranks(size: int, piece: int, large: int) -> None:
+    """Each of `size` simulated ranks sends in turn. Then each rank receives."""
     ranks = [odd_tensors(seed) for seed in range(size)]
     before = [[t.clone() for t in rank] for rank in ranks]
     numels = [t.numel() for t in ranks[0]]
@@ -259,11 +259,11 @@ def test_bad_option_is_refused(option: str, value: object) -> None:
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
-    """Known by its name: torch's own takes long to import and needs a process group."""
+    """Checked by its class name. torch's own class needs a process group and takes long to import."""
 
 
 class Clipping(torch.optim.Adam):
-    """Like timm's LAMB."""
+    """Clips like timm's LAMB."""
 
     def __init__(self, params: list[Tensor], max_grad_norm: float | None) -> None:
         super().__init__(params)

@@ -1,6 +1,6 @@
 """The sharded step on 1, 3 and 4 ranks without Lightning equals the plain step bit for bit.
 
-Every rank also makes the plain step, and compares parameters and consolidated state.
+Every rank also runs the plain step, and compares parameters and consolidated state.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ OPTIONS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 
 @scenario
 def in_place(communicator: HierCommunicator) -> bool:
-    """Large parts are broadcast without a copy."""
+    """Check that large parts are broadcast without a copy."""
     runs = []
     for shared in (True, False):
         params = [*parameters(), nn.Parameter(torch.randn(1001, 503, generator=torch.Generator().manual_seed(1)))]
@@ -85,14 +85,14 @@ def variants(communicator: HierCommunicator) -> dict[str, str]:
 
 @scenario
 def node(_: HierCommunicator) -> dict[str, str]:
-    """Some variants, sharded inside each node."""
+    """Return the differences of some variants, sharded inside each node."""
     communicator = communicator_of(discover(), "node")
     return {
         name: compare(*each, communicator) for name, each in elementwise().items() if name.startswith(("SGD", "AdamW"))
     }
 
 
-def test_every_variant_equals_the_plain_step(results: list[dict[str, Any]]) -> None:
+def test_sharded_step_equals_the_plain_step_for_all_optimizers(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert len(each["variants"]) == 7 + 5 + 3
         assert set(each["variants"].values()) == {""}, each["variants"]
@@ -104,7 +104,7 @@ def test_every_variant_equals_the_plain_step(results: list[dict[str, Any]]) -> N
 
 @scenario
 def late_group(communicator: HierCommunicator) -> dict[str, Any]:
-    """add_param_group() after some steps, as fine-tuning does when it unfreezes a backbone."""
+    """Call add_param_group() after some steps, as fine-tuning does when it unfreezes a backbone."""
     out = []
     for sharded in (True, False):
         params = parameters()
@@ -121,7 +121,7 @@ def late_group(communicator: HierCommunicator) -> dict[str, Any]:
 
 @scenario
 def closures(communicator: HierCommunicator) -> dict[str, Any]:
-    """The closure runs once per step with gradients enabled, and the step returns its result."""
+    """Check that the closure runs once per step with gradients enabled, and that the step returns its result."""
     params = parameters(odd=False)
     optimizer = SGD(params, lr=0.1)
     ShardedStep(optimizer, communicator)
@@ -150,7 +150,7 @@ def closures(communicator: HierCommunicator) -> dict[str, Any]:
 
 @scenario
 def onlookers(communicator: HierCommunicator) -> dict[str, Any]:
-    """Post hooks see all gradients and all new parameters."""
+    """Check that post hooks see all gradients and all new parameters."""
     params, expected = parameters(odd=False), parameters(odd=False)
     optimizer, reference = SGD(params, lr=0.1), SGD(expected, lr=0.1)
     seen = []
@@ -199,7 +199,7 @@ def state_that_cannot_be_sent(communicator: HierCommunicator) -> str:
 
 @scenario
 def different_ranks(communicator: HierCommunicator) -> str:
-    """Gradients that no reduction has made equal."""
+    """Step with gradients that differ between ranks."""
     params = parameters()
     optimizer = SGD(params, lr=0.1)
     ShardedStep(optimizer, communicator, names={id(params[4]): "head.weight"})
@@ -211,7 +211,7 @@ def different_ranks(communicator: HierCommunicator) -> str:
 
 @scenario
 def a_step_that_raises(communicator: HierCommunicator) -> dict[str, Any]:
-    """A step that raises on every rank gives the gradients back, and later steps raise too."""
+    """Check that a step that raises on every rank gives the gradients back, and that later steps raise, too."""
     params = parameters(odd=False)
     optimizer = SGD(params, lr=0.1, momentum=0.9)
     ShardedStep(optimizer, communicator)
@@ -226,7 +226,7 @@ def a_step_that_raises(communicator: HierCommunicator) -> dict[str, Any]:
 
 @scenario
 def a_closure_that_raises(communicator: HierCommunicator) -> dict[str, Any]:
-    """A closure that raises changes nothing, and the run goes on."""
+    """Check that a closure that raises changes nothing, and that the run continues."""
     params, expected = parameters(odd=False), parameters(odd=False)
     optimizer, reference = SGD(params, lr=0.1), SGD(expected, lr=0.1)
     ShardedStep(optimizer, communicator)
@@ -276,7 +276,7 @@ def test_gradients_that_differ_between_ranks_are_refused(results: list[dict[str,
 
 @scenario
 def auto(communicator: HierCommunicator) -> dict[str, Any]:
-    """Both choices give the weights and the checkpoints of the plain run in every phase."""
+    """Check that both choices give the weights and the checkpoints of the plain run in every phase."""
     found = {}
     for way in ("plain", "shared"):
         ours, theirs = parameters(), parameters()
@@ -284,7 +284,7 @@ def auto(communicator: HierCommunicator) -> dict[str, Any]:
         sharded = ShardedStep(optimizer, communicator, auto=True)
         states = []
         with Clock(communicator, gather=0.0 if way == "shared" else 1e9) as clock:
-            optimizer.register_step_pre_hook(clock.step)  # after the other, so that its time is the step's
+            optimizer.register_step_pre_hook(clock.step)  # after the other hook, so that it adds time to the step
             for first in range(0, STEPS, 5):
                 train(ours, optimizer, first, first + 5)
                 train(theirs, plain, first, first + 5)
@@ -296,7 +296,7 @@ def auto(communicator: HierCommunicator) -> dict[str, Any]:
 
 
 class Clock:
-    """A clock that only the step and the gather move."""
+    """A clock that advances only in the step and in the gather."""
 
     def __init__(self, communicator: HierCommunicator, gather: float) -> None:
         self.now, self.seconds = 0.0, gather
@@ -320,18 +320,18 @@ class Clock:
         return self._gather(share)
 
 
-def test_auto_keeps_the_faster_way(results: list[dict[str, Any]]) -> None:
+def test_auto_keeps_the_faster_choice(results: list[dict[str, Any]]) -> None:
     for each in results:
         for way, (chosen, *equal) in each["auto"].items():
             assert all(equal), (way, equal)
             assert chosen or len(results) == 1, way
 
 
-# -- optimizers that a user names --------------------------------------------------------------------------------------
+# -- optimizers that a user trusts -------------------------------------------------------------------------------------
 
 
 class Own(SGD):
-    """A step around torch's, which torch wraps with hooks, too."""
+    """Overrides step(), and calls torch's step. torch wraps both with hooks."""
 
     fails = False
 
@@ -355,8 +355,8 @@ class Twice(SGD):
 
 @scenario
 def named(communicator: HierCommunicator) -> dict[str, Any]:
-    """After an exception, a later step is not taken for a nested step."""
-    SGD(parameters())  # torch wraps the step of a class when it makes the first one
+    """Check that, after an exception, a later step does not count as a nested step."""
+    SGD(parameters())  # torch wraps the step of a class when it creates the first instance
     out: dict[str, Any] = {"equal": compare(Own, {"lr": 0.1, "momentum": 0.9}, communicator, whole=True, trusted=True)}
     params = parameters(odd=False)
     optimizer = Own(params, lr=0.1)
@@ -376,7 +376,7 @@ def a_second_evaluation(communicator: HierCommunicator) -> str:
     return raised(optimizer.step, lambda: set_gradients(params, 0))
 
 
-def test_trusted_optimizer_is_sharded_whole_and_steps_once(results: list[dict[str, Any]]) -> None:
+def test_trusted_optimizer_is_sharded_by_whole_parameters_and_steps_once(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert (each["named"]["equal"], each["named"]["steps"]) == ("", 2)
         first, second = each["named"]["said"]
@@ -385,10 +385,10 @@ def test_trusted_optimizer_is_sharded_whole_and_steps_once(results: list[dict[st
         assert "Twice evaluates its closure more than once per step" in each["a_second_evaluation"]
 
 
-# -- ranks that die ----------------------------------------------------------------------------------------------------
+# -- dead ranks --------------------------------------------------------------------------------------------------------
 
 
-def test_rank_killed_before_the_gather_hangs_no_other_rank() -> None:
+def test_rank_killed_before_the_gather_fails_the_other_ranks() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(die_in_the_gather, nodes=1, devices=3, timeout=40, grace_s=30)
     assert list(failed.value.killed) == [1]

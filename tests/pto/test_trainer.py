@@ -1,4 +1,4 @@
-"""PTOCallback with Trainer on 2 nodes x 2 devices gives the run without it, bit for bit.
+"""PTOCallback in a Trainer on 2 nodes x 2 devices gives the run without the callback, bit for bit.
 
 A scenario fits twice, without and with the callback, and compares the saved parameters, optimizer states, schedulers
 and scaler. One start of ranks runs all scenarios.
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Results of all scenarios, by rank."""
+    """Return the results of all scenarios, by rank."""
     names = list(SCENARIOS.wanted(request))
     shape = {"nodes": 2, "devices": 2, "timeout": 250, "init": False}
     return run_ranks(run_scenarios, "pytorch_lightning", str(folder), names, **shape)
@@ -70,7 +70,7 @@ def momentum(module: Any) -> Any:
 def fit(
     flavour: str, module: Any, scope: str | None, strategy: Any = None, resume: str | None = None, **options: Any
 ) -> tuple[Any, Any]:
-    """The trainer after a fit, and its callback if it has one."""
+    """Return the trainer after a fit, and its callback, if any."""
     pto = ours(flavour).PTOCallback(scope) if scope else None
     callbacks = [*options.pop("callbacks", []), *([pto] if pto else [])]
     given = {"max_steps": STEPS, "max_epochs": -1, **ranks(), "callbacks": callbacks, **options}
@@ -117,7 +117,7 @@ def residual_norm(t: Any) -> float:
 
 
 def shared(step: Any) -> bool:
-    """Whether this rank stepped its parameters and has state of no others."""
+    """Return whether this rank stepped its parameters and has state of no other parameters."""
     own = {id(p): part for p, part in zip(step.parameters, step.local_parts, strict=True) if part is not None}
     foreign = {id(p) for p in step.optimizer.state} - own.keys()
     numel = sum(part.end - part.begin for part in own.values())
@@ -157,7 +157,7 @@ def accumulation(flavour: str) -> dict[str, str]:
 
 @SCENARIOS.slow
 def half(flavour: str) -> dict[str, Any]:
-    """A forward pass of one rank overflows in one step, and no rank makes the step."""
+    """Let the forward pass of one rank overflow in one step, which no rank may make."""
     from pytorch_lightning.plugins.precision import MixedPrecision
 
     def precision() -> Any:
@@ -185,7 +185,7 @@ def half(flavour: str) -> dict[str, Any]:
 
 @SCENARIOS.slow
 def schedules(flavour: str) -> dict[str, Any]:
-    """Parameter groups, a scheduler by step, and an average of the weights."""
+    """Train with parameter groups, a scheduler by step, and an average of the weights."""
     averaging = lightning_of(flavour).callbacks.EMAWeightAveraging
 
     def optimizers(module: Any) -> Any:
@@ -200,7 +200,7 @@ def schedules(flavour: str) -> dict[str, Any]:
 
 @SCENARIOS.slow
 def several(flavour: str) -> dict[str, Any]:
-    """Two optimizers and closures in manual optimization, and unused parameters."""
+    """Train with two optimizers and closures in manual optimization, and unused parameters."""
 
     def closures() -> Any:
         class Manual(type(plain_module(flavour))):  # type: ignore[misc]
@@ -231,7 +231,7 @@ def several(flavour: str) -> dict[str, Any]:
 
 @scenario
 def hierarchical(flavour: str) -> dict[str, Any]:
-    """Residuals equal the residuals of the run without the callback."""
+    """Check that residuals equal the residuals of the run without the callback."""
     makes = {"node": adamw, "world": momentum}
     return {
         scope: equal(flavour, partial(module_with, flavour, make), scope=scope, strategy=lambda: sparse(flavour))
@@ -250,7 +250,7 @@ def test_run_equals_the_run_without_the_callback(results: list[dict[str, Any]], 
 
 
 @pytest.mark.slow
-def test_other_flavour_equals_the_run_without_the_callback(folder: Path) -> None:
+def test_other_lightning_package_equals_the_run_without_the_callback(folder: Path) -> None:
     for each in run_ranks(run_scenarios, "lightning", str(folder), FEW, nodes=1, devices=2, timeout=120, init=False):
         assert {value for name in FEW for value in each[name].values()} == {""}, each
 
@@ -260,9 +260,9 @@ def test_other_flavour_equals_the_run_without_the_callback(folder: Path) -> None
 
 @scenario
 def checkpoints(flavour: str) -> dict[str, Any]:
-    """Checkpoints of a fit, and of a run that is resumed twice: with, without and with the callback.
+    """Compare the checkpoints of a fit, and of a run that resumes twice: with, without and with the callback.
 
-    The reference is resumed too, because DDP begins every fit with other buckets, which changes bits.
+    The reference resumes, too, because DDP starts every fit with other buckets, which changes bits.
     """
     saving = lightning_of(flavour).callbacks.ModelCheckpoint
 
@@ -286,7 +286,7 @@ def checkpoints(flavour: str) -> dict[str, Any]:
     }
 
 
-def test_checkpoints_and_resumed_runs_equal_those_without_the_callback(results: list[dict[str, Any]]) -> None:
+def test_checkpoints_and_resumed_runs_equal_runs_without_the_callback(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert each["checkpoints"] == {"during": True, "resumed": True, "shared": True, "whole": True}
 
@@ -309,7 +309,7 @@ def on_fewer(folder: str) -> dict[str, Any]:
 
 @scenario
 def second_fit(flavour: str) -> dict[str, Any]:
-    """The same Trainer, callback and optimizer object once more."""
+    """Fit twice with the same Trainer, callback and optimizer object."""
     out = []
     for scope in (None, "node"):
         module = module_with(flavour, lambda module: module.own)
@@ -349,7 +349,7 @@ class FSDPStrategy:
     model = nn.Linear(1, 1)
 
 
-def test_other_strategies_than_ddp_are_refused() -> None:
+def test_strategies_other_than_ddp_are_refused() -> None:
     t = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
     with pytest.raises(ValueError, match="FSDPStrategy does not provide. Use strategy='ddp' or 'mstopk_hier'"):
         ours("pytorch_lightning").PTOCallback().on_fit_start(t, nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""Runs of which a rank ends itself by SIGKILL, in a step or between two files of a save, and that go on from there."""
+"""Runs in which a rank kills itself by SIGKILL, in a step or during a save, and that resume from the checkpoint."""
 
 import os
 import random
@@ -20,12 +20,12 @@ from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.trainers import lightning_of, ranks, trainer
 
 FLAVOUR = "pytorch_lightning"
-# Point -> the function that kills the rank when called; "before the main file" is a method of the strategy.
+# Point -> the function that kills the rank when it is called. "before the main file" is a method of the strategy.
 POINTS: dict[str, tuple[Any, str]] = {
     "before its side file": (saves, "write_side_file"),
     "after its side file": (saves, "decide"),
     "after the main file": (saves, "remove_side_files"),
-    # of a checkpoint that is a folder
+    # of a checkpoint folder
     "meta.pt": (torch, "save"),
     "its name": (folders, "_replace"),
     "the old one goes": (folders.shutil, "rmtree"),
@@ -34,7 +34,7 @@ POINTS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Kills a rank in or after a step, at a point: "in a step", "before the main file", or one of `POINTS`."""
+    """Kill rank `rank` in or after step `step`, at a point: "in a step", "before the main file", or one of `POINTS`."""
 
     point: str
     rank: int
@@ -59,12 +59,12 @@ def killer(kill: Kill | None) -> Any:
 
 
 def patience(kill: Kill | None) -> timedelta:
-    """The timeout of process groups, short if a rank is killed."""
+    """Return the timeout of the process groups, which is short if a rank is killed."""
     return timedelta(seconds=4 if kill else 100)
 
 
 def stopper(stop_after: int | None) -> Any:
-    """Ends a fit after a number of steps that the strategy cannot know before."""
+    """Return a callback that ends a fit after a number of steps, which the strategy cannot know in advance."""
 
     class Stopper(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -82,7 +82,7 @@ def fit_on(
     stop_after: int | None = None,
     **options: Any,
 ) -> Any:
-    """Train from the last checkpoint of the folder, if there is one, and save after so many steps; 0: never."""
+    """Train from the last checkpoint of the folder, if any, and save after every `every` steps (0: never)."""
     pl = lightning_of(FLAVOUR)
     saver = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     if every:
@@ -99,7 +99,7 @@ def fit_on(
 def whole_and_killed(
     fit: Callable[..., Any], folder: Path, kills: Sequence[Kill], *args: Any, **many: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """For each rank the result of ``fit(folder, None, *args)``, and its result after a run for each of the kills."""
+    """Yield two results per rank: of ``fit(folder, None, *args)``, and of a run that each of `kills` interrupts."""
     many |= {"init": False}
     (folder / "whole").mkdir()
     whole = run_ranks(fit, str(folder / "whole"), None, *args, **many)
@@ -112,7 +112,7 @@ def whole_and_killed(
 
 
 def damaged_copies(saved: Path, folder: Path, seed: object) -> Iterator[Path]:
-    """20 copies of the folder `saved`, each with one bit of one file changed. A collective."""
+    """Yield 20 copies of the folder `saved`, each with one bit of one file changed. A collective."""
     chance = random.Random(seed)
     for number in range(20):
         copy = folder / str(number)

@@ -1,4 +1,4 @@
-"""Small models and step helpers that every rank builds alike; only the data differs by rank."""
+"""Small models and step helpers. Every rank builds the same model; only the data differs by rank."""
 
 import copy
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ PLAIN = {"bucket_cap_mb": 0.002}  # several buckets, rebuilt after the first rou
 
 
 def mlp(seed: int = 0) -> nn.Sequential:
-    """Sizes chosen so that neither the buckets nor the parameters divide by 2 or 3."""
+    """Return a model in which neither the bucket sizes nor the parameter sizes are divisible by 2 or 3."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(13, 37), nn.Tanh(), nn.Linear(37, 29), nn.Tanh(), nn.Linear(29, 5))
 
@@ -41,7 +41,7 @@ def wrap(
     state: HierState | None = None,
     **ddp: object,
 ) -> tuple[DistributedDataParallel, HierState]:
-    """DDP with the hook; `state` carries over from an earlier wrap."""
+    """Wrap a model in DDP with the hook; `state` carries over from an earlier wrapper."""
     if state is None:
         state = HierState(
             model, config, topology or discover(), find_unused_parameters=bool(ddp.get("find_unused_parameters", False))
@@ -61,7 +61,7 @@ def train(model: nn.Module, ddp: DistributedDataParallel, steps: int, lr: float 
 
 
 def loop(ddp: nn.Module, state: HierState, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
-    """Steps of a loop of one's own, in which the state knows the optimizer."""
+    """Train as a user's loop does, with a state that knows the optimizer."""
     for step in steps:
         state.before_backward()
         loss_of(ddp, step, dist.get_rank()).backward()
@@ -70,7 +70,7 @@ def loop(ddp: nn.Module, state: HierState, optimizer: torch.optim.Optimizer, ste
 
 
 def backward(ddp: nn.Module, steps: Iterable[int]) -> None:
-    """Gradients of these steps, which nobody makes."""
+    """Compute the gradients of these steps without stepping an optimizer."""
     for step in steps:
         loss_of(ddp, step, dist.get_rank()).backward()
 
@@ -84,9 +84,9 @@ def flat_parameters(model: nn.Module) -> Tensor:
 
 
 def node_residual(model: nn.Module, state: HierState) -> Tensor:
-    """This node's residual of the whole model, in the order of its parameters. A collective inside the node."""
+    """Return this node's residual of the whole model, in the order of its parameters. A collective inside the node."""
     by_name: dict[str, Tensor] = dict(state.store.by_name)
-    for group in sorted(state.store.entries, key=lambda g: g.names):  # the same on all devices, which `current` is not
+    for group in sorted(state.store.entries, key=lambda g: g.names):  # the order of `current` differs by device
         shard = state.store.committed.get(group)
         nothing = torch.zeros(group.shard_numel(state.topology.num_devices))
         flat = state.exchange.communicator.gather(nothing if shard is None else shard)
@@ -95,14 +95,14 @@ def node_residual(model: nn.Module, state: HierState) -> Tensor:
 
 
 def sum_over_nodes(tensor: Tensor, state: HierState) -> Tensor:
-    """Every device of a node holds the node's value: sum over ranks, divided by L."""
+    """Sum a value over nodes: sum over ranks, divided by L, because every device of a node holds the node's value."""
     total = tensor.double()
     dist.all_reduce(total)
     return total / state.topology.num_devices
 
 
 def mean_gradient(ddp: DistributedDataParallel, step: int) -> Tensor:
-    """What plain DDP would compute, fp64."""
+    """Return the gradient that plain DDP would compute, in fp64."""
     copied = copy.deepcopy(ddp.module)
     copied.zero_grad()
     loss_of(copied, step, dist.get_rank()).backward()
@@ -114,7 +114,7 @@ def mean_gradient(ddp: DistributedDataParallel, step: int) -> Tensor:
 def watched(
     density: float, parameters: int | None = None, exchange: Any = "sparse"
 ) -> tuple[DistributedDataParallel, HierState, torch.optim.SGD]:
-    """A model whose state knows the optimizer, of the first few parameters or of all."""
+    """Return a wrapped model with a state that watches the optimizer of its first few parameters, or of all."""
     model = mlp()
     config = HierConfig(density=density, exchange=exchange, value_dtype="float32", warmup_epochs=0)
     ddp, state = wrap(model, config, **PLAIN)
@@ -126,11 +126,10 @@ def watched(
 def conserved(
     config: HierConfig, caps: Iterable[float], rounds: int, rewrap: int
 ) -> tuple[Tensor, Tensor, Tensor, HierState]:
-    """Rounds of one model; every `rewrap` of them a new wrapper with another bucket size, hence new groups, meets the
-    old residuals.
+    """Run rounds of one model. Every `rewrap` rounds, wrap it again with another bucket size, hence with new groups.
 
     Returns:
-        The mean gradients, what was applied, what waits in residuals, and the state, settled.
+        The sum of mean gradients, the sum of applied gradients, the residuals, and the state after its last commit.
     """
     model, state, sizes = mlp(), None, iter(caps)
     given = torch.zeros_like(flat_parameters(model)).double()
@@ -158,7 +157,7 @@ def save(engine: Engine, path: str) -> dict[str, Any]:
 
 
 def go_on(engine: Engine, path: str) -> list[str]:
-    """Let an engine go on from what was saved, and return what it says. A collective."""
+    """Restore an engine from a saved checkpoint and return the lines that it logs. A collective."""
     said: list[str] = []
     engine.log_once = lambda line, *_, **__: said.append(line)  # type: ignore[assignment]
     (saved,) = saves.load(torch.load(path, weights_only=True), path, dist.get_rank())

@@ -1,5 +1,7 @@
-"""exchange="auto" on real ranks: measurements are agreed, decisions are kept, changing paths loses nothing, and nothing
-is left out where the optimizer cannot bear it."""
+"""``exchange="auto"`` on real ranks: ranks agree on the measured rates, and a resumed run keeps them.
+
+Changing paths loses nothing. Adaptive optimizers get dense gradients.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ def measure() -> tuple[list[float], list[str]]:
 
 
 def test_measurement_ignores_the_default_dtype_and_draws_no_random_number() -> None:
-    """Lightning sets the default dtype for a whole training step, with its backward in manual optimization."""
+    """Lightning sets the default dtype during a training step, including the backward pass in manual optimization."""
     assert run_ranks(measure_under, torch.bfloat16, nodes=2, devices=2) == [True] * 4
 
 
@@ -74,7 +76,7 @@ def measure_under(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), SHAPES)
-def test_changes_of_paths_lose_nothing_and_keep_ranks_equal(ranks: RunRanks, nodes: int, devices: int) -> None:
+def test_path_changes_lose_nothing_and_keep_ranks_equal(ranks: RunRanks, nodes: int, devices: int) -> None:
     everyone = ranks(change_paths, nodes=nodes, devices=devices)
     for each in everyone:
         torch.testing.assert_close(each["given"], each["applied"] + each["waiting"], rtol=1e-5, atol=2e-5)
@@ -129,7 +131,7 @@ def resume(folder: str) -> tuple[list[float], list[float], int]:
     return rates[0], rates[1], len(probed)
 
 
-# -- optimizers that do not tolerate gradients whose entries arrive rarely ---------------------------------------------
+# -- optimizers that do not tolerate sparse gradients ------------------------------------------------------------------
 
 
 def optimizer(name: str, *bases: type[Optimizer]) -> Optimizer:
@@ -138,7 +140,7 @@ def optimizer(name: str, *bases: type[Optimizer]) -> Optimizer:
 
 
 @pytest.mark.parametrize("name", [each for each in dir(torch.optim) if isinstance(getattr(torch.optim, each), type)])
-def test_every_torch_optimizer_is_known(name: str) -> None:
+def test_torch_optimizer_is_classified(name: str) -> None:
     if name in ("Optimizer", "LBFGS", "SparseAdam"):
         pytest.skip("no optimizer of its own, or one that cannot be used here")
     cls: Any = getattr(torch.optim, name)
@@ -155,11 +157,11 @@ def test_every_torch_optimizer_is_known(name: str) -> None:
         ("Mine", "unknown"),
     ],
 )
-def test_other_optimizers_are_known_by_name(name: str, response: str) -> None:
+def test_optimizers_of_other_libraries_are_classified_by_name(name: str, response: str) -> None:
     assert gradient_scaling_of(optimizer(name)) == response
 
 
-def test_derived_and_wrapping_optimizers_are_known_by_their_base() -> None:
+def test_derived_or_wrapping_optimizer_is_classified_by_its_base() -> None:
     assert gradient_scaling_of(optimizer("Mine", torch.optim.SGD)) == "linear"
     assert gradient_scaling_of(optimizer("Mine", torch.optim.AdamW)) == "adaptive"
     sam = optimizer("SAM")
@@ -167,7 +169,7 @@ def test_derived_and_wrapping_optimizers_are_known_by_their_base() -> None:
     assert gradient_scaling_of(sam) == "linear"
 
 
-def test_one_adaptive_optimizer_of_several_decides() -> None:
+def test_adaptive_optimizer_among_several_forbids_sparse_gradients() -> None:
     sgd, adam = optimizer("Mine", torch.optim.SGD), optimizer("Other", torch.optim.Adam)
     assert sparse_gradient_objection([]) == sparse_gradient_objection([sgd]) == ""
     assert sparse_gradient_objection([sgd, adam]).startswith("Other divides by the size of recent gradients")
@@ -196,7 +198,7 @@ def train(cls: type[Optimizer], exchange: Any) -> tuple[list[str], list[str]]:
 def test_auto_sends_everything_with_adaptive_optimizers(
     ranks: RunRanks, cls: type[Optimizer], exchange: str, path: str, said: str | None
 ) -> None:
-    """On a link so slow that anything else would be sparse."""
+    """The link is so slow that "auto" would choose sparse messages for any other optimizer."""
     for rank, (paths, lines) in enumerate(ranks(train, cls, exchange, nodes=2, devices=1)):
         assert paths == [path]
         found = [line for line in lines if "divides by" in line]

@@ -1,5 +1,7 @@
-"""What travels between nodes arrives whole, in node order, for any number of nodes and any order of ranks; and who is
-in which node."""
+"""Messages between nodes arrive whole and in node order, for any number of nodes and any order of ranks.
+
+Also: how ranks are assigned to nodes, and the options of the process groups.
+"""
 
 import os
 from datetime import timedelta
@@ -20,15 +22,15 @@ from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
 
 PLACEMENTS = {
     "two": [[0], [1]],
-    "three, dealt out": [[0, 3], [1, 4], [2, 5]],
+    "three, interleaved": [[0, 3], [1, 4], [2, 5]],
     "five, in any order": [[3], [0], [4], [1], [2]],
 }
-ROUNDS, SIZES = 3, (1_001, 300_001)  # bytes: all at once, and in turns
+ROUNDS, SIZES = 3, (1_001, 300_001)  # bytes of one call, and of several calls
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("nodes", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_messages_arrive_whole_in_node_order(ranks: RunRanks, nodes: list[list[int]], nbytes: int) -> None:
+def test_messages_arrive_complete_in_node_order(ranks: RunRanks, nodes: list[list[int]], nbytes: int) -> None:
     for place, rounds in enumerate(ranks(travel, nbytes, placement=nodes)):
         node, device = next((m, node.index(place)) for m, node in enumerate(nodes) if place in node)
         for number, (gathered, turned) in enumerate(rounds):
@@ -37,7 +39,7 @@ def test_messages_arrive_whole_in_node_order(ranks: RunRanks, nodes: list[list[i
 
 
 def travel(nbytes: int) -> list[tuple[list[str], list[str]]]:
-    """Rounds follow each other without a barrier, and a rank that is early must not be taken for another's round."""
+    """No barrier separates the rounds, so the message of an early rank must not count for another round."""
     comm = HierCommunicator(discover())
     rank, nodes = dist.get_rank(), comm.topology.num_nodes
     rounds = []
@@ -55,7 +57,7 @@ def sum_between_nodes() -> list[float]:
 
 
 def test_sum_between_nodes_of_a_single_node_keeps_the_values_of_each_device(ranks: RunRanks) -> None:
-    """They are shards, which differ between devices."""
+    """The values are shards, which differ between devices."""
     assert ranks(sum_between_nodes, nodes=1, devices=2) == [[0.0], [1.0]]
 
 
@@ -64,19 +66,19 @@ def text(rank: int, number: int, to: int | None) -> str:
 
 
 def message(said: str, nbytes: int) -> torch.Tensor:
-    """The text, many times over."""
+    """Repeat the text up to `nbytes`."""
     data = (said + ";").encode()
     return torch.frombuffer(bytearray((data * (nbytes // len(data) + 1))[:nbytes]), dtype=torch.uint8)
 
 
 def read(row_B: torch.Tensor) -> str:
-    """The inverse; what is not the same text throughout is not read."""
+    """Return the text of a message, or "damaged" if the message does not repeat one text."""
     said = bytes(row_B[:100].tolist()).split(b";")[0].decode()
     return said if torch.equal(row_B, message(said, row_B.numel())) else f"damaged: {said}"
 
 
 def test_groups_have_the_given_timeout_and_a_mesh() -> None:
-    """NCCL's watchdog logs the names."""
+    """NCCL's watchdog logs the group names."""
     for rank, (named, (node, device, names)) in enumerate(run_ranks(groups_and_mesh, nodes=2, devices=2)):
         assert names == ("node", "device")
         assert node == [rank % 2, rank % 2 + 2]
@@ -100,12 +102,12 @@ def groups_of_a_rank() -> dict[str, tuple[str, float]]:
         group = getattr(topology, name)
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         found[name] = (group.group_desc, timeout.total_seconds())
-    dist.barrier()  # else a rank leaves while others still connect to it
+    dist.barrier()  # otherwise a rank could exit while the others still connect to it
     return found
 
 
 def test_backend_error_names_the_step() -> None:
-    """As NCCL raises it under TORCH_NCCL_BLOCKING_WAIT=1."""
+    """The test raises the error that NCCL raises under TORCH_NCCL_BLOCKING_WAIT=1."""
     comm = HierCommunicator(Topology(((0,), (1,)), 0))
     comm.error_context = "in round 17, bucket 0"
     gone = dist.DistBackendError("NCCL timeout")
@@ -119,7 +121,7 @@ def test_backend_error_names_the_step() -> None:
     assert failed.value.__cause__ is gone
 
 
-# -- nodes by name, the mesh, and ranks that were configured differently -----------------------------------------------
+# -- named nodes, the mesh, and ranks with different options -----------------------------------------------------------
 
 
 def mesh() -> tuple[list[int], list[int], tuple[str, ...] | None]:
@@ -133,12 +135,12 @@ def mesh() -> tuple[list[int], list[int], tuple[str, ...] | None]:
 
 
 def named() -> list[tuple[tuple[int, ...], ...]]:
-    """The nodes by an option, and by the environment."""
+    """Return the nodes named by an option, and by the environment."""
     name = f"rack{dist.get_rank() % 2}"
     by_option = discover(node_name=name).nodes
     os.environ[NODE_VARIABLE] = name
     by_environment = discover().nodes
-    dist.barrier()  # a rank that leaves at once fails those that still connect to it
+    dist.barrier()  # otherwise a rank could exit while the others still connect to it
     return [by_option, by_environment]
 
 
@@ -152,7 +154,7 @@ def configured() -> None:
     discover(config={"density": 0.02 if dist.get_rank() == 2 else 0.01, "exchange": "auto"})
 
 
-def test_ranks_with_other_options_are_named_before_they_hang() -> None:
+def test_ranks_with_different_options_fail_before_a_collective() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(configured, nodes=3, devices=1)
     for said in failed.value.raised.values():
@@ -170,7 +172,7 @@ def test_ranks_with_other_options_are_named_before_they_hang() -> None:
     ],
 )
 def test_device_type_follows_the_backends(backend: str | None, device: str) -> None:
-    """``fake`` in the place of NCCL. Without a name torch takes what there is, and calls it "undefined"."""
+    """``fake`` stands in for NCCL. Without a name torch takes the available backends and calls them "undefined"."""
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     try:
         assert device_type(dist.get_backend_config()) == device
@@ -182,7 +184,7 @@ def test_device_type_follows_the_backends(backend: str | None, device: str) -> N
 def groups_made(
     monkeypatch: pytest.MonkeyPatch, backend: str, bound: bool, timeout: timedelta | None
 ) -> dict[str, dict[str, Any]]:
-    """What torch is asked for, by the description of the groups."""
+    """Return the arguments of all calls that create groups, by group description."""
     made: dict[str, dict[str, Any]] = {}
 
     def record(*_: Any, **options: Any) -> None:
@@ -215,16 +217,16 @@ def test_nccl_group_between_nodes_uses_few_blocks_and_keeps_other_options(
     assert options.config.max_ctas == topology_module.MAX_CTAS == 4
     assert options.is_high_priority_stream
     assert options.config.cga_cluster_size == 2
-    assert options._timeout == (timeout or dist.constants.default_pg_nccl_timeout), "torch warns of another one"
+    assert options._timeout == (timeout or dist.constants.default_pg_nccl_timeout), "torch warns of another timeout"
     assert made["between nodes"].get("backend") == (None if backend == "nccl" else "nccl"), "Gloo refuses the options"
     assert {"inside the node", "between nodes", "inside the node, at the end"} <= made.keys()
-    assert not any("pg_options" in each for each in made.values()), "inside a node NCCL takes what it needs"
+    assert not any("pg_options" in each for each in made.values()), "groups inside a node have no limit"
     assert {each["timeout"] for each in made.values()} == {timeout}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", "undefined", "nccl"])
-def test_nccl_options_are_for_nccl_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the user's NCCL_MAX_CTAS holds."""
+def test_nccl_options_are_set_only_for_nccl(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's NCCL_MAX_CTAS takes precedence."""
     monkeypatch.setenv("NCCL_MAX_CTAS", "16" if "nccl" in backend else "")
     made = groups_made(monkeypatch, backend, False, None)
     assert len(made) >= 3

@@ -1,6 +1,6 @@
-"""Nothing is lost, and discarded gradients leave no trace, on real Gloo ranks.
+"""No gradient is lost, and discarded gradients leave the residual unchanged, on real Gloo ranks.
 
-Every test runs the worker below it (named after the test) in P processes and compares the results of the ranks.
+Every test runs the function below it on P ranks and compares the results.
 """
 
 import gc
@@ -38,7 +38,7 @@ from tests.strategy.models import (
 SHAPES = [(2, 2), (3, 1), (1, 3)]
 
 
-# -- 3: nothing is lost ------------------------------------------------------------------------------------------------
+# -- no gradient is lost -----------------------------------------------------------------------------------------------
 
 
 CONSERVED: list[tuple[dict[str, Any], tuple[int, int]]] = [
@@ -59,7 +59,7 @@ SLOW: list[tuple[dict[str, Any], tuple[int, int]]] = [
 @pytest.mark.parametrize(
     ("options", "shape"), [*CONSERVED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
-def test_mass_is_conserved_over_rebuilt_buckets_and_ranks_are_bit_identical(
+def test_rebuilt_buckets_conserve_gradients_and_keep_ranks_bit_identical(
     ranks: RunRanks, options: dict[str, Any], shape: tuple[int, int]
 ) -> None:
     everyone, exchange = ranks(conserve, options, nodes=shape[0], devices=shape[1], timeout=120), options["exchange"]
@@ -68,20 +68,20 @@ def test_mass_is_conserved_over_rebuilt_buckets_and_ranks_are_bit_identical(
         assert torch.equal(applied, everyone[0][1])
         if shape[0] == 1:
             continue
-        assert paths == {"dense", exchange}, "and dense until the layout was settled"
+        assert paths == {"dense", exchange}, "rounds are dense until the layout is settled"
         if exchange == "dense16":
             assert 1e-5 < waiting.abs().max() < 1e-2, "the error of one rounding"
         else:
             assert waiting.abs().max() > 1e-3, "the test would pass without error feedback"
 
 
-def test_the_owner_of_a_region_keeps_its_error_whatever_the_order_of_ranks(ranks: RunRanks) -> None:
+def test_dense16_region_owner_keeps_the_rounding_error_in_any_rank_order(ranks: RunRanks) -> None:
     for given, applied, waiting, _ in ranks(conserve, {"exchange": "dense16"}, placement=[[2], [0], [1]]):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-6, atol=2e-6)
 
 
 def conserve(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, set[str]]:
-    """50 rounds of sparse exchanges under four wrappers, 20 of others."""
+    """Run 50 rounds of sparse exchanges, or 20 of other exchanges, with four wrappers."""
     config = HierConfig(
         **{"density": 0.05 if options["exchange"] == "regional" else 0.03, "warmup_epochs": 0, **options}
     )
@@ -94,9 +94,11 @@ def conserve(options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, set[str]]
     ("life", "nodes", "devices"),
     [("several backwards", 2, 2), ("several backwards", 3, 1), ("added groups", 2, 1), ("masked and clipped", 2, 2)],
 )
-def test_nothing_is_lost_in_a_loop_of_ones_own(ranks: RunRanks, life: str, nodes: int, devices: int) -> None:
-    """Several backward passes before a step, each of which is a round; parameters added to the optimizer; gradients
-    that the user works on, zeros included: what is left of them was used."""
+def test_plain_pytorch_loop_loses_no_gradient(ranks: RunRanks, life: str, nodes: int, devices: int) -> None:
+    """Several backward passes per step, parameters that join the optimizer, gradients that the user zeroes or changes.
+
+    Each backward pass is a round. Entries that the user sets to zero count as used.
+    """
     for given, applied, waiting in ranks(live, life, nodes=nodes, devices=devices):
         torch.testing.assert_close(given, applied + waiting, rtol=1e-5, atol=2e-5)
 
@@ -125,7 +127,7 @@ def live(life: str) -> tuple[Tensor, Tensor, Tensor]:
     return given, applied, sum_over_nodes(node_residual(ddp.module, state), state)
 
 
-def test_a_dense_round_sends_the_residual_and_leaves_none(ranks: RunRanks) -> None:
+def test_dense_round_sends_the_whole_residual(ranks: RunRanks) -> None:
     for residual_before, residual_after, applied, expected in ranks(dense_flush, nodes=2, devices=2):
         assert residual_before.abs().max() > 0
         assert torch.count_nonzero(residual_after) == 0
@@ -149,8 +151,8 @@ def dense_flush() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return before, node_residual(model, state), applied, expected
 
 
-def test_duplicate_indices_of_several_nodes_add(ranks: RunRanks) -> None:
-    """All ranks have the same gradient, so all nodes choose the same entries: the mean is that gradient, not 1/M."""
+def test_entries_selected_by_several_nodes_are_summed(ranks: RunRanks) -> None:
+    """All ranks have one gradient, so all nodes select the same entries. The mean is that gradient, not 1/M of it."""
     for applied, gradient in ranks(duplicates, nodes=3, devices=1):
         sent = applied != 0
         assert 0 < sent.sum() < sent.numel()
@@ -173,11 +175,11 @@ def local_gradient() -> Tensor:
     return flat_grads(model)
 
 
-# -- 6: discarded gradients --------------------------------------------------------------------------------------------
+# -- discarded gradients -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("exchange", "set_to_none"), [("sparse", True), ("sparse", False), ("dense16", True)])
-def test_all_rounds_of_a_gradient_that_is_thrown_away_leave_no_trace(
+def test_discarded_gradient_of_several_rounds_leaves_residual_unchanged(
     ranks: RunRanks, exchange: str, set_to_none: bool
 ) -> None:
     for before, after in ranks(throw_away, exchange, set_to_none, nodes=2, devices=2):
@@ -199,7 +201,7 @@ def throw_away(exchange: str, set_to_none: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 1), (2, 2)])
-def test_a_gradient_dropped_before_the_step_leaves_no_trace(ranks: RunRanks, nodes: int, devices: int) -> None:
+def test_gradient_dropped_before_the_step_leaves_residual_unchanged(ranks: RunRanks, nodes: int, devices: int) -> None:
     for before, after, others_moved in ranks(drop_some, nodes=nodes, devices=devices):
         assert before.abs().max() > 0
         assert torch.equal(before, after)
@@ -207,7 +209,7 @@ def test_a_gradient_dropped_before_the_step_leaves_no_trace(ranks: RunRanks, nod
 
 
 def drop_some() -> tuple[Tensor, Tensor, bool]:
-    """As one holds a last layer still at first: its gradients are taken away, the others are stepped."""
+    """Freeze the last layer as some loops do: drop its gradients and step the others."""
     ddp, state, optimizer = watched(density=0.05)
     last = sum(p.numel() for p in ddp.module[4].parameters())
     for step in range(10):
@@ -225,14 +227,14 @@ def drop_some() -> tuple[Tensor, Tensor, bool]:
     return before[-last:], after[-last:], not torch.equal(before[:-last], after[:-last])
 
 
-# -- optimizers that step in ways of their own -------------------------------------------------------------------------
+# -- optimizers with unusual steps -------------------------------------------------------------------------------------
 
 Stepper = tuple[list[torch.optim.Optimizer], Callable[[], Any]]
-"""The optimizers that are watched, and what a step calls."""
+"""The watched optimizers, and the function that steps them."""
 
 
 class Outer(torch.optim.Optimizer):
-    """Leaves the step to another optimizer inside it, as SAM does."""
+    """Delegates the step to another optimizer, as SAM does."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -240,7 +242,7 @@ class Outer(torch.optim.Optimizer):
 
 
 def nesterov(model: nn.Module) -> Stepper:
-    """Writes to the gradients."""
+    """An optimizer that writes to the gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
     return [optimizer], optimizer.step
 
@@ -255,7 +257,7 @@ def unknown(model: nn.Module) -> Stepper:
 
 
 class Overriding(torch.optim.SGD):
-    """Calls the step that it overrides, and not for all that it was given, as a sharded step does."""
+    """Calls the step that it overrides for some of its parameters only, as a sharded step does."""
 
     def step(self, closure: Any = None) -> Any:
         first = self.param_groups[0]["params"][0]
@@ -265,13 +267,13 @@ class Overriding(torch.optim.SGD):
 
 
 def overriding(model: nn.Module) -> Stepper:
-    torch.optim.SGD(model.parameters(), lr=0.05)  # from now on SGD's own step tells, too
+    torch.optim.SGD(model.parameters(), lr=0.05)  # torch now hooks SGD.step, too
     optimizer = Overriding(model.parameters(), lr=0.05)
     return [optimizer], optimizer.step
 
 
 def closure(model: nn.Module) -> Stepper:
-    """The gradients are there only once the optimizer has called it."""
+    """The optimizer calls a closure, and gradients exist only after that call."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     return [optimizer], lambda: optimizer.step(lambda: 0.0)
 
@@ -285,7 +287,7 @@ def lost() -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", [stepper.__name__ for stepper in STEPPERS])
-def test_nothing_is_lost(lost: list[dict[str, float]], name: str) -> None:
+def test_optimizer_with_unusual_step_loses_no_gradient(lost: list[dict[str, float]], name: str) -> None:
     assert all(each[name] < 1e-6 for each in lost), lost
 
 
@@ -294,7 +296,7 @@ def what_is_lost() -> dict[str, float]:
 
 
 def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
-    """The largest entry of the mean gradients minus what was applied and what waits."""
+    """Return the largest entry of the mean gradients minus applied gradients and residuals."""
     model = mlp()
     watched, step = stepper(model)
     config = HierConfig(density=0.05, exchange="sparse", warmup_epochs=0)
@@ -308,7 +310,7 @@ def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
         state.before_backward()
         loss_of(ddp, number, dist.get_rank()).backward()
         change = given - flat_grads(model)
-        if watched and number >= 4:  # held still: that gradient is thrown away
+        if watched and number >= 4:  # the gradient is dropped, so the parameter does not move
             first.grad = None
             change[: first.numel()] = 0
         balance += change
@@ -317,8 +319,8 @@ def lost_with(stepper: Callable[[nn.Module], Stepper]) -> float:
     return float((balance - sum_over_nodes(node_residual(model, state), state)).abs().max())
 
 
-def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
-    """And what torch keeps to tell of steps does not keep the watch."""
+def test_step_tracker_without_rounds_stays_small_and_is_collected() -> None:
+    """torch's step hooks must not keep the tracker alive, either."""
     model = mlp()
     parameters = Parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -335,8 +337,8 @@ def test_a_model_that_is_trained_on_without_rounds_gathers_nothing() -> None:
     assert reference() is None
 
 
-def test_a_watch_may_go_in_the_middle_of_a_step() -> None:
-    """As the garbage collector has it: torch walks through all hooks then."""
+def test_step_tracker_may_be_deleted_during_a_step() -> None:
+    """The garbage collector may delete it at any time, also while torch iterates over the hooks."""
     model = mlp()
     held = [StepTracker(Parameters(model), set)]
     held[0].watch([optimizer := torch.optim.SGD(model.parameters(), lr=0.05)])
@@ -355,17 +357,17 @@ def test_a_watch_may_go_in_the_middle_of_a_step() -> None:
     assert not torch.equal(before, flat_parameters(model))
 
 
-def test_who_lives_where_a_parameter_lived_is_not_taken_for_it() -> None:
+def test_parameter_at_a_reused_address_is_not_mistaken_for_the_old_one() -> None:
     model = mlp()
     parameters, stranger = Parameters(model), nn.Parameter(torch.zeros(3))
     name, first = next(iter(model.named_parameters()))
     assert parameters.name_of(first) == name
-    parameters.names[id(stranger)] = name  # as if it had been given that place in memory
+    parameters.names[id(stranger)] = name  # as if Python had reused the memory address
     assert parameters.name_of(stranger) == ""
     assert not parameters.are_stepped_by(torch.optim.SGD([stranger], lr=0.1))
 
 
-# -- 16-bit mixed precision with a loss scaler: an inf on one rank leaves no trace -------------------------------------
+# -- 16-bit mixed precision with a loss scaler: an inf on one rank changes nothing -------------------------------------
 
 BAD_STEPS = (5, 6, 9)
 
@@ -374,9 +376,7 @@ BAD_STEPS = (5, 6, 9)
     ("nodes", "devices", "exchange", "fused"),
     [(2, 2, "sparse", False), (3, 1, "sparse", True), (2, 2, "dense16", False)],
 )
-def test_a_skipped_step_leaves_everything_as_it_was(
-    ranks: RunRanks, nodes: int, devices: int, exchange: str, fused: bool
-) -> None:
+def test_skipped_step_changes_nothing(ranks: RunRanks, nodes: int, devices: int, exchange: str, fused: bool) -> None:
     everyone = ranks(skip_steps, exchange, fused, nodes=nodes, devices=devices)
     for each in everyone:
         assert each["skipped"] == list(BAD_STEPS)
@@ -387,7 +387,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(
 
 
 def skip_steps(exchange: Any, fused: bool) -> dict[str, Any]:
-    """fp32 model with a scaler; the inf comes on one rank, in the parameter whose bucket is reduced last."""
+    """Train an fp32 model with a scaler. The inf occurs on one rank, in the bucket that is reduced last."""
     model = mlp()
     config = HierConfig(density=0.05, exchange=exchange, warmup_epochs=0, value_dtype="float32")
     ddp, state = wrap(model, config, bucket_cap_mb=0.002)
@@ -436,8 +436,8 @@ def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: An
 
 
 @pytest.mark.parametrize(("outcome", "begins", "ends"), [("discarded", 1, 1), ("used", 10, 10), ("waiting", 10, 1)])
-def test_residual_whose_choice_is_open_stays_open_in_new_groups(outcome: str, begins: int, ends: int) -> None:
-    """Buckets are rebuilt before an optimizer stepped the gradient, which may still be discarded."""
+def test_undecided_residual_stays_undecided_in_new_groups(outcome: str, begins: int, ends: int) -> None:
+    """Buckets are rebuilt before an optimizer has stepped the gradient, which may still be discarded."""
     store, cpu = ResidualStore(0, 1), torch.device("cpu")
     both, first, second = ParamGroup(("x", "y"), (3, 4)), ParamGroup(("x",), (3,)), ParamGroup(("y",), (4,))
     x, y = torch.arange(3.0), torch.arange(3.0, 7.0)

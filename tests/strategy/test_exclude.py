@@ -1,4 +1,4 @@
-"""Parameters excluded from selection: reduced densely in every round, without a residual, wherever they lie."""
+"""Excluded parameters are reduced densely in every round, without a residual."""
 
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ SPARSE: dict[str, Any] = {"density": 0.03, "exchange": "sparse", "value_dtype": 
 BIASES = {"0.bias", "2.bias", "4.bias"}
 
 
-# -- which ones --------------------------------------------------------------------------------------------------------
+# -- selection by name -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exclude", ["vector", "", (), ("",), ["*.bias"], (1,), None])
-def test_exclude_that_is_neither_a_word_nor_patterns_is_refused(exclude: Any) -> None:
+def test_exclude_with_invalid_value_is_refused(exclude: Any) -> None:
     with pytest.raises(ValueError, match=r"exclude=.* must be 'none', 'vectors'"):
         HierConfig(exclude=exclude)
 
@@ -53,12 +53,12 @@ def test_exclude_pattern_that_matches_nothing_is_refused() -> None:
         excluded_names(mlp(), ("*.bias", "bias"))
 
 
-def test_bucket_is_cut_into_excluded_and_other_parameters() -> None:
+def test_bucket_is_split_into_excluded_and_other_parameters() -> None:
     bucket = ParamGroup(("d", "c", "b", "a"), (1, 2, 3, 4))
     layout = Layout(excluded=frozenset({"d", "b"}))
     rest, excluded = ParamGroup(("c", "a"), (2, 4)), ParamGroup(("d", "b"), (1, 3))
     for _ in range(2):
-        assert layout.groups_in(bucket) == (bucket,), "not before it is settled"
+        assert layout.groups_in(bucket) == (bucket,), "split before the layout is settled"
         layout.record(bucket)
         layout.end_round()
     assert layout.groups_in(bucket) == layout.settled == (rest, excluded)
@@ -66,11 +66,11 @@ def test_bucket_is_cut_into_excluded_and_other_parameters() -> None:
     assert layout.split_excluded((rest, excluded)) == (rest, excluded)
 
 
-# -- how they travel ---------------------------------------------------------------------------------------------------
+# -- reduction ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("nodes", "devices", "exchange"), [(2, 2, "sparse"), (3, 1, "regional"), (2, 2, "dense16")])
-def test_excluded_gradients_equal_those_of_ddp(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
+def test_excluded_gradients_equal_ddp(ranks: RunRanks, nodes: int, devices: int, exchange: str) -> None:
     for each in ranks(beside_ddp, exchange, nodes=nodes, devices=devices):
         for name, (ours, plain) in each["grads"].items():
             same = torch.allclose(ours, plain, rtol=1e-5, atol=1e-7)
@@ -108,7 +108,7 @@ def count_bytes() -> None:
     assert state.exchange.stats.density == pytest.approx((k + biases) / (weights + biases))
 
 
-def test_dense_buckets_are_not_cut(ranks: RunRanks) -> None:
+def test_dense_buckets_are_not_split(ranks: RunRanks) -> None:
     assert ranks(groups_when_dense, nodes=2, devices=1) == [1, 1]
 
 
@@ -132,7 +132,7 @@ def beside_nothing(exchange: str) -> set[str]:
     return set(state.exchange.stats.paths)
 
 
-# -- resumed -----------------------------------------------------------------------------------------------------------
+# -- resume ------------------------------------------------------------------------------------------------------------
 
 
 def test_residual_of_a_parameter_excluded_on_resume_is_sent(ranks: RunRanks, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_residual_of_a_parameter_excluded_on_resume_is_sent(ranks: RunRanks, tmp
 
 
 def exclude_on_resume(path: str) -> tuple[Tensor, Tensor, set[str]]:
-    """Gradients of zero after the resume: what is applied or waits then had waited before."""
+    """Gradients are zero after the resume, so all applied or pending values come from the saved residual."""
     model = mlp()
     ddp, state = wrap(model, HierConfig(**SPARSE))
     steps(model, ddp, range(6), lr=0.0)

@@ -1,4 +1,4 @@
-"""The strategy under Lightning Fabric, in both flavours, on real ranks."""
+"""The strategy under Lightning Fabric, with both Lightning packages, on real ranks."""
 
 import os
 import warnings
@@ -79,11 +79,11 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
 
 
 def saves(flavour: str) -> bool:
-    """Save under one name with and without the optimizer, and load over a used state; returns whether it resumed."""
+    """Save twice to one path, with and without optimizer, and load into a trained model. Return whether it resumed."""
     fabric = fabric_with(flavour, ours(flavour))
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 5)
-    for _ in range(2):  # of two saves under one name the last one counts
+    for _ in range(2):  # the second save replaces the first
         fabric.save("saved.ckpt", {"model": model, "optimizer": optimizer, "step": 5})
     train(fabric, model, optimizer, 5, STEPS)
     whole = flat_parameters(model)
@@ -98,16 +98,16 @@ def saves(flavour: str) -> bool:
         assert len(os.listdir("saved.ckpt.residual")) == 1
     fabric.barrier()
     fabric.save("saved.ckpt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    assert os.path.exists("saved.ckpt.residual"), "an optimizer's state is as good as the optimizer"
+    assert os.path.exists("saved.ckpt.residual"), "an optimizer's state dict counts as the optimizer"
     fabric.barrier()
     fabric.save("saved.ckpt", {"model": model})
     if fabric.global_rank == 0:
-        assert not os.path.exists("saved.ckpt.residual"), "weights alone have no residuals"
+        assert not os.path.exists("saved.ckpt.residual"), "a checkpoint without an optimizer has no residuals"
     return resumed
 
 
 def two_modules(flavour: str) -> list[Tensor]:
-    """Each with an optimizer; stepped in turn, as a GAN is, at density 1 beside DDP."""
+    """Step two modules and optimizers in turn, as a GAN does; return the weights of DDP and of ours at density 1."""
     ends = []
     for strategy in ("ddp", ours(flavour, density=1.0, value_dtype="float32")):
         fabric = fabric_with(flavour, strategy)
@@ -120,7 +120,7 @@ def two_modules(flavour: str) -> list[Tensor]:
 
 
 def skipped(flavour: str) -> bool:
-    """An inf on one rank: the scaler skips the step, and no residual moves."""
+    """Put an inf into the data of one rank. The scaler must skip the step, and no residual may change."""
     precision = import_module(f"{flavour}.plugins.precision").MixedPrecision
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     fabric = fabric_with(flavour, ours(flavour), plugins=[precision("16-mixed", "cpu", scaler=scaler)])
@@ -142,7 +142,7 @@ def skipped(flavour: str) -> bool:
 
 
 def set_up_again(flavour: str) -> dict[str, Any]:
-    """The same module twice, the second time after its optimizer: it goes on with what waits."""
+    """Set up a module again, the second time after its optimizer. It keeps its residual."""
     fabric = fabric_with(flavour, ours(flavour))
     model = mlp()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -155,7 +155,7 @@ def set_up_again(flavour: str) -> dict[str, Any]:
     first_device_wants = fabric.strategy.engines == [state] and state.round == before + 3 and waits > 0
     other = mlp(1)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
-    wrapped = fabric.setup_module(other)  # after its optimizer, whose steps count nevertheless
+    wrapped = fabric.setup_module(other)  # set up after its optimizer, whose steps count nevertheless
     train(fabric, wrapped, optimizer, 0, 5)
     second = fabric.strategy.engines[1]
     second.commit_round()
@@ -169,10 +169,10 @@ def set_up_again(flavour: str) -> dict[str, Any]:
 
 
 def gone(flavour: str) -> dict[str, Any]:
-    """Of a module that is gone nothing stays; one that resumes takes what is its own, whatever was set up before."""
+    """Deleted modules leave no state. A resumed module loads its own state, independent of the order of setup."""
     fabric = fabric_with(flavour, ours(flavour))
     idle = nn.Linear(3, 2)
-    fabric.setup(idle, torch.optim.SGD(idle.parameters(), lr=0.1))  # has had no round when all is saved
+    fabric.setup(idle, torch.optim.SGD(idle.parameters(), lr=0.1))  # has had no round at the time of the save
     small = nn.Linear(13, 5)
     wrapped, stepper = fabric.setup(small, torch.optim.SGD(small.parameters(), lr=0.1))
     train(fabric, wrapped, stepper, 0, 6)
@@ -200,7 +200,7 @@ def gone(flavour: str) -> dict[str, Any]:
 
 
 def weights_alone(flavour: str) -> bool:
-    """Weights of another run, loaded while one trains, leave its residuals alone."""
+    """Load the weights of another run during training; the residuals must not change."""
     fabric = fabric_with(flavour, ours(flavour))
     model, optimizer = prepared(fabric)
     fabric.save("early.ckpt", {"model": model, "optimizer": optimizer})

@@ -1,6 +1,6 @@
-"""The reduction on real Gloo ranks: the identity first, then what must always hold.
+"""Gradient reduction on real Gloo ranks: equality with DDP, equal bits on all ranks, message sizes.
 
-Every test runs the worker below it (named after the test) in P processes and compares what the ranks return.
+Every test runs the function below it on P ranks and compares the results.
 """
 
 import copy
@@ -51,7 +51,7 @@ def test_documented_loop_protects_residuals_and_detects_adam() -> None:
 
 
 class Losses(nn.Module):
-    """Return the loss of a step, after `look`."""
+    """Returns the loss of a step, after calling `look`."""
 
     def __init__(self, look: Callable[[nn.Module], None]) -> None:
         super().__init__()
@@ -72,15 +72,15 @@ def documented_loop(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
     make = names["HierState"]
     names["HierState"] = lambda *args: states.append(make(*args)) or states[-1]
     calls, sgd = iter(range(9)), torch.optim.SGD
-    model = Losses(lambda model: norms.append(node_residual(model, states[-1])))  # the last step is settled
-    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)  # the first one makes torch wrap step(), for its hooks
+    model = Losses(lambda model: norms.append(node_residual(model, states[-1])))  # after the last step
+    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)  # makes torch wrap step()
     step = sgd.step
 
     def skips_one(self: torch.optim.Optimizer) -> None:
         if next(calls) != 6:
             step(self)
 
-    skips_one.hooked = True  # torch must not wrap it: a skipped step calls no hook
+    skips_one.hooked = True  # torch must not wrap it, because a skipped step calls no hook
     sgd.step = skips_one
     names["train"](model, optimizer, range(9))
     sgd.step = step
@@ -90,7 +90,7 @@ def documented_loop(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
     return flat_parameters(model), norms[6], norms[7], warned, bool(states[0]._steps._hooks)
 
 
-# -- the identity ------------------------------------------------------------------------------------------------------
+# -- cases that equal DDP exactly --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def documented_loop(code: str) -> tuple[Tensor, Tensor, Tensor, bool, bool]:
     [([[0, 1, 2]], "auto"), ([[0]], "auto"), ([[0], [1], [2]], "dense"), ([[0, 2], [1]], "auto")],
 )
 def test_identity_equals_ddp_exactly(ranks: RunRanks, placement: list[list[int]], exchange: str) -> None:
-    """Also where nodes are of unequal size."""
+    """Includes nodes of unequal size."""
     for ours, ddp in ranks(identity_equals_ddp, exchange, placement=placement):
         assert torch.equal(ours, ddp)
 
@@ -109,7 +109,7 @@ def identity_equals_ddp(exchange: str) -> tuple[Tensor, Tensor]:
     return train(ours, wrapped, 6), train(plain, DistributedDataParallel(plain, **PLAIN), 6)
 
 
-def test_one_node_reduces_only_buckets(ranks: RunRanks) -> None:
+def test_single_node_reduces_only_buckets(ranks: RunRanks) -> None:
     assert ranks(collectives_of_one_node, nodes=1, devices=2) == [[torch.float32] * 3] * 2
 
 
@@ -213,8 +213,10 @@ def with_and_without_overlap() -> tuple[Tensor, Tensor, list[bool]]:
 
 @pytest.mark.parametrize("exchange", ["dense", "auto"])
 def test_two_wrapped_modules_in_one_backward_equal_ddp(ranks: RunRanks, exchange: str) -> None:
-    """Their buckets are ready at the same time; with a thread each, ranks would differ in who reduces first. And the
-    second one measures networks that the first one is using."""
+    """Their buckets are ready at the same time. With one thread per module, ranks could reduce in different orders.
+
+    The second module measures the network while the first module uses it.
+    """
     assert ranks(two_modules, exchange, nodes=2, devices=1) == [0, 0]
 
 
@@ -249,7 +251,7 @@ def two_modules(exchange: str) -> int:
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (3, 1)])
-def test_messages_have_the_size_known_in_advance(ranks: RunRanks, nodes: int, devices: int) -> None:
+def test_messages_have_the_predicted_size(ranks: RunRanks, nodes: int, devices: int) -> None:
     everyone = ranks(message_sizes, nodes=nodes, devices=devices)
     assert all(sizes == everyone[0] for sizes in everyone)
     sent, expected = everyone[0]
@@ -267,16 +269,16 @@ def message_sizes() -> tuple[list[int], list[int]]:
     for step in range(4):
         loss_of(ddp, step, dist.get_rank()).backward()
         if step < 3:
-            assert not sent, "rounds are dense until the layout was seen twice"
+            assert not sent, "rounds are dense until the layout has repeated"
     shards = [group.shard_numel(state.topology.num_devices) for group in state.layout.settled]
     return sent, [message_bytes(s, num_selected(0.05, s), torch.bfloat16) for s in shards]
 
 
-# -- buckets of awkward sizes ------------------------------------------------------------------------------------------
+# -- bucket sizes not divisible by the number of devices ---------------------------------------------------------------
 
 
 class Awkward(nn.Module):
-    """A bucket of one element (fewer than devices) and one that no number of devices here divides."""
+    """Has a bucket of one element (fewer than devices) and a bucket that none of the tested device counts divides."""
 
     def __init__(self) -> None:
         super().__init__()

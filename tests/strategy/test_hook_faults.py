@@ -1,7 +1,7 @@
-"""A backward pass that goes wrong, on real Gloo ranks: an exception, a gradient that is not finite, a rank that dies or
-stalls, a link that goes down: what the others see is a message that says where, within the timeout of the groups.
+"""Faults in a backward pass: exceptions, non-finite gradients, dead or stalled ranks, link failures.
 
-Every test runs the worker below it in P processes and looks at what the ranks return.
+On the other ranks the error names the round and the bucket, within the timeout of the process groups. Every test runs
+the function below it on P ranks and checks the results.
 """
 
 import gc
@@ -28,7 +28,7 @@ from tests.strategy.kills import die
 from tests.strategy.models import PLAIN, backward, flat_grads, loss_of, mlp, node_residual, train, wrap
 
 
-def test_error_after_a_backward_that_raised_is_shown() -> None:
+def test_exchange_error_after_a_failed_backward_is_shown() -> None:
     assert run_ranks(raise_half_way, nodes=2, devices=1) == ["exchange failed"] * 2
 
 
@@ -36,7 +36,7 @@ def raise_half_way() -> str:
     model = mlp()
     ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), **PLAIN)
     train(model, ddp, 4)
-    hook = model[0].weight.register_hook(_raise("the user's own mistake"))  # the others' buckets are queued by then
+    hook = model[0].weight.register_hook(_raise("the user's own mistake"))  # by then the other buckets are queued
     with pytest.raises(RuntimeError, match="the user's own mistake"):
         train(model, ddp, 1)
     hook.remove()
@@ -58,7 +58,7 @@ def test_deleted_models_leave_no_states_and_threads() -> None:
 
 
 def forget_models() -> tuple[int, int]:
-    """How many states and threads are left of three wrapped models."""
+    """Return the numbers of states and threads left of three deleted models."""
     states = []
     for _ in range(3):
         model = mlp()
@@ -86,7 +86,7 @@ def test_non_finite_gradient_is_seen_by_all_and_changes_no_residual(
 ) -> None:
     for seen, before, after, later in ranks(non_finite, bad, density, nodes=2, devices=2):
         assert seen, "this rank did not see the non-finite gradient in its round"
-        assert torch.equal(before, after), "a thrown-away round changed the residual"
+        assert torch.equal(before, after), "a discarded round changed the residual"
         assert later.isfinite().all()
 
 
@@ -107,7 +107,7 @@ def non_finite(bad: float, density: float) -> tuple[bool, Tensor, Tensor, Tensor
         loss.backward()
         if step == 6:
             seen = not flat_grads(model).isfinite().all()
-            optimizer.zero_grad()  # as a loss scaler or a careful user does: no step
+            optimizer.zero_grad()  # no step, as with a loss scaler
             state.before_backward()
             after = node_residual(model, state)
         else:
@@ -115,7 +115,7 @@ def non_finite(bad: float, density: float) -> tuple[bool, Tensor, Tensor, Tensor
     return seen, before, after, flat_grads(model)
 
 
-# -- a backward pass that is cut short ---------------------------------------------------------------------------------
+# -- an interrupted backward pass --------------------------------------------------------------------------------------
 
 
 def test_backward_that_raises_leaves_residuals_unchanged() -> None:
@@ -125,7 +125,7 @@ def test_backward_that_raises_leaves_residuals_unchanged() -> None:
 
 
 def cut_short() -> tuple[Tensor, Tensor, Tensor]:
-    """An exception while some buckets are already reduced, as running out of memory is; then a new wrapper."""
+    """Raise an exception after some buckets are reduced, as running out of memory does. Then wrap the model again."""
     model = mlp()
     ddp, state = wrap(model, HierConfig(density=0.05, exchange="sparse", warmup_epochs=0), **PLAIN)
     train(model, ddp, 6)
@@ -147,7 +147,7 @@ def _out_of_memory(_: Tensor) -> None:
     raise MemoryError
 
 
-# -- a rank that dies --------------------------------------------------------------------------------------------------
+# -- a dead rank -------------------------------------------------------------------------------------------------------
 
 
 def test_dead_rank_fails_the_others_with_the_round() -> None:
@@ -169,7 +169,7 @@ def one_dies() -> None:
         loss_of(ddp, step, dist.get_rank()).backward()
 
 
-# -- a rank that stalls, a link that goes down -------------------------------------------------------------------------
+# -- a stalled rank, a link failure ------------------------------------------------------------------------------------
 
 TIMEOUT_S = 3
 BAD_STEP = 4
@@ -190,7 +190,7 @@ def test_stalled_rank_fails_the_others_after_the_timeout(exchange: str, overlap:
 
 
 def stall(exchange: str, overlap: bool) -> str:
-    """What rank 0 was told; rank 1 stalls until then."""
+    """Return the error of rank 0. Rank 1 stalls until then."""
     try:
         return train_until_it_stalls(exchange, overlap)
     finally:

@@ -1,4 +1,4 @@
-"""Every strategy with everything sent equals DDP, on each host that it has; each training runs on 2 x 2 ranks."""
+"""Every strategy that sends everything equals DDP, in a plain loop, Fabric and a Trainer, on 2 x 2 ranks."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ CASES = [
 
 
 def plain(momentum: float) -> Tensor:
-    """DDP over all ranks."""
+    """Train with DDP over all ranks."""
     model = Net()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)

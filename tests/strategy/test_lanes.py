@@ -1,4 +1,4 @@
-"""The lanes alone: who waits for whom, in which order, and what becomes of an error. No ranks, no collectives."""
+"""The pipeline lanes: the order of jobs, waiting, and errors. No ranks, no collectives."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ PATIENCE_S = 20.0
 
 
 class Job:
-    """A job written as a generator: each of its three stages goes on to the next yield."""
+    """A job written as a generator: each of its three stages runs to the next yield."""
 
     def __init__(self, stretches: Iterator[Any]) -> None:
         self._stretches = stretches
@@ -28,7 +28,7 @@ class Job:
 
 
 class _During(torch.autograd.Function):
-    """Calls something inside a backward pass, as DDP calls a hook."""
+    """Calls a function inside a backward pass, as DDP calls a hook."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
@@ -48,8 +48,8 @@ def backward_with(jobs: list[Iterator[None]], runner: Runner) -> list[torch.futu
     return futures
 
 
-def test_a_bucket_is_between_nodes_while_the_next_is_selected() -> None:
-    """Bucket 0 leaves the slow network only when bucket 1 was selected, and is applied only when bucket 1 is on it."""
+def test_lanes_exchange_a_bucket_while_the_next_is_selected() -> None:
+    """Bucket 0 is exchanged until bucket 1 is selected. It is applied only once bucket 1 is being exchanged."""
     selected, exchanging = threading.Event(), threading.Event()
 
     def first() -> Iterator[None]:
@@ -69,7 +69,7 @@ def test_a_bucket_is_between_nodes_while_the_next_is_selected() -> None:
 
 
 @pytest.mark.parametrize("runner", [FifoLanes, Runner])
-def test_each_lane_takes_jobs_in_order(runner: Callable[[], Runner]) -> None:
+def test_lanes_run_jobs_in_order(runner: Callable[[], Runner]) -> None:
     seen: list[tuple[int, int, bool]] = []
 
     def job(number: int) -> Iterator[None]:
@@ -84,7 +84,7 @@ def test_each_lane_takes_jobs_in_order(runner: Callable[[], Runner]) -> None:
     assert not any(grad for _, _, grad in seen)
 
 
-def test_the_first_error_fails_the_backward_pass_and_nothing_runs_after_it() -> None:
+def test_lanes_after_an_error_fail_backward_and_run_no_later_job() -> None:
     ran: list[str] = []
 
     def fails() -> Iterator[None]:
@@ -104,10 +104,10 @@ def test_the_first_error_fails_the_backward_pass_and_nothing_runs_after_it() -> 
     assert "exchange 0" in ran
     ran.clear()
     backward_with([job(3)], lanes)
-    assert ran == ["exchange 3", "apply 3"], "the next backward pass knows nothing of it"
+    assert ran == ["exchange 3", "apply 3"], "the error must not affect the next backward pass"
 
 
-def test_ended_lanes_leave_no_thread_and_begin_again_with_the_next_job() -> None:
+def test_ended_lanes_leave_no_thread_and_restart_with_the_next_job() -> None:
     ran: list[int] = []
 
     def job(number: int) -> Iterator[None]:
@@ -117,7 +117,7 @@ def test_ended_lanes_leave_no_thread_and_begin_again_with_the_next_job() -> None
 
     before = set(threading.enumerate())
     lanes = FifoLanes()
-    lanes.end()  # nothing was begun
+    lanes.end()  # no job has started
     for number in range(2):
         backward_with([job(number)], lanes)
         assert len(set(threading.enumerate()) - before) == LANES
@@ -126,8 +126,8 @@ def test_ended_lanes_leave_no_thread_and_begin_again_with_the_next_job() -> None
     assert ran == [0, 1]
 
 
-def test_a_lane_that_hangs_is_not_waited_for() -> None:
-    """After an exception in mid-backward a collective may hang: tearing down must not hang with it."""
+def test_lanes_end_does_not_wait_for_a_job_that_hangs() -> None:
+    """After an exception during backward a collective may hang; the teardown must not hang with it."""
     begun, released = threading.Event(), threading.Event()
 
     def hangs() -> Iterator[None]:
@@ -148,8 +148,8 @@ def test_a_lane_that_hangs_is_not_waited_for() -> None:
     lanes.drain()
 
 
-def test_what_follows_a_backward_pass_that_raised_queues_behind_it() -> None:
-    """Threads that took its place would meet other ranks' collectives with their own."""
+def test_job_after_a_failed_backward_waits_for_queued_jobs() -> None:
+    """New threads would run collectives before the queued jobs, in another order than other ranks."""
     released, seen = threading.Event(), []
 
     def slow() -> Iterator[None]:
@@ -200,7 +200,7 @@ lanes.start(Job(), torch.zeros(1))
 """
 
 
-def test_a_program_may_end_while_a_job_runs() -> None:
-    """Python would unwind the thread in the middle of torch, and C++ abort: exit status 134 after a whole training."""
+def test_program_may_end_while_a_job_runs() -> None:
+    """Python would unwind the thread inside torch, and C++ would abort: exit status 134 after a whole training."""
     done = subprocess.run([sys.executable, "-c", _LEAVES], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "applied\napplied\n", "")

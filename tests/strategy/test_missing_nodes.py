@@ -1,4 +1,4 @@
-"""A job of which a node is missing logs where it waits."""
+"""A rank that waits for missing nodes logs how many are missing and the address."""
 
 import os
 import subprocess

@@ -1,5 +1,7 @@
-"""Momentum correction: SGD's own momentum at density 1, masked where something was sent, never lost; in one process, on
-real ranks and in a Trainer."""
+"""Momentum correction: equals SGD's momentum at density 1, is masked for sent entries, and is never lost.
+
+The tests run in one process, on real ranks and in a Trainer.
+"""
 
 import os
 import warnings
@@ -31,7 +33,7 @@ SGDS: dict[str, dict[str, Any]] = {
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Biases have no weight decay and another momentum, one parameter no momentum at all."""
+    """Return parameter groups: biases with their own momentum and no weight decay, one parameter without momentum."""
     weights = [p for p in model.parameters() if p.dim() > 1]
     biases = [p for p in model.parameters() if p.dim() == 1]
     return [
@@ -42,7 +44,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(config: HierConfig | None, options: dict[str, Any], steps: int, backwards: int = 1) -> Tensor:
-    """Parameters after some steps of our hook, or of DDP; momentum is scheduled, and channels are laid out last."""
+    """Train with our hook or DDP, with scheduled momentum and a channels-last weight. Return the parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, (1, 2)), nn.Flatten(), mlp_after(36))
     model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)
@@ -69,7 +71,7 @@ def mlp_after(width: int) -> nn.Module:
 
 
 class Unflat:
-    """Gives a convolution the rows it wants."""
+    """Reshapes rows into the input of a convolution."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -97,7 +99,7 @@ def everything(folder: str, steps: int) -> dict[str, Any]:
 
 
 def discarded() -> dict[str, bool]:
-    """A gradient that is thrown away, of the whole or of one parameter, leaves its velocity as it was."""
+    """Check that a discarded gradient of all parameters or of one parameter leaves its velocity unchanged."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     ddp, state = wrap(model, HierConfig(density=0.1, exchange="sparse", **EXACT), bucket_cap_mb=0.002)
@@ -142,25 +144,27 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", SGDS)
-def test_where_all_is_sent_it_is_sgd(results: list[dict[str, Any]], name: str) -> None:
+def test_momentum_at_density_one_equals_sgd(results: list[dict[str, Any]], name: str) -> None:
     for each in results:
         sgd, *ours = each[name]
         for parameters in ours:
             torch.testing.assert_close(parameters, sgd, rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_stay_equal(results: list[dict[str, Any]]) -> None:
+def test_momentum_keeps_ranks_equal(results: list[dict[str, Any]]) -> None:
     assert all(torch.equal(each["sparse"], results[0]["sparse"]) for each in results)
 
 
-def test_what_is_thrown_away_moves_no_velocity(results: list[dict[str, Any]]) -> None:
+def test_discarded_gradient_leaves_velocity_unchanged(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert each["discarded"] == {"skipped": True, "one": True}
 
 
-def test_sums_of_velocity_and_residual_are_what_momentum_would_have(ranks: RunRanks, tmp_path: Path) -> None:
-    """Without masking nothing is lost: over constant gradients g, what was applied and what waits is the sum of SGD's
-    momentum buffers; with it, less by what was stopped."""
+def test_velocity_and_residual_sum_to_the_momentum_buffers(ranks: RunRanks, tmp_path: Path) -> None:
+    """With constant gradients g, applied and pending values sum to SGD's momentum buffers if nothing is masked.
+
+    With masking, the sum is smaller.
+    """
     for given, got, masked in ranks(balance, nodes=2, devices=2):
         torch.testing.assert_close(given, got, rtol=1e-4, atol=1e-5)
         assert masked < float(given.abs().sum())
@@ -200,15 +204,15 @@ def balance() -> tuple[Tensor, Tensor, float]:
     return (*results[0], float(results[1][1].abs().sum()))
 
 
-# -- resumed without it ------------------------------------------------------------------------------------------------
+# -- resume without momentum correction --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nesterov", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"momentum_correction": True}])
-def test_what_waits_moves_parameters_as_far_where_sgd_has_its_momentum(
+def test_residual_resumed_without_correction_moves_parameters_equally_far(
     ranks: RunRanks, tmp_path: Path, nesterov: bool, options: dict[str, Any]
 ) -> None:
-    """Where it was turned off, or on one node, which has none, gradients meet SGD's own momentum."""
+    """If a run resumes without correction or on one node, SGD's own momentum multiplies the residual."""
     path = str(tmp_path / "run.ckpt")
     due = ranks(wait_for, path, nesterov, nodes=2, devices=2)[0]
     for moved in ranks(go_on_without, path, nesterov, options, nodes=1 if options else 2, devices=2):
@@ -223,9 +227,9 @@ def one_row(nesterov: bool) -> tuple[nn.Linear, torch.optim.SGD]:
 
 
 def still(ddp: nn.Module, state: HierState, optimizer: torch.optim.Optimizer, model: nn.Linear) -> Tensor:
-    """How far it moves without gradients."""
+    """Return how far the parameters move without gradients."""
     before = flat_parameters(model).clone()
-    for _ in range(100):  # momentum of 0.9 has died away
+    for _ in range(100):  # until momentum of 0.9 has decayed
         state.before_backward()
         (0.0 * ddp(torch.ones(1, 64)).sum()).backward()
         optimizer.step()
@@ -260,14 +264,14 @@ def go_on_without(path: str, nesterov: bool, options: dict[str, Any]) -> Tensor:
     return still(ddp, state, optimizer, model)
 
 
-# -- in one process: what it may be used with, and what the optimizer and its checkpoint see of it ---------------------
+# -- in one process: refused uses, and the optimizer's view of its momentum --------------------------------------------
 
 
 def hierarchical_state(model: nn.Module) -> HierState:
     return HierState(model, HierConfig(momentum_correction=True, overlap=False), Topology(((0,), (1,)), 0))
 
 
-def test_a_new_optimizer_begins_without_momentum() -> None:
+def test_new_optimizer_starts_without_velocity() -> None:
     model = mlp()
     state = hierarchical_state(model)
     assert state.momentum is not None
@@ -291,25 +295,25 @@ def test_a_new_optimizer_begins_without_momentum() -> None:
         (lambda p: [torch.optim.SGD(p, lr=0.1, momentum=0.9)] * 2, "with 2 optimizers; it needs one"),
     ],
 )
-def test_what_cannot_be_corrected_is_refused(optimizers: Any, message: str) -> None:
+def test_momentum_correction_of_unsupported_optimizers_is_refused(optimizers: Any, message: str) -> None:
     model = mlp()
     with pytest.raises(ValueError, match=message):
         hierarchical_state(model).watch(optimizers(list(model.parameters())))
 
 
-def test_parameters_that_are_reduced_whole_are_refused() -> None:
+def test_momentum_correction_of_float64_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"64-bit or complex parameters \(weight, bias\)"):
         hierarchical_state(nn.Linear(2, 2).double())
 
 
-def test_an_optimizer_nobody_named_is_asked_for() -> None:
+def test_momentum_correction_without_a_watched_optimizer_is_refused() -> None:
     state = hierarchical_state(mlp())
     assert state.momentum is not None
     with pytest.raises(ValueError, match=r"Call state.watch\(\[optimizer\]\)"):
         state.before_backward()
 
 
-def test_the_optimizer_has_its_momentum_but_for_the_step() -> None:
+def test_optimizer_momentum_is_off_only_during_the_step() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
     state = hierarchical_state(model)
@@ -340,12 +344,12 @@ def test_the_optimizer_has_its_momentum_but_for_the_step() -> None:
     assert {name: optimizer.param_groups[0][name] for name in given} == given
 
 
-def test_one_node_leaves_momentum_to_the_optimizer() -> None:
+def test_momentum_on_one_node_is_left_to_the_optimizer() -> None:
     state = HierState(mlp(), HierConfig(momentum_correction=True, overlap=False), Topology(((0, 1),), 0))
     assert state.momentum is None
 
 
-def test_momentum_of_a_run_without_correction_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_momentum_of_a_run_without_correction_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for p in model.parameters():
@@ -360,14 +364,14 @@ def test_momentum_of_a_run_without_correction_is_not_dropped_in_silence(caplog: 
     assert "has momentum of a run without the correction" in caplog.text
 
 
-# -- in a Trainer: DDP's result where all is sent ----------------------------------------------------------------------
+# -- in a Trainer: equals DDP if all is sent ---------------------------------------------------------------------------
 
 FLAVOUR = "pytorch_lightning"
 STEPS = 24
 
 
 @pytest.mark.slow
-def test_a_trainer_trains_as_with_ddp(tmp_path: Path) -> None:
+def test_momentum_correction_in_a_trainer_equals_ddp(tmp_path: Path) -> None:
     for each in run_ranks(trained, str(tmp_path), nodes=2, devices=2, timeout=120, init=False):
         for name, (ddp, corrected) in each["runs"].items():
             torch.testing.assert_close(corrected, ddp, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
@@ -393,7 +397,7 @@ def trained(folder: str) -> dict[str, Any]:
         return t, weights(module)
 
     def twice(strategy: Any) -> Tensor:
-        """The second fit has an optimizer of its own."""
+        """Fit twice; the second fit has a new optimizer."""
         module = plain_module(FLAVOUR)
         t = trainer(FLAVOUR, strategy, max_epochs=1, max_steps=-1)
         t.fit(module)
@@ -422,7 +426,7 @@ def trained(folder: str) -> dict[str, Any]:
 
 
 def late_group(corrected: bool) -> Tensor:
-    """Parameters get gradients from the start, which are discarded, and join the optimizer later."""
+    """Train parameters that join the optimizer late; their earlier gradients are discarded."""
     model = mlp()
     early, late = list(model.parameters())[:2], list(model.parameters())[2:]
     optimizer = torch.optim.SGD(early, lr=0.05, momentum=0.9)
@@ -447,6 +451,6 @@ def late_groups() -> tuple[Tensor, Tensor]:
     return late_group(True), late_group(False)
 
 
-def test_momentum_parameters_that_join_the_optimizer_late_begin_without_velocity(ranks: RunRanks) -> None:
+def test_parameters_that_join_the_optimizer_late_start_without_velocity(ranks: RunRanks) -> None:
     for corrected, plain in ranks(late_groups, nodes=2, devices=2):
         torch.testing.assert_close(corrected, plain, rtol=1e-5, atol=1e-6)

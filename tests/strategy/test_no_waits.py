@@ -1,4 +1,4 @@
-"""In a settled round the host waits for no GPU: nothing reads a tensor's values, and no copy blocks.
+"""In a settled round the host never waits for the GPU: it reads no tensor values and makes no blocking copy.
 
 This needs no GPU: it uses torch's fake tensors of device "cuda", which have no values to read. Two functions wait by
 design and are left out: `AsyncHostTensor.read` reads a copy made in the background during the last step, and
@@ -32,7 +32,7 @@ SETTLED = 4
 
 
 class AtOnce(Runner):
-    """Runs jobs where they are, without futures, which on "cuda" need a device."""
+    """Runs jobs immediately, without the futures, which need a device on "cuda"."""
 
     def _done(self, result: Tensor) -> Any:
         future: Future[None] = Future()
@@ -40,11 +40,11 @@ class AtOnce(Runner):
         return future
 
     def finish(self, _: Any) -> None:
-        """It is done."""
+        """Do nothing, because the job is finished."""
 
 
 class Event:
-    """Of CUDA; nothing is there to wait for."""
+    """Stands in for a CUDA event that never waits."""
 
     def __init__(self, **_: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
@@ -52,12 +52,12 @@ class Event:
     def query(self) -> bool:
         return False
 
-    def record_event(self) -> "Event":  # of a stream
+    def record_event(self) -> "Event":  # a method of streams
         return self
 
 
 class NoWaits(TorchDispatchMode):
-    """Refuses copies between devices that block; fake tensors refuse to be read by themselves."""
+    """Refuses blocking copies between devices. Fake tensors refuse to be read by themselves."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,7 +71,7 @@ class NoWaits(TorchDispatchMode):
 
 
 class Zeros:
-    """What a fake tensor is read as."""
+    """The values that a fake tensor returns when it is read."""
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
@@ -116,7 +116,7 @@ def a_model() -> nn.Module:
 
 
 class Fused(torch.optim.Optimizer):
-    """Takes part in a loss scaler's decision, as fused optimizers do."""
+    """Reads the loss scaler's decision, as fused optimizers do."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -127,7 +127,7 @@ class Fused(torch.optim.Optimizer):
 
 
 def gradients_of(model: nn.Module) -> Tensor:
-    """They take the place of a backward pass: autograd's engine asks for the device."""
+    """Set the gradients without a backward pass, because autograd's engine needs the device."""
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
@@ -144,7 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_round_never_waits_for_the_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu.cluster import Alone
 
     model = a_model()
@@ -176,7 +176,7 @@ def test_a_round_waits_for_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("path", "count"), [("sparse", 2), ("sparse", 3), ("regional", 2), ("dense", 2), ("dense16", 2)]
 )
-def test_updates_wait_for_nothing(path: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_step_never_waits_for_the_gpu(path: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu.cluster import Alone
 
     model = a_model()
@@ -200,7 +200,7 @@ def test_updates_wait_for_nothing(path: Any, count: int, monkeypatch: pytest.Mon
 
 def _settle_then_watch(step: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as settling:
-        settling.setattr(ResidualStore, "regroup", lambda *_: None)  # devices agree on what a new layout takes over
+        settling.setattr(ResidualStore, "regroup", lambda *_: None)  # the devices would have to agree on a new layout
         for _ in range(SETTLED):
             step()
     with watched(monkeypatch):
@@ -219,7 +219,9 @@ def _settle_then_watch(step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
         lambda x: x.tolist(),
     ],
 )
-def test_what_waits_is_found(waits: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operation_that_waits_for_the_gpu_is_found(
+    waits: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.empty(3, device="cuda")
     with watched(monkeypatch), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         waits(x)

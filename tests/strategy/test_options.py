@@ -1,4 +1,4 @@
-"""What the strategy refuses before it goes wrong, what it passes on, and what it says is slower; without a fit."""
+"""Options that the strategy refuses, passes on, or warns about, without a fit."""
 
 import re
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def test_hier_strategy_option_that_is_bad_or_unknown_is_refused(
         ours(flavour).MSTopKHierStrategy(**{option: value})
 
 
-def test_the_other_flavour_is_refused_with_the_right_import() -> None:
+def test_strategy_of_the_other_lightning_package_is_refused() -> None:
     with pytest.raises(ValueError, match=r"use lightning_sparse.flavours.pytorch_lightning.MSTopKHierStrategy"):
         lightning_of("pytorch_lightning").Trainer(strategy=ours("lightning").MSTopKHierStrategy(), accelerator="cpu")
 
@@ -73,7 +73,7 @@ def test_static_graph_with_accumulation_is_refused() -> None:
         t.strategy.setup(t)
 
 
-def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
+def test_callback_with_its_own_schedule_is_accepted() -> None:
     pl = lightning_of("pytorch_lightning")
     callback = pl.Callback()
     callback.scheduling = {0: "warm", 5: "cold"}
@@ -81,11 +81,11 @@ def test_other_callbacks_may_have_a_schedule_of_their_own() -> None:
     state = SimpleNamespace(fn="fit")
     t = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=1, state=state, save_checkpoint=print)
     strategy.model = module
-    with pytest.raises(AssertionError):  # from Lightning, which has no accelerator yet: our own check has let it pass
+    with pytest.raises(AssertionError):  # raised by Lightning, which has no accelerator yet: our own check has passed
         strategy.setup(t)
 
 
-def test_defaults_reach_ddp() -> None:
+def test_ddp_receives_default_options() -> None:
     strategy = ours("pytorch_lightning").MSTopKHierStrategy(find_unused_parameters=True)
     assert strategy.config == HierConfig()
     strategy._prepare_ddp()
@@ -97,9 +97,8 @@ def test_defaults_reach_ddp() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_lightning_cli_accepts_our_options_and_those_of_ddp(flavour: str) -> None:
-    """LightningCLI finds out what a class accepts by reading how its constructor passes arguments on; in an interpreter
-    that has one flavour only."""
+def test_lightning_cli_accepts_options_of_the_strategy_and_of_ddp(flavour: str) -> None:
+    """LightningCLI reads a class's options from its constructor. The interpreter has only one Lightning package."""
     pytest.importorskip("jsonargparse")
     options = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
     expected = {**options, "gradient_as_bucket_view": True}
@@ -111,7 +110,7 @@ STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy", "MSTopKElasticStrateg
 
 
 def parse_options(flavour: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that LightningCLI passes to each strategy: these options, and one with its default."""
+    """Return the options that LightningCLI passes to each strategy: the given options, and an option with a default."""
     from jsonargparse import ArgumentParser
 
     found = {}
@@ -135,10 +134,10 @@ MB = 1 << 20
         ("cuda", NODES_OF_8, 100 * MB, 25),
         ("cuda", NODES_OF_8, 800 * MB, 100),  # eight buckets
         ("cuda", NODES_OF_8, 28_000 * MB, 200),
-        ("cuda", Topology(((0,), (1,)), 0), 28_000 * MB, 25),  # a device selects in the whole bucket
+        ("cuda", Topology(((0,), (1,)), 0), 28_000 * MB, 25),  # each device selects in the whole bucket
     ],
 )
-def test_buckets_on_gpus_grow_with_the_devices_of_a_node(
+def test_bucket_size_on_gpus_grows_with_devices_per_node(
     device: str, topology: Topology, nbytes: int, size: int | None
 ) -> None:
     assert bucket_cap_mb(nbytes, topology, torch.device(device)) == size
@@ -150,7 +149,7 @@ class _Wrapped(Exception):
 
 @pytest.mark.parametrize("flavour", [*FLAVOURS, "fabric", "lightning_fabric"])
 @pytest.mark.parametrize(("given", "size"), [({}, 100), ({"bucket_cap_mb": 7}, 7)])
-def test_the_size_of_buckets_is_set_while_ddp_wraps(
+def test_bucket_size_is_set_only_while_ddp_wraps(
     flavour: str, given: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrap(self: Any, module: torch.nn.Module) -> None:
@@ -165,11 +164,11 @@ def test_the_size_of_buckets_is_set_while_ddp_wraps(
     with pytest.raises(_Wrapped) as wrapped:
         getattr(strategy, method)(torch.nn.Linear(25 * MB, 8, device="meta"))
     assert wrapped.value.args[0]["bucket_cap_mb"] == size
-    assert strategy._ddp_kwargs.get("bucket_cap_mb") == given.get("bucket_cap_mb"), "as the user has them"
+    assert strategy._ddp_kwargs.get("bucket_cap_mb") == given.get("bucket_cap_mb"), "the user's options changed"
 
 
 @pytest.mark.parametrize(("nodes", "warned"), [(4, False), (64, False), (128, True)])
-def test_an_all_gather_that_receives_more_than_it_saves_is_said(nodes: int, warned: bool) -> None:
+def test_sparse_exchange_larger_than_dense_is_logged(nodes: int, warned: bool) -> None:
     config = HierConfig(exchange="sparse", density=0.01)
     choice = PathChoice(config, Topology(tuple((rank,) for rank in range(nodes)), 0), 10**8, print)
     said = _more_than_dense(choice, config, 10**8)
@@ -182,13 +181,13 @@ def test_an_all_gather_that_receives_more_than_it_saves_is_said(nodes: int, warn
 @pytest.mark.parametrize(
     ("name", "option"), [("MSTopKFSDPStrategy", "cluster_environment"), ("MSTopKHierStrategy", "kwargs")]
 )
-def test_what_no_base_takes_is_refused(flavour: str, name: str, option: str) -> None:
-    """Not taken and dropped."""
+def test_option_that_no_base_class_accepts_is_refused(flavour: str, name: str, option: str) -> None:
+    """The options are not ignored, either."""
     with pytest.raises(ValueError, match=rf"has no option\(s\) {option}"):
         getattr(ours(flavour), name)(**{option: 2})
 
 
-# -- what works slower is told, and what cannot work is refused in time ------------------------------------------------
+# -- warnings about slow settings, and errors for impossible ones ------------------------------------------------------
 
 TWO_NODES = Topology(((0,), (1,)), 0)
 
@@ -197,7 +196,7 @@ def a_state() -> HierState:
     return HierState(nn.Linear(2, 2), HierConfig(), TWO_NODES)
 
 
-def test_the_python_reducer_is_refused() -> None:
+def test_python_reducer_is_refused() -> None:
     with (
         torch._dynamo.config.patch(optimize_ddp="python_reducer"),
         pytest.raises(ValueError, match="python_reducer.*Set it to True or False"),
@@ -206,7 +205,7 @@ def test_the_python_reducer_is_refused() -> None:
 
 
 def updates_step(state: HierState) -> None:
-    updates = LocalUpdates.__new__(LocalUpdates)  # one with groups needs ranks
+    updates = LocalUpdates.__new__(LocalUpdates)  # an instance with groups needs ranks
     updates.active, updates.exchange = True, state.exchange
     updates.step()
 
@@ -219,7 +218,9 @@ BEGINNINGS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_the_capture_of_a_round_is_refused(monkeypatch: pytest.MonkeyPatch, begin: Callable[[Any], object]) -> None:
+def test_cuda_graph_capture_of_a_round_is_refused(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[[Any], object]
+) -> None:
     state = a_state()
     monkeypatch.setattr(state.exchange, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -228,18 +229,16 @@ def test_the_capture_of_a_round_is_refused(monkeypatch: pytest.MonkeyPatch, begi
 
 
 @pytest.mark.gpu
-def test_a_real_capture_is_refused() -> None:
+def test_cuda_graph_capture_on_a_gpu_is_refused() -> None:
     state = HierState(nn.Linear(2, 2, device="cuda"), HierConfig(), TWO_NODES)
     x = torch.zeros(1, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x += 1  # torch warns of an empty graph
+        x += 1  # torch warns about an empty graph
         with pytest.raises(ValueError, match="cannot be captured"):
             state.before_backward()
 
 
-def test_a_device_without_compiled_kernels_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_compiled_kernels_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     report = KernelReport(cpu="plain torch", cuda="plain torch", library=None, reasons=("nothing was built",))
     monkeypatch.setattr(engine, "kernel_report", lambda: report)
     with caplog.at_level("INFO", "lightning_sparse"):

@@ -1,5 +1,7 @@
-"""Parameters that take part only in some backward passes: unused branches, static graphs, layers that are unfrozen or
-added in the middle of a run."""
+"""Parameters that take part in some backward passes only.
+
+Cases: unused branches, static graphs, layers that are unfrozen or added during a run.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ Results = list[dict[str, Any]]
 
 @OF_ONE_DEVICE.add
 def one_device(_: str) -> dict[str, Tensor]:
-    """Weights of runs on one device per node."""
+    """Return the weights of runs on one device per node."""
     found = {}
     for manual in (False, True):
         kind = "manual" if manual else "automatic"
@@ -105,7 +107,7 @@ def one_device(_: str) -> dict[str, Tensor]:
     return found
 
 
-def test_local_one_device_per_node_trains_with_unused_branches_and_static_graphs(on_one_device: Results) -> None:
+def test_local_with_unused_branches_and_static_graphs_on_one_device_per_node(on_one_device: Results) -> None:
     first = on_one_device[0]["one_device"]
     for found in (each["one_device"] for each in on_one_device):
         for name, ends in found.items():
@@ -122,11 +124,11 @@ def refused(_: str) -> str:
     return raised(fitted, FLAVOUR, local(static_graph=True), module(mlp()), accumulate_grad_batches=2)
 
 
-# -- layers that are late ----------------------------------------------------------------------------------------------
+# -- layers that are added or unfrozen late ----------------------------------------------------------------------------
 
 
 class Late(nn.Module):
-    """A layer is frozen until a step, and another is added there, with other weights on each rank."""
+    """Unfreezes a layer at a step and adds another there, whose initial weights differ by rank."""
 
     def __init__(self, add: bool) -> None:
         super().__init__()
@@ -148,7 +150,7 @@ class Late(nn.Module):
 
 
 class Waking(Late):
-    """Plain DDP: the layer requires gradients from the start, which are dropped until that step."""
+    """The plain DDP baseline: the layer requires gradients from the start, which are dropped until that step."""
 
     def __init__(self) -> None:
         super().__init__(add=False)

@@ -1,4 +1,4 @@
-"""What needs no ranks: configuration, schedule, layout, residuals, topology, cost."""
+"""Code that needs no ranks: configuration, schedule, layout, residuals, topology, cost."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
 
 
 @given(st.permutations([(n, f"host{n}", d) for n in range(3) for d in range(4)]))
-def test_nodes_are_found_whatever_the_order_of_ranks(places: list[tuple[int, str, int]]) -> None:
+def test_nodes_are_found_in_any_rank_order(places: list[tuple[int, str, int]]) -> None:
     nodes = nodes_from_places(places)
     assert sorted(rank for node in nodes for rank in node) == list(range(12))
     for m, node in enumerate(nodes):
@@ -46,7 +46,7 @@ def test_equal_local_ranks_are_ordered_by_global_rank() -> None:
     assert nodes_from_places([(0, "a", 0), (0, "a", 0)]) == ((0, 1),)
 
 
-def test_hosts_are_told_apart_without_a_node_rank() -> None:
+def test_hosts_with_equal_node_rank_are_different_nodes() -> None:
     assert nodes_from_places([(0, "a", 0), (0, "b", 0)]) == ((0,), (1,))
 
 
@@ -60,20 +60,20 @@ def test_hosts_are_told_apart_without_a_node_rank() -> None:
         (((0,), (1,)), "hierarchical"),
     ],
 )
-def test_each_world_has_a_defined_path_and_a_line_that_says_so(nodes: tuple[tuple[int, ...], ...], kind: str) -> None:
+def test_topology_describes_its_nodes_and_kind(nodes: tuple[tuple[int, ...], ...], kind: str) -> None:
     topology = Topology(nodes, rank=0)
     assert topology.kind == kind
     assert f"{len(nodes)} node(s)" in topology.describe()
 
 
 @pytest.mark.parametrize(("nodes", "rank"), [(((0, 1), (1, 2)), 0), (((0, 2),), 0), ((), 0), (((0, 1),), 2)])
-def test_a_topology_that_is_no_world_is_refused(nodes: tuple[tuple[int, ...], ...], rank: int) -> None:
+def test_topology_with_invalid_ranks_is_refused(nodes: tuple[tuple[int, ...], ...], rank: int) -> None:
     with pytest.raises(ValueError, match="nodes"):
         Topology(nodes, rank)
 
 
-def test_nodes_may_be_named() -> None:
-    """Two hosts of a rack are one node, one host may hold two."""
+def test_named_nodes_override_hosts() -> None:
+    """Two hosts of a rack may form one node, and one host may hold two nodes."""
     rack = [RankInfo(rank // 2, f"host{rank // 2}", rank % 2, f"rack{rank // 4}") for rank in range(8)]
     assert nodes_from_places(rack) == ((0, 1, 2, 3), (4, 5, 6, 7))
     split = [RankInfo(0, "host", rank, "ab"[rank % 2]) for rank in range(4)]
@@ -100,11 +100,11 @@ def test_warm_up_in_rounds_ends_in_a_run_of_one_epoch(density: float, rounds: in
     assert densities == sorted(densities, reverse=True)
     assert densities[rounds:] == [density] * 3
     both = Warmup(epochs, rounds)
-    assert both.density(density, epochs, 0) == both.density(density, 0, rounds) == density, "whichever is over first"
+    assert both.density(density, epochs, 0) == both.density(density, 0, rounds) == density, "the earlier end counts"
     assert Warmup().density(density, 0, 0) == density
 
 
-def test_the_default_warm_up_is_the_smaller_of_epochs_and_a_share_of_the_run() -> None:
+def test_default_warm_up_is_the_smaller_of_epochs_and_a_share_of_the_run() -> None:
     assert _default_warmup(1000) == Warmup(4, 50)
     assert _default_warmup(float("inf")) == _default_warmup(-1) == Warmup(4, None)
     assert _default_warmup(1000).describe() == ("density warm-up ends at round 50 or epoch 4, whichever comes first")
@@ -124,7 +124,7 @@ BYTES_ONLY = Rates.of_link(1.0, 1)
 HOST = Rates(Link(1e-4, 8e-9), Link(1e-5, 1e-10), add=2e-10, select=1e-9, scatter=4e-9, fill=4e-10, cast=1e-9)
 
 
-def test_rates_too_high_to_measure_are_not_invented() -> None:
+def test_rates_too_high_to_measure_are_described_as_such() -> None:
     said = [dataclasses.replace(HOST, select=select).describe(1) for select in (1e-9, 0.0)]
     assert [each.rpartition(", ")[2] for each in said] == [
         "selection at 1 G elements/s",
@@ -146,8 +146,10 @@ def _path(nodes: int, devices: int, numel: int, rates: Rates = BYTES_ONLY, **opt
 
 
 def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
-    """16 nodes, fp32 gradients: dense receives 7.5 bytes an element or, rounded, 3.75; pairs of 5, 3 or 1.25 bytes make
-    it 75, 45 or 19 * density, and sparse must win by a margin."""
+    """16 nodes, fp32 gradients: dense receives 7.5 bytes per element, dense16 receives 3.75.
+
+    Pairs of 5, 3 or 1.25 bytes make it 75, 45 or 19 * density. Sparse must win by a margin.
+    """
     densities = (0.01, 0.07, 0.08, 0.17, 0.2)
     paths = {dtype: [_path(16, 1, 10**6, density=d, value_dtype=dtype).name for d in densities] for dtype in DTYPES}
     assert paths["bfloat16"] == ["sparse", "sparse", "dense16", "dense16", "dense16"]
@@ -155,23 +157,23 @@ def test_sparse_wins_while_density_is_below_the_bound_of_pairs() -> None:
     assert paths["2bit"] == ["sparse", "sparse", "sparse", "sparse", "dense16"]
 
 
-def test_a_tiny_group_does_not_gain() -> None:
+def test_tiny_group_is_reduced_densely() -> None:
     assert _path(2, 1, 1).name == "dense"
     assert _path(4, 1, 300, HOST).name == "sparse"
     slow_to_begin = dataclasses.replace(HOST, inter=Link(1e-4, 8e-9), select=1e-6, cast=1e-6)
     assert _path(4, 1, 10_000, slow_to_begin).name == "dense"
 
 
-def test_a_fast_network_is_left_to_dense_rounds() -> None:
+def test_fast_network_uses_dense_rounds() -> None:
     fast = dataclasses.replace(HOST, inter=Link(1e-5, 1e-10))
     assert _path(4, 2, 10**7, HOST).name == "sparse"
-    assert _path(4, 2, 10**7, fast).name == "flat", "no network inside the node is worth going round by"
+    assert _path(4, 2, 10**7, fast).name == "flat", "the network inside the node is too slow to save time"
     slow_inside = dataclasses.replace(HOST, intra=HOST.inter)
     assert _path(4, 2, 10**7, dataclasses.replace(slow_inside, select=1e-6, cast=1e-6)).name == "flat"
     assert _path(4, 2, 10**7, dataclasses.replace(HOST, select=1e-6, cast=1e-6)).name == "dense"
 
 
-def test_values_are_rounded_only_where_that_is_allowed_and_wins() -> None:
+def test_dense16_is_chosen_only_if_rounding_is_allowed_and_faster() -> None:
     slow_selection = dataclasses.replace(HOST, select=1e-5)
     assert _path(4, 2, 10**6, slow_selection).name == "dense16"
     assert _path(4, 2, 10**6, slow_selection, value_dtype="float32").name == "dense"
@@ -179,24 +181,24 @@ def test_values_are_rounded_only_where_that_is_allowed_and_wins() -> None:
     assert _choice(2, 2, slow_selection).path(TensorSpec(2, 2, 10**6), 0.01, exact=True).name == "dense"
 
 
-def test_what_the_user_fixes_is_not_decided() -> None:
+def test_exchange_given_by_the_user_is_kept() -> None:
     fast = dataclasses.replace(HOST, inter=Link(1e-5, 1e-10))
     assert _path(4, 2, 10**7, fast, exchange="sparse").name == "sparse"
     assert _path(4, 2, 10**7, HOST, exchange="dense").name == "dense"
     given = _choice(4, 2, HOST, exchange="sparse")
     given.forbid_sparse = True
-    assert given.path(TensorSpec(4, 2, 10**7), 0.01).name == "sparse", "an objection is for 'auto' alone"
+    assert given.path(TensorSpec(4, 2, 10**7), 0.01).name == "sparse", "objections apply to 'auto' only"
 
 
-def test_no_entries_are_left_out_for_an_optimizer_that_cannot_bear_it() -> None:
+def test_auto_with_an_adaptive_optimizer_is_dense() -> None:
     choice = _choice(4, 2, HOST)
     assert choice.path(TensorSpec(4, 2, 10**7), 0.01).name == "sparse"
     choice.forbid_sparse = True
     assert choice.path(TensorSpec(4, 2, 10**7), 0.01).name == "dense16"
 
 
-def test_calls_decide_for_small_shards() -> None:
-    """25 MB on 8 devices are 0.8 M elements each: what a call costs at any size is then most of it."""
+def test_fixed_cost_of_calls_decides_for_small_shards() -> None:
+    """25 MB on 8 devices are 0.8 M elements per device, so the fixed cost of a call dominates."""
     fast = Rates(Link(1e-5, 2e-10), Link(5e-6, 1e-11), select=1e-11, fill=1e-11, cast=1e-10)
     calls = dataclasses.replace(fast, select_call=1e-3, cast_call=1e-3)
     small, large = TensorSpec(4, 8, 6_553_600), TensorSpec(4, 8, 6_553_600_000)
@@ -212,7 +214,7 @@ def _of(name: str, work: TensorSpec, density: float = 0.01) -> Path:
     return path
 
 
-def test_times_are_those_of_pencil_and_paper() -> None:
+def test_predicted_times_equal_times_calculated_by_hand() -> None:
     work = TensorSpec(num_nodes=4, num_devices=2, numel=2000)
     inside = 2 * (1e-5 + 4000e-10) + 4000 * 2e-10
     assert _of("dense", work).seconds(HOST) == pytest.approx(inside + 6e-4 + 6000 * 8e-9 + 3000 * 2e-10)
@@ -228,19 +230,19 @@ def test_times_are_those_of_pencil_and_paper() -> None:
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in PATHS])
-def test_what_is_spent_between_nodes_is_that_part_of_the_round(name: str) -> None:
-    """Without a network inside the node and a host that takes no time nothing else is left of a round."""
+def test_seconds_between_nodes_are_the_network_share_of_a_round(name: str) -> None:
+    """Without time inside the node and on the host, only the time between nodes remains."""
     rates = Rates(HOST.inter, Link(0.0, 0.0), add=0.0)
     path = _of(name, TensorSpec(4, 2, 2000))
     assert path.seconds_between(rates) == pytest.approx(path.seconds(rates))
 
 
-def test_what_a_round_applies() -> None:
+def test_number_of_applied_entries_per_path() -> None:
     applied = {name: _of(name, TensorSpec(16, 1, 10_000)).applied for name in ("sparse", "regional", "dense")}
     assert applied == {"sparse": 1600, "regional": 100, "dense": 10_000}
 
 
-def test_every_path_that_a_user_may_ask_for_exists() -> None:
+def test_exchange_options_match_the_paths() -> None:
     assert set(get_args(Exchange)) == {"auto", *(kind.name for kind in PATHS if kind.reduces_shards)}
 
 
@@ -249,13 +251,13 @@ def test_rates_survive_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("gbps", [0, -1.0, float("inf"), float("nan"), True, "1"])
-def test_a_rate_that_is_none_is_refused(gbps: object) -> None:
+def test_invalid_inter_gbps_is_refused(gbps: object) -> None:
     with pytest.raises(ValueError, match="inter_gbps=.* must be a number above 0"):
         HierConfig(inter_gbps=gbps)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("exchange", [each for each in get_args(Exchange) if each != "auto"])
-def test_a_rate_that_would_decide_nothing_is_refused(exchange: Any) -> None:
+def test_inter_gbps_with_a_fixed_exchange_is_refused(exchange: Any) -> None:
     with pytest.raises(ValueError, match=f"exchange='{exchange}'. Omit inter_gbps"):
         HierConfig(exchange=exchange, inter_gbps=1.0)
 
@@ -273,7 +275,7 @@ def test_shards_of_all_devices_hold_each_element_once(group: ParamGroup, devices
     assert torch.equal(flat[: group.numel], torch.arange(group.numel, dtype=torch.float32))
 
 
-def test_a_layout_settles_when_seen_twice_in_a_row() -> None:
+def test_layout_settles_after_two_equal_rounds() -> None:
     a, b, c = (ParamGroup((name,), (1,)) for name in "abc")
     layout, settled = Layout(), []
     for round_groups in ([a, b], [b, a], [b, a], [b, a], [c], [b, a]):
@@ -284,22 +286,22 @@ def test_a_layout_settles_when_seen_twice_in_a_row() -> None:
     assert layout.settled == (b, a)
 
 
-def test_one_big_bucket_is_split_into_the_settled_groups() -> None:
+def test_big_bucket_is_split_into_the_settled_groups() -> None:
     ab, cd = ParamGroup(("a", "b"), (1, 2)), ParamGroup(("c", "d"), (3, 4))
     layout = Layout()
     layout.fix((ab, cd))
     assert layout.groups_in(ParamGroup(("d", "c", "b", "a"), (4, 3, 2, 1))) == (ab, cd)
     assert layout.groups_in(ab) == (ab,)
     odd = ParamGroup(("a", "b", "c"), (1, 2, 3))
-    assert layout.groups_in(odd) == (odd,), "a group that is cut apart cannot be used"
+    assert layout.groups_in(odd) == (odd,), "a group that is split cannot be used"
 
 
-def test_a_parameter_of_another_module_is_refused() -> None:
+def test_parameter_of_another_module_is_refused() -> None:
     with pytest.raises(ValueError, match="the module that DistributedDataParallel wraps"):
         group_of(list(nn.Linear(2, 2).parameters()), parameter_names(nn.Linear(2, 2)))
 
 
-def test_other_modules_may_call_themselves_sparse() -> None:
+def test_sparse_attribute_of_other_modules_is_ignored() -> None:
     attention = nn.Linear(2, 2)
     attention.sparse = True  # type: ignore[assignment]
     refuse_sparse_gradients(attention)
@@ -315,7 +317,7 @@ def test_sparse_embeddings_are_refused() -> None:
 
 
 @given(groups, st.integers(1, 4), st.data())
-def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int, data: st.DataObject) -> None:
+def test_discarded_gradient_keeps_its_residual(group: ParamGroup, devices: int, data: st.DataObject) -> None:
     discarded = data.draw(st.sets(st.sampled_from(group.names)))
     before_is_zero, after_is_zero = data.draw(st.booleans()), data.draw(st.booleans())
     for device in range(devices):
@@ -336,8 +338,8 @@ def test_what_is_thrown_away_keeps_its_residual(group: ParamGroup, devices: int,
                 assert (held[here] == expected).all()
 
 
-def test_a_residual_follows_its_parameters_into_new_groups() -> None:
-    """One device a node, so gathering is the identity; the parameter that no new group asks for stays parked."""
+def test_residual_follows_its_parameters_into_new_groups() -> None:
+    """With one device per node gathering is the identity. A parameter that no new group contains stays parked."""
     store = ResidualStore(0, 1)
     store.propose(ParamGroup(("a", "b", "frozen"), (2, 3, 1)), torch.arange(6.0))
     store.commit(frozenset())
@@ -349,11 +351,11 @@ def test_a_residual_follows_its_parameters_into_new_groups() -> None:
     assert store.by_name["frozen"].tolist() == [5.0]
 
 
-# -- what sums a fit up: times that no host waits for, and the table ---------------------------------------------------
+# -- the summary of a fit: times without waiting, and the table --------------------------------------------------------
 
 
 class Events:
-    """Stands for a CUDA stream: events are passed only when the device gets there."""
+    """Stands in for a CUDA stream whose events are passed only when the device reaches them."""
 
     def __init__(self) -> None:
         self.recorded: list[Any] = []
@@ -377,14 +379,14 @@ class Events:
                 return self.place <= stream.passed
 
             def elapsed_time(self, end: Any) -> float:
-                assert self.query(), "an event that was not passed has no time, and to ask would wait"
-                assert end.query(), "an event that was not passed has no time, and to ask would wait"
+                assert self.query(), "reading the time of a pending event would wait"
+                assert end.query(), "reading the time of a pending event would wait"
                 return 1000.0 * (end.place - self.place)
 
         return Event()
 
 
-def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_reads_only_events_that_the_device_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     events, watch, device = Events(), Stopwatch(), torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "Event", events)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
@@ -392,21 +394,21 @@ def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.Mon
         with watch.running(device):
             pass
     assert watch.seconds() == 0
-    events.passed = 5  # the third stretch is under way
+    events.passed = 5  # the third interval is being measured
     assert watch.seconds() == 2
     events.passed = 6
     assert watch.seconds() == 3
     assert not watch._open
 
 
-def test_a_stretch_that_raises_does_not_count() -> None:
+def test_stopwatch_interval_that_raises_is_not_counted() -> None:
     watch = Stopwatch()
     with pytest.raises(RuntimeError), watch.running(torch.device("cpu")):
         raise RuntimeError
     assert watch.seconds() == 0
 
 
-def test_a_fit_is_counted_without_what_came_before() -> None:
+def test_stats_of_a_fit_exclude_earlier_rounds() -> None:
     stats = CommStats()
     stats.record("dense", sent=100, applied=100, total=100, nbytes=300, dense_nbytes=400)
     stats.end_round()

@@ -1,4 +1,4 @@
-"""exchange="regional" and "dense16": nothing is lost, ranks agree, and how much is sent."""
+"""``exchange="regional"`` and ``"dense16"``: no gradient is lost, ranks agree, and messages have the planned size."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from lightning_sparse.topology import Topology
 from tests.helpers.threads import Exchange, ThreadCommunicator, run_threads
 from tests.strategy.test_threads import Bucket
 
-# -- the arithmetic ----------------------------------------------------------------------------------------------------
+# -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 12), st.integers(0, 300), st.data())
@@ -43,17 +43,17 @@ def test_regional_volume_is_independent_of_the_number_of_nodes(path: str) -> Non
         received.append(chosen.bytes())
     pairs = message_bytes(shard, k, torch.bfloat16)
     if path == "regional":
-        assert max(received[:-1]) < 2.1 * pairs, "2 K pairs and a header a message"
+        assert max(received[:-1]) < 2.1 * pairs, "2 K pairs and a header per message"
         assert received[-1] < 2.2 * pairs
     else:
         assert received[-1] == 255 * pairs
 
 
-# -- between threads ---------------------------------------------------------------------------------------------------
+# -- ranks as threads --------------------------------------------------------------------------------------------------
 
 
 def exchange_once(nodes: int, grads: Tensor, density: float) -> list[tuple[Tensor, Tensor, int]]:
-    """What each node applies, keeps, and received in one round of these gradients, one row a node."""
+    """Run a round with one row of gradients per node. Return gradient, residual and received bytes per node."""
 
     def rank(topology: Topology, exchange: Exchange) -> tuple[Tensor, Tensor, int]:
         module = nn.Linear(grads.shape[1], 1, bias=False).to(grads.dtype)
@@ -72,7 +72,7 @@ def exchange_once(nodes: int, grads: Tensor, density: float) -> list[tuple[Tenso
 
 
 class CountingCommunicator(ThreadCommunicator):
-    """Counts bytes that come from other nodes."""
+    """Counts the bytes received from other nodes."""
 
     received = 0
 
@@ -88,7 +88,7 @@ class CountingCommunicator(ThreadCommunicator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nodes", [3, 4, 5])
 def test_regional_applies_the_largest_sums_and_keeps_the_rest(nodes: int, dtype: torch.dtype) -> None:
-    """A spike that every node has in every region wins; with one pair a region nothing else is applied."""
+    """Every node has a spike in every region. With one pair per region only the spikes are applied."""
     numel = 1000
     grads = torch.randn(nodes, numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     spikes = [regions_start + 7 for regions_start in (j * numel // nodes for j in range(nodes))]
@@ -127,13 +127,13 @@ def test_regional_non_finite_element_reaches_every_node_and_no_residual(nodes: i
         assert left.isfinite().all()
 
 
-# -- dense16: all is sent at half the bytes, sums are made in fp32, and no rounding error is lost ----------------------
+# -- dense16: sends everything at half the bytes, sums in fp32, and keeps rounding errors ------------------------------
 
 ONE = torch.ones(())
 
 
 def exchange(grads_MS: Tensor, residuals_MS: Tensor) -> tuple[Tensor, Tensor, int]:
-    """A round of all nodes in one process: what is applied, what each keeps, and the bytes that one receives."""
+    """Run a round of all nodes in one process; return applied gradients, residuals and received bytes per node."""
     nodes, numel = grads_MS.shape
     rounded, left_MS = Dense16(TensorSpec(nodes, 1, numel)), torch.full_like(grads_MS, torch.nan)
     shards = [Shard(grads_MS[m].clone(), residuals_MS[m], left_MS[m], ONE) for m in range(nodes)]
@@ -146,7 +146,7 @@ def exchange(grads_MS: Tensor, residuals_MS: Tensor) -> tuple[Tensor, Tensor, in
 
 @given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 10**6))
 def test_dense16_applied_plus_residual_equals_the_sum(nodes: int, numel: int, seed: int) -> None:
-    """Also where the shard has fewer elements than there are nodes, so that some own nothing."""
+    """Includes shards with fewer elements than nodes, so that some nodes own no element."""
     generator = torch.Generator().manual_seed(seed)
     grads, residuals = (torch.randn(nodes, numel, generator=generator) for _ in range(2))
     applied, left, received = exchange(grads, residuals)
@@ -157,7 +157,7 @@ def test_dense16_applied_plus_residual_equals_the_sum(nodes: int, numel: int, se
 
 
 def test_dense16_sums_in_fp32() -> None:
-    """256 + 1 + ... is 256 for ever in bfloat16, whose steps there are 2."""
+    """In bfloat16, 256 + 1 + ... stays 256, because its values are 2 apart there."""
     grads = torch.tensor([[256.0], [1.0], [1.0], [1.0], [1.0]])
     applied, left, _ = exchange(grads, torch.zeros_like(grads))
     assert applied.item() == 260.0
@@ -165,7 +165,7 @@ def test_dense16_sums_in_fp32() -> None:
 
 
 def test_dense16_rounding_errors_are_sent_later() -> None:
-    """0.1 % of a value is below the step of bfloat16: without the residual it would never arrive."""
+    """0.1% of a value is less than bfloat16's precision, so without the residual it would never be sent."""
     grads = torch.full((3, 10), 1.001)
     residuals, applied = torch.zeros_like(grads), torch.zeros(10)
     for _ in range(200):

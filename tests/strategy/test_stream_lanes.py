@@ -1,7 +1,7 @@
 """Lanes as CUDA streams: which stages wait, and which tensors each stage hands over to the next.
 
 Streams are stand-ins here, except in the test marked ``gpu``. Every operation of real ranks on the CPU is watched: a
-stage must hand over the tensors that it makes and a later stage uses.
+stage must hand over each tensor that it creates and a later stage uses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ Names = set[str]
 
 
 class Stream:
-    """A stand-in that knows the work queued before the next."""
+    """A stand-in for a CUDA stream that records the names of earlier work."""
 
     def __init__(self, *_: Any, priority: int = 0) -> None:
         self.priority, self.before = priority, Names()
@@ -40,7 +40,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Names], Any, Any]:
-    """The work that preceded each piece of work; a function that works on the current stream; one that makes a job."""
+    """Return the work before each piece of work, a function that works on the current stream, and a job factory."""
     current, seen = [Stream()], dict[str, Names]()
 
     @contextmanager
@@ -72,15 +72,15 @@ def test_streams_select_the_next_bucket_during_an_exchange(streams: Any) -> None
     do("backward 2")
     lanes.drain()
     do("step")
-    assert seen["select 1"] == {"backward 0", "backward 1", "select 0"}, "not after the exchange"
-    assert seen["exchange 1"] == {*seen["select 1"], "select 1", "exchange 0"}, "not after what is applied"
+    assert seen["select 1"] == {"backward 0", "backward 1", "select 0"}, "selection waits for no exchange"
+    assert seen["exchange 1"] == {*seen["select 1"], "select 1", "exchange 0"}, "an exchange waits for no apply"
     assert seen["apply 1"] == {*seen["exchange 1"], "exchange 1", "apply 0"}
     assert seen["backward 2"] == {"backward 0", "backward 1"}, "backward waits for no lane"
     assert seen["step"] == {*seen["apply 1"], "apply 1", "backward 2"}
     assert all(stream.priority == -1 for stream in lanes._streams)
 
 
-def test_started_jobs_use_one_stream_beside_the_caller_until_wait(streams: Any) -> None:
+def test_started_jobs_run_on_one_stream_parallel_to_the_caller(streams: Any) -> None:
     seen, do, job = streams
     lanes = StreamLanes(torch.device("cuda"))
     for number in range(2):
@@ -105,9 +105,9 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.stage = 0
         self.faults: list[str] = []
-        self._born: dict[int, int] = {}  # by storage: the stage that made it; -1 for earlier storages
+        self._born: dict[int, int] = {}  # storage -> the stage that created it, or -1 for storages from before the job
         self._handed: set[int] = set()
-        self._kept: list[Any] = []  # no storage takes the place of another
+        self._kept: list[Any] = []  # keeps storages alive, so that no address is reused
 
     def next_stage(self, handed: Sequence[Tensor]) -> None:
         self.stage += 1
@@ -158,7 +158,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("config", "options"), CASES, ids=str)
-def test_gradients_are_handed_over(ranks: RunRanks, config: dict[str, Any], options: dict[str, Any]) -> None:
+def test_gradient_jobs_hand_over_their_tensors(
+    ranks: RunRanks, config: dict[str, Any], options: dict[str, Any]
+) -> None:
     for faults, jobs in ranks(watched_gradients, config, options, nodes=2, devices=2):
         assert faults == []
         assert jobs > 8
@@ -181,14 +183,14 @@ def watched_gradients(config: dict[str, Any], options: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_updates_are_handed_over(ranks: RunRanks, path: str) -> None:
+def test_update_jobs_hand_over_their_tensors(ranks: RunRanks, path: str) -> None:
     for faults, jobs in ranks(watched_updates, path, nodes=2, devices=2):
         assert faults == []
         assert jobs == 3
 
 
 def watched_updates(path: Any) -> tuple[list[str], int]:
-    """With the selection inside the job's first stage, too."""
+    """Count the selection as part of the job's first stage."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = UpdatesConfig(density=0.05, exchange=path)
@@ -201,7 +203,7 @@ def watched_updates(path: Any) -> tuple[list[str], int]:
 
 
 class SelectedLate:
-    """The job of an update, whose selection counts as its first stage."""
+    """The job of an update, with the selection in its first stage."""
 
     def __init__(self, updates: LocalUpdates, state: Any) -> None:
         self._updates, self._state = updates, state
@@ -220,7 +222,7 @@ class SelectedLate:
         return self._transfer.apply()
 
 
-def test_tensors_that_are_not_handed_over_are_found(ranks: RunRanks) -> None:
+def test_missing_handover_of_tensors_is_found(ranks: RunRanks) -> None:
     for faults, _ in ranks(watched_carelessly, nodes=2, devices=2):
         assert any("stage 1" in fault and "uint8" in fault for fault in faults), "the message"
         assert any("stage 2" in fault and "uint8" in fault for fault in faults), "the messages"
@@ -236,7 +238,7 @@ def watched_carelessly() -> tuple[list[str], int]:
 
 @pytest.mark.gpu
 def test_streams_overlap_and_results_are_complete() -> None:
-    """During the first exchange, the next buckets are selected; their tensors are freed on the host at once."""
+    """During the first exchange the next buckets are selected. Their tensors are freed on the host immediately."""
     device = torch.device("cuda", torch.cuda.current_device())
     lanes, numel, marks = StreamLanes(device), 1 << 20, {}
 
@@ -254,6 +256,6 @@ def test_streams_overlap_and_results_are_complete() -> None:
     results = [torch.zeros(numel, device=device) for _ in range(8)]
     futures = [lanes.run(Job(job(number, result)), result) for number, result in enumerate(results)]
     marks["selected 7"].synchronize()
-    assert not marks["exchanged 1"].query(), "selection waited for the exchange, or the host did"
+    assert not marks["exchanged 1"].query(), "the selection or the host waited for the exchange"
     for number, future in enumerate(futures):
         assert torch.equal(future.wait(), torch.full((numel,), 2.0 * number, device=device))

@@ -1,4 +1,4 @@
-"""The rounds themselves over a communicator of threads: on the CPU everywhere, on CUDA where there is one."""
+"""Rounds over a communicator of threads: on the CPU, and on CUDA if available."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @dataclass
 class Bucket:
-    """Answers what a DDP bucket answers."""
+    """A stand-in for DDP's GradBucket."""
 
     flat: Tensor
     params: list[Tensor]
@@ -72,19 +72,19 @@ def rounds(device: str, dtype: torch.dtype, count: int = 6) -> list[Outcome]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_agree_and_nothing_is_lost(device: str, dtype: torch.dtype) -> None:
+def test_rounds_lose_no_gradient_and_keep_ranks_equal(device: str, dtype: torch.dtype) -> None:
     outcomes = rounds(device, dtype)
     for other in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0].applied, other.applied, strict=True))
     assert outcomes[0].density == pytest.approx(0.02, rel=0.05)
     given = torch.stack([each.given for each in outcomes]).mean(0)
     accounted = torch.stack(outcomes[0].applied).double().sum(0) + outcomes[0].left + outcomes[1].left
-    # bf16: what is applied is rounded once more, to the gradient's own type
+    # bf16: applied gradients are rounded again, to the gradient's dtype
     torch.testing.assert_close(given, accounted, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
-def test_the_sum_of_half_precision_gradients_may_pass_their_largest_value() -> None:
-    """Two devices with 40,000 each: DDP divides first and stays finite, so must we."""
+def test_half_precision_gradients_whose_sum_overflows_stay_finite() -> None:
+    """Each of two devices has 40,000. DDP divides first and stays finite, so the hook must do so, too."""
 
     def rank(topology: Topology, exchange: Exchange) -> Tensor:
         module = nn.Linear(50, 20, bias=False).half()
@@ -108,8 +108,8 @@ def test_cuda_equals_cpu_bit_for_bit() -> None:
 
 
 @pytest.mark.gpu
-def test_the_hook_in_ddp_with_synchronised_batch_norm() -> None:
-    """One rank on NCCL: SyncBatchNorm executes on CUDA only, and the future must carry the stream."""
+def test_hook_works_with_synchronized_batch_norm() -> None:
+    """One rank on NCCL: SyncBatchNorm runs on CUDA only, and the future must carry the stream."""
     import tempfile
 
     import torch.distributed as dist

@@ -1,5 +1,7 @@
-"""The strategy in a real Trainer, 2 nodes x 2 devices on Gloo, in both flavours: every entry point, statistics, and
-models that need care."""
+"""The strategy in a real Trainer, 2 nodes x 2 devices on Gloo, with both Lightning packages.
+
+Every entry point, statistics, and models with special requirements.
+"""
 
 import importlib
 import os
@@ -72,9 +74,9 @@ def test_fit_validate_test_predict_and_a_second_fit(results: Results) -> None:
     assert life["moved"]
     assert life["predictions"] == 6
     assert life["rounds"] == 6
-    assert life["rounds_after"] == 12, "the second fit went on with the same state"
+    assert life["rounds_after"] == 12, "the second fit continued with the same state"
     assert life["residual"] > 0
-    assert life["sent"] < 0.2, "after the second wrap the one big bucket was split into the settled groups, sparse"
+    assert life["sent"] < 0.2, "after the second wrap the one big bucket was split into the settled sparse groups"
     assert sum("reduces inside each node, then between nodes" in line for line in life["lines"]) == 1
     assert not results[1]["life"]["lines"], "ranks other than 0 are quiet"
     assert life["views"] == [True, True], "gradients lie in the buckets"
@@ -108,7 +110,7 @@ def test_batch_norm_in_manual_optimization_warns_of_different_ranks(results: Res
 
 
 def test_parameters_in_no_optimizer_are_logged(results: Results) -> None:
-    assert len(results[0]["idle"]) == 1, "a frozen one is as it should be"
+    assert len(results[0]["idle"]) == 1, "frozen parameters are not logged"
     assert "net.0.weight" in results[0]["idle"][0]
     assert not results[1]["idle"]
 
@@ -153,7 +155,7 @@ def test_sparse_rounds_leave_all_ranks_equal(results: Results, name: str) -> Non
 @scenario
 def statistics(flavour: str) -> dict[str, Any]:
     callback, lines = ours(flavour).CommStatsCallback(prog_bar=True), Lines()
-    # Two epochs with a validation after each, which drops the gradients.
+    # two epochs, each with a validation, which drops the gradients
     short = {"limit_train_batches": 5, "limit_val_batches": 1, "log_every_n_steps": 50}
     t = trainer(flavour, sparse(flavour), callbacks=[callback], **short)
     t.fit(plain_module(flavour))
@@ -182,7 +184,7 @@ def test_stats_callback_logs_a_summary_on_rank_0(results: Results) -> None:
     table = summaries[0][0]
     assert "in 10 steps" in table
     assert re.search(r"received per step +[\d.]+ k?B; plain DDP [\d.]+ k?B, [1-9][\d.]* times the bytes", table), table
-    assert "70.0% sparse, 30.0% dense" in table, "the first rounds wait for the layout"
+    assert "70.0% sparse, 30.0% dense" in table, "rounds are dense until the layout settles"
     assert re.search(r"between nodes +(?!0\.0 )[\d.]+ ms per step", table), table
     assert re.search(r"not sent yet +norm [\d.e-]+, [\d.]+ times that of the gradient", table), table
 
@@ -196,7 +198,7 @@ def test_stats_callback_forgets_the_norm_of_the_last_fit() -> None:
     assert callback._norms == {}
 
 
-# -- a second fit of a module that was changed -------------------------------------------------------------------------
+# -- a second fit of a changed module ----------------------------------------------------------------------------------
 
 
 @scenario
@@ -219,7 +221,7 @@ def test_layer_replaced_between_fits_starts_a_new_state(results: Results) -> Non
 
 @scenario
 def scaled(flavour: str) -> dict[str, Any]:
-    """A fit in 16-mixed. A forward pass of one rank overflows in one step."""
+    """Fit in 16-mixed; in one step the forward pass of one rank overflows."""
     plugin = importlib.import_module(lightning_of(flavour).__name__ + ".plugins").MixedPrecision
     precision = plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     module, strategy = plain_module(flavour, by_step=True), sparse(flavour)
@@ -267,7 +269,7 @@ def test_gan_equals_ddp_toggled_at_density_one_and_untoggled_exactly(results: Re
     assert sum("toggle_optimizer" in line for line in results[0]["gans"]["lines"]) == 1
 
 
-# -- models that need care ---------------------------------------------------------------------------------------------
+# -- models with special requirements ----------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -281,7 +283,7 @@ class Checkpointed(nn.Module):
 
 
 class Complex(nn.Module):
-    """A complex parameter and one in double precision beside an ordinary layer."""
+    """Has a complex parameter, a double-precision parameter, and ordinary layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +302,7 @@ def models(flavour: str) -> dict[str, Any]:
     plain = weights(fitted(flavour, sparse(flavour)))
     checkpointed = weights(fitted(flavour, sparse(flavour), plain_module(flavour, Checkpointed())))
     compiled = plain_module(flavour)
-    # torch's DDPOptimizer, which cuts the graph at buckets, wants them no smaller than its first
+    # torch's DDPOptimizer splits the graph at buckets and needs them at least as large as its first bucket
     large = {"bucket_cap_mb": 25}
     trainer(flavour, dense_one(flavour, **large)).fit(torch.compile(compiled, backend="aot_eager"))
     uncompiled = weights(fitted(flavour, dense_one(flavour, **large)))
@@ -324,20 +326,20 @@ def test_activation_checkpointing_changes_nothing(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_model_gives_the_result_of_the_model(results: Results) -> None:
+def test_compiled_model_equals_the_eager_model(results: Results) -> None:
     for each in results:
         torch.testing.assert_close(each["models"]["compiled"], each["models"]["uncompiled"], rtol=1e-4, atol=1e-5)
     assert same_on_all_ranks(results, "models", "compiled")
 
 
 @pytest.mark.slow
-def test_double_and_complex_parameters_go_dense(results: Results) -> None:
+def test_double_and_complex_parameters_are_reduced_densely(results: Results) -> None:
     for each in results:
         for name in ("double", "phase"):
             torch.testing.assert_close(*each["models"][name], rtol=1e-5, atol=1e-6)
 
 
-# -- ranks that Lightning spawns from the program itself: the strategy travels to them ---------------------------------
+# -- ranks that Lightning spawns, which receive a pickled strategy -----------------------------------------------------
 
 SCRIPT = """
 import warnings

@@ -1,4 +1,4 @@
-"""Parameters that some ranks, or none, use in a round: nothing of them is lost, spent or added."""
+"""Parameters that only some ranks or no ranks use in a round: no gradient is lost or counted twice."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ EXPERTS, ROUNDS = 3, 24
 
 
 class Experts(nn.Module):
-    """Each rank uses one expert a round; every fourth round no rank uses the last one."""
+    """Each rank uses one expert per round. In every fourth round no rank uses the last expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_ranks_agree_once_per_round_for_all_buckets(ranks: RunRanks) -> None:
 
 
 def kept_gradient(view: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of an expert that all ranks use in one round and none in the next, without zeroing its gradient in between."""
+    """Use an expert on all ranks in one round and on no rank in the next, without zeroing its gradient in between."""
     model = Experts()
     config = HierConfig(density=0.05, value_dtype="float32", exchange="sparse")
     ddp, state = wrap(model, config, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=0.0005)

@@ -1,4 +1,4 @@
-"""The warm-up that Trainer's strategy chooses, and what else changes between fits; on real ranks."""
+"""The length of the warm-up in a Trainer, and changes between fits, on real ranks."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ from tests.strategy.trainers import data, lightning_of, ours, plain_module, rank
 
 
 class Ordered:
-    """What a module's data hooks are called in, and what a loader is given back."""
+    """Records the order in which data hooks are called, and the state that a loader restores."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -78,12 +78,12 @@ def fit_twice(folder: str) -> tuple[list[str], list[str], Warmup, list[str]]:
     return first.calls, second.calls, strategy.engine.warmup, [line for line in lines if "warm-up ends" in line]
 
 
-def test_warmup_length_is_found_when_data_and_loops_are_ready(results: Results) -> None:
-    """5% of the 24 steps of each rank."""
+def test_warmup_length_is_set_once_the_data_is_loaded(results: Results) -> None:
+    """The warm-up takes 5% of the 24 steps of each rank."""
     for rank, found in enumerate(each["fit_twice"] for each in results):
         first, second, warmup, lines = found
-        assert first[:2] == ["on_fit_start", "train_dataloader"], "as under plain DDP"
-        assert "position 7" in second, "a checkpoint of plain DDP has a place in the data"
+        assert first[:2] == ["on_fit_start", "train_dataloader"], "the order of plain DDP"
+        assert "position 7" in second, "a checkpoint of plain DDP contains the loader's position"
         assert warmup == Warmup(4, 2)
         assert len(lines) == (2 if rank == 0 else 0)
 
@@ -103,7 +103,7 @@ def fit_and_forget(_: str) -> tuple[int, int]:
     return len(strategy._gradients.optimizers_by_state), sum(state() is not None for state in states)
 
 
-def test_strategy_keeps_the_state_of_its_last_module_alone(results: Results) -> None:
+def test_strategy_keeps_only_the_state_of_its_last_module(results: Results) -> None:
     assert [each["fit_and_forget"] for each in results] == [(1, 1)] * 2
 
 
@@ -123,5 +123,5 @@ def swap() -> tuple[bool, list[str]]:
 
 
 def test_replaced_optimizer_does_not_decide_the_path() -> None:
-    """Whoever still holds it: ranks that chose by what is alive would call different collectives."""
+    """The path must not depend on which optimizers are still alive, because that may differ by rank."""
     assert run_ranks(swap, nodes=2, devices=2, timeout=120, init=False) == [(False, ["sparse"])] * 4

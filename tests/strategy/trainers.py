@@ -1,4 +1,4 @@
-"""What tests of the strategy in a Trainer are made of, in either flavour of Lightning."""
+"""Modules, Trainers and fixtures for tests of the strategy with either Lightning package."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ Results = list[dict[str, Any]]
 
 
 def results_of(scenarios: Scenarios) -> Any:
-    """A fixture in both flavours, 2 nodes x 2 devices: what every scenario, given the flavour, returned, by rank."""
+    """Return a fixture that runs all wanted scenarios with each Lightning package on 2 x 2 ranks: results by rank."""
 
     @pytest.fixture(scope="module", params=FLAVOURS)
     def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
@@ -45,11 +45,12 @@ def ours(flavour: str) -> Any:
 
 
 def plain_module(flavour: str, net: nn.Module | None = None, by_step: bool = False) -> Any:
-    """A LightningModule around `net`.
+    """Return a LightningModule around `net`.
 
     Args:
-        by_step: make each batch from the global step, whatever the loader says. A plain DataLoader starts its epoch
-            over when a run is resumed, so only this way both runs see the same.
+        by_step: Make each batch from the global step and ignore the loader. A plain DataLoader restarts its epoch when
+    a
+            run resumes, so only this option gives both runs the same batches.
     """
     pl = lightning_of(flavour)
 
@@ -100,7 +101,7 @@ def trainer(flavour: str, strategy: Any, **options: Any) -> Any:
 
 
 def ranks() -> dict[str, int]:
-    """The cluster of a launcher, as options of a Trainer."""
+    """Return the launcher's cluster as options of a Trainer."""
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
 
@@ -116,7 +117,7 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def dense_one(flavour: str, **options: Any) -> Any:
-    """Sparse messages that hold everything: must equal DDP to rounding."""
+    """Return a strategy whose sparse messages hold all entries, so that it must equal DDP up to rounding."""
     given = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "bucket_cap_mb": 0.002}
     return ours(flavour).MSTopKHierStrategy(**{**given, **options})
 
@@ -136,7 +137,7 @@ def same_on_all_ranks(results: Results, name: str, key: str = "weights") -> bool
 
 
 class Branches(nn.Module):
-    """`sometimes` is used by rank 0 alone, `never` by nobody once `stop` is set, `frozen` cannot change."""
+    """Rank 0 alone uses `sometimes`; no rank uses `never` once `stop` is set; `frozen` does not require gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank raises: in which call of a hook, of a part of the step, or of a collective."""
+    """The point at which a rank raises: a hook, a part of the step or a collective, and the number of the call."""
 
     name: str
     call: int
@@ -63,7 +63,7 @@ class Program:
 
     @property
     def together(self) -> bool:
-        """Whether all ranks raise in the same place, so that they can go on together."""
+        """Whether all ranks raise at the same point, so that they can continue together."""
         first, *others = (self.places.get(rank) for rank in range(WORLD))
         return first is not None and first.name not in COLLECTIVES and all(other == first for other in others)
 
@@ -80,17 +80,17 @@ def program_of(seed: int, together: bool) -> Program:
     steps = HOOKS | WITHIN_STEPS
     if together:
         places = dict.fromkeys(range(WORLD), place(steps))
-    elif chance.random() < 0.6:  # some ranks, in one place
+    elif chance.random() < 0.6:  # some ranks, at the same point
         names = steps if chance.random() < 0.6 else COLLECTIVES
         places = dict.fromkeys(chance.sample(range(WORLD), chance.randint(1, WORLD - 1)), place(names))
-    else:  # each rank in its own place
+    else:  # each rank at its own point
         places = {rank: place(steps | COLLECTIVES) for rank in range(WORLD)}
     shards_step = strategy == "hier" and chance.random() < 0.5
     return Program(strategy, chance.choice(OPTIONS[strategy]), shards_step, chance.choice([*ERRORS]), places)
 
 
 class Raiser:
-    """Raises once, in the place of this rank, and records the time."""
+    """Raises once, at the point of this rank, and records the time."""
 
     def __init__(self, program: Program) -> None:
         self.place = program.places.get(int(os.environ["RANK"]))
@@ -106,7 +106,7 @@ class Raiser:
 
 
 def callback_of(raiser: Raiser) -> Any:
-    """The callback whose hooks raise."""
+    """Return the callback whose hooks raise."""
 
     def meets(name: str) -> Callable[..., None]:
         return lambda *_: raiser.meet(name)
@@ -115,7 +115,7 @@ def callback_of(raiser: Raiser) -> Any:
 
 
 def module_of(raiser: Raiser) -> Any:
-    """A module whose forward pass, backward pass, and optimizer raise."""
+    """Return a module whose forward pass, backward pass, and optimizer raise."""
     torch.manual_seed(0)
     base = type(plain_module(FLAVOUR, net := nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5))))
 
@@ -217,8 +217,10 @@ def play(program: Program, folder: Path) -> dict[str, Any]:
 
 
 def play_all(programs: list[Program], folder: str) -> None:
-    """Run programs one after the other in the same processes, and write the results of this rank to files. A rank that
-    cannot continue raises, so that the launcher ends the other ranks."""
+    """Run programs in the same processes, and write the results of this rank to files.
+
+    A rank that cannot continue raises, so that the launcher ends the other ranks.
+    """
     for index, program in enumerate(programs):
         found = play(program, Path(folder) / str(index))
         torch.save(found, Path(folder) / f"{index}.{os.environ['RANK']}")

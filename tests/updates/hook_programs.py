@@ -23,7 +23,7 @@ OUTSIDE_BATCHES = [
 OF_THE_MODULE = ["on_validation_model_eval", "on_validation_model_zero_grad"]
 READS = ["read", "save"]
 CHANGES = ["scale", "clamp", "prune", "shift", "load"]
-# Everything is sent at once, so that DDP's weights are due.
+# These options send everything in each step, so the result must equal DDP.
 EXACT: list[dict[str, Any]] = [
     {"density": 1.0, "value_dtype": "float32", "delay": 0},
     {"exchange": "dense", "delay": 0},
@@ -55,7 +55,7 @@ class Program:
     strategy: str
     options: dict[str, Any]
     trainer: dict[str, Any]
-    swaps: bool  # an average is shown in each validation, and taken away after it
+    swaps: bool  # whether validation replaces the weights by an average
     save_every: int
 
     @property
@@ -64,13 +64,13 @@ class Program:
 
 
 def program(seed: int) -> Program:
-    """Return the program of a number."""
+    """Return the random program with this seed."""
     chance = random.Random(seed)
     strategy = chance.choice(["local", "local", "local", "hier"])
     acts = []
     for _ in range(chance.randint(1, 4)):
         hook = chance.choice([*OUTSIDE_BATCHES, *OUTSIDE_BATCHES, *BETWEEN_BATCHES, *OF_THE_MODULE])
-        alike = strategy == "hier" or hook in BETWEEN_BATCHES or chance.random() < 0.8  # as DDP demands it
+        alike = strategy == "hier" or hook in BETWEEN_BATCHES or chance.random() < 0.8  # DDP requires this
         what = chance.choice([*READS, *CHANGES, *CHANGES])
         if hook == "on_save_checkpoint":
             what = "read"
@@ -87,7 +87,7 @@ def program(seed: int) -> Program:
 
 
 class Player:
-    """Runs a program, and notes the weights that each hook sees."""
+    """Runs a program, and records the weights that each hook sees."""
 
     def __init__(self, given: Program, folder: str) -> None:
         self.program, self.folder = given, folder
@@ -134,7 +134,7 @@ def change_of(what: str, parameter: Tensor, chance: torch.Generator) -> None:
 
 
 def callback_of(player: Player) -> Any:
-    """The callback that plays."""
+    """Return a callback whose hooks run the player."""
     hooks = {act.hook for act in player.program.acts if not act.in_module}
 
     def plays(hook: str) -> Any:
@@ -144,7 +144,7 @@ def callback_of(player: Player) -> Any:
 
 
 class Swap:
-    """Shows an average of the weights for the time of each validation."""
+    """Replaces the weights by their average during each validation."""
 
     def __init__(self) -> None:
         self.average: list[Tensor] = []
@@ -170,7 +170,7 @@ class Swap:
 
 
 def swapping() -> Any:
-    """The callback of `Swap`."""
+    """Return a callback that runs `Swap`."""
     swap = Swap()
 
     class Swaps(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
@@ -187,7 +187,7 @@ def swapping() -> Any:
 
 
 def module_of(player: Player) -> Any:
-    """The module that plays."""
+    """Return a module whose hooks run the player."""
     torch.manual_seed(0)
     base = type(
         plain_module(FLAVOUR, net := nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)), by_step=True)
@@ -208,7 +208,7 @@ def module_of(player: Player) -> Any:
 
 
 def play(given: Program, name: str, folder: str) -> dict[str, Any]:
-    """Train by a strategy; return what each hook saw, the weights at the end, and an error."""
+    """Train with a strategy. Return the weights in each hook, the final weights, and the error, if any."""
     player = Player(given, folder)
     module, callbacks = module_of(player), [callback_of(player)]
     if given.swaps:
@@ -228,7 +228,7 @@ def play(given: Program, name: str, folder: str) -> dict[str, Any]:
 
 
 def play_all(seeds: range, folder: str) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """For each program the result of the strategy, and the result of DDP if both must be equal."""
+    """Return the strategy's result for each program, and DDP's result if both must be equal."""
     found = []
     for seed in seeds:
         given = program(seed)

@@ -1,4 +1,4 @@
-"""Runs of `LocalUpdates` on real ranks that tests look at."""
+"""Runs of `LocalUpdates` on real ranks, shared by several tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +25,9 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def start(make: Make, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Optimizer, LocalUpdates]:
-    """A model that is wrapped inside its node, its optimizer, and its updates."""
+    """Return a DDP-wrapped model of one node, its optimizer, and its updates."""
     topology = discover()
-    model = mlp(seed=topology.rank) if model is None else model  # ranks begin with different weights
+    model = mlp(seed=topology.rank) if model is None else model  # initial weights differ by rank
     optimizer = make(model)
     updates = LocalUpdates(model, optimizer, UpdatesConfig(**options), topology)
     ddp: nn.Module = DistributedDataParallel(model, process_group=topology.intra)
@@ -43,13 +43,13 @@ def steps(ddp: nn.Module, optimizer: Optimizer, updates: LocalUpdates, begin: in
 
 
 def shared_of(updates: LocalUpdates) -> Tensor:
-    """The global weights, whole."""
+    """Return the global weights of the whole model, flat."""
     with updates.global_weights():
         return flat_parameters(updates.module).clone()
 
 
 def mean_over_nodes(tensor: Tensor) -> Tensor:
-    """Of something that all devices of a node have alike."""
+    """Return the mean over nodes of a tensor that is equal on all devices of a node."""
     total = tensor.double()
     dist.all_reduce(total)
     return total / dist.get_world_size()

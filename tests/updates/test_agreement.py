@@ -1,4 +1,4 @@
-"""How far nodes agree on what is pending, and that their models follow it."""
+"""The measured correlation of pending updates between nodes, and the `step_ahead` that follows from it."""
 
 from copy import deepcopy
 from typing import Any
@@ -19,7 +19,7 @@ from tests.updates.runs import adamw, shared_of, start, steps
 
 
 def measured(pending_MN: Tensor) -> float | None:
-    """Of whole tensors, which are samples here."""
+    """Measure the correlation of whole tensors, in place of samples."""
     agreement = UpdateCorrelation(pending_MN.shape[1])
     return agreement.measure(AsyncHostTensor(pending_MN.contiguous().view(torch.uint8)))
 
@@ -37,7 +37,7 @@ def test_correlation_of_zero_or_non_finite_updates_is_none(strange: float) -> No
 
 
 def test_correlation_does_not_depend_on_the_order_of_sums() -> None:
-    """16 nodes with nothing in common agree by 1 / 16, in the middle between two of the numbers that are told apart."""
+    """16 orthogonal updates have a correlation of 1 / 16, which is midway between two rounded values."""
     pending = torch.zeros(16, SAMPLE_SIZE)
     pending[torch.arange(SAMPLE_SIZE) % 16, torch.arange(SAMPLE_SIZE)] = torch.randn(SAMPLE_SIZE)
     orders = [torch.randperm(SAMPLE_SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(50)]
@@ -78,7 +78,7 @@ def follows(alike: bool) -> tuple[float, Tensor]:
 
 
 def test_step_ahead_is_not_measured_on_two_nodes_or_where_given() -> None:
-    """The estimate gained nothing there, and lost where much is sent, but for nodes that train alone in between."""
+    """On two nodes the estimate helped only if nodes train alone between exchanges."""
     config = UpdatesConfig()
     assert UpdatesConfig(sync_every=2).measures_ahead(2)
     assert not config.measures_ahead(2)
@@ -102,7 +102,7 @@ def test_step_ahead_follows_the_correlation_of_nodes(ranks: RunRanks) -> None:
 
 
 def resumed_after(done: int, options: dict[str, Any]) -> list[Tensor]:
-    """Weights after some steps more, of a run and of one that goes on from its state."""
+    """Return the weights of a run and of a resumed run after some more steps."""
     ddp, optimizer, updates = start(adamw, density=0.05, **options)
     steps(ddp, optimizer, updates, 0, done)
     content = (updates.metadata(), updates.state())

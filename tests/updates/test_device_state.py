@@ -17,7 +17,7 @@ from lightning_sparse.sharding import Part
 
 
 class Scaled(nn.Module):
-    """Has extra state of any length, as a list of scales has."""
+    """Has extra state of variable length, such as a list of scales."""
 
     def __init__(self, scales: Tensor) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Scaled(nn.Module):
 
 
 def one_of(module: Scaled) -> Any:
-    """Stands for a `LocalOptimizer`."""
+    """Return a stand-in for a `LocalOptimizer`."""
     weight = module.weight
     state = SimpleNamespace(read_global=lambda: weight.detach(), slices=SimpleNamespace(numel=3))
     optimizer = torch.optim.AdamW([weight])

@@ -76,8 +76,11 @@ def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
 
 @contextmanager
 def relay(address: str, cut_after: int, pause: float) -> Iterator[tuple[str, list[int]]]:
-    """Pass on connections to an address; the first answer pauses after so many bytes, and is then cut if the pause is
-    negative. Yields the new address, and the bytes that each connection passed on."""
+    """Relay connections to an address. The first response pauses after `cut_after` bytes.
+
+    If `pause` is negative, the connection is cut instead. Yields the new address, and the number of bytes relayed per
+    connection.
+    """
     host, port = address.removeprefix("http://").split(":")
     passed = list[int]()
 
@@ -99,7 +102,7 @@ def relay(address: str, cut_after: int, pause: float) -> Iterator[tuple[str, lis
 
 
 def received(download: Download[Stored], pause: float) -> None:
-    while not download.advance(1.0, pause):  # the test's timeout ends it
+    while not download.advance(1.0, pause):  # limited by the test's timeout
         pass
     assert download.receiver.head == {"step": 3}
     assert download.receiver.tensors.keys() == dict(TENSORS).keys()
@@ -110,7 +113,7 @@ def test_download_with_cut_connection_resumes_where_it_stopped(server: SnapshotS
     with relay(server.address, 50_001, -1) as (address, passed):
         received(Download(address, "name", Stored), pause=5.0)
         assert len(passed) == 2
-        assert passed[1] < WEIGHTS.nbytes - passed[0] + 4096, "the rest alone"
+        assert passed[1] < WEIGHTS.nbytes - passed[0] + 4096, "only the rest is downloaded"
 
 
 def test_download_that_pauses_continues(server: SnapshotServer) -> None:
@@ -133,7 +136,7 @@ def test_download_ends_after_the_wanted_tensors(server: SnapshotServer) -> None:
 
 
 class Strict(Stored):
-    """Accepts only a head with a step."""
+    """Accepts only a head that has a "step"."""
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
         return super().begin({"step": head["step"] + 0}, layout)
@@ -249,7 +252,7 @@ def test_lighthouse_address_that_cannot_work_is_refused_by_name(address: str, sa
     assert str(error.value).startswith(address)
 
 
-def test_name_that_takes_long_to_resolve_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_host_name_resolution_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [ended.wait(60)])
     monkeypatch.setattr("lightning_sparse.elastic.direct.RESOLVE_SECONDS", 0.1)
@@ -258,7 +261,7 @@ def test_name_that_takes_long_to_resolve_is_refused_in_time(monkeypatch: pytest.
     ended.set()
 
 
-def test_store_of_a_node_listens_on_its_own_address_alone() -> None:
+def test_store_of_a_node_listens_only_on_its_own_address() -> None:
     store = _store_on("127.0.0.2")
     with socket.create_connection(("127.0.0.2", store.port), timeout=5):
         pass
@@ -301,14 +304,14 @@ def test_quorum_of_several_machines_has_no_member_with_a_loopback_address() -> N
     assert names_of(member("a", "10.0.0.1:1", "one", number=3), *far) == ["a", "b", "c"]
 
 
-def test_quorum_keeps_a_node_that_trains_with_a_loopback_address_and_refuses_other_machines() -> None:
+def test_quorum_with_a_training_loopback_node_excludes_other_machines() -> None:
     near = member("c", "10.0.0.1:1", "one", number=0)
     assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "10.0.0.2:1", "two", number=0), near) == ["a", "c"]
     assert names_of(member("a", "127.0.0.1:1", "one"), member("b", "127.0.0.1:2", "one")) == ["a", "b"]
 
 
 def test_group_between_nodes_listens_on_the_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default Gloo takes the address of the host name."""
+    """By default, Gloo uses the address of the host name."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before, store = listening(), _store_on("127.0.0.1")
     groups = [_process_group("127.0.0.2", timedelta(seconds=20)) for _ in range(2)]
@@ -327,7 +330,7 @@ def test_group_between_nodes_listens_on_the_address_of_its_node(monkeypatch: pyt
 
 
 def listening() -> set[str]:
-    """Addresses and ports in hexadecimal on which this process listens."""
+    """Return the addresses and ports in hexadecimal on which this process listens."""
     mine = {
         os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and os.path.lexists(each)
     }

@@ -1,4 +1,4 @@
-"""After an exception parameters keep their shapes, the user's error appears, and ranks save together or say why not."""
+"""After an exception parameters keep their shapes, the user's error appears, and ranks save or log why not."""
 
 import importlib
 import os
@@ -38,7 +38,7 @@ def saver(folder: str) -> Any:
 
 
 def stopped_in(place: str, folder: str, strategy: Any, module: Any, *more: Any) -> dict[str, Any]:
-    """Raise in the sixth batch; return what the user sees."""
+    """Raise in the sixth batch. Return the visible error, whether shapes are unchanged, and the log lines."""
     pl, lines = lightning_of(FLAVOUR), Lines()
 
     class Stop(pl.Callback):  # type: ignore[misc, name-defined]
@@ -111,7 +111,7 @@ def test_exception_on_one_rank_ends_all_and_shows_the_error(tmp_path: Path) -> N
         run_ranks(one_rank_alone, str(tmp_path), grace_s=GRACE_S, **MANY)
     text = str(failed.value)
     assert "StopError: out of memory, say" in text
-    assert not failed.value.stopped, "ranks that waited for longer than the grace period"
+    assert not failed.value.stopped, "some ranks waited for longer than the grace period"
 
 
 SHAPES = [(11, 13), (11,), (5, 11), (5,)]
@@ -147,9 +147,7 @@ def check(program: Program, found: dict[int, dict[str, Any]], folder: Path) -> N
 
 
 @pytest.mark.parametrize("start", [0, *(pytest.param(10 + n, marks=pytest.mark.slow) for n in range(STARTS))])
-def test_exception_in_random_places_shows_the_error_and_saves_a_checkpoint_or_logs_why_not(
-    start: int, tmp_path: Path
-) -> None:
+def test_random_exception_is_shown_and_saves_a_checkpoint_or_logs_why_not(start: int, tmp_path: Path) -> None:
     """Run three programs in which all ranks raise together and continue, and one with ranks in different places."""
     programs = [program_of(4 * start + number, together=number < 3) for number in range(4)]
     stopped: list[int] = []

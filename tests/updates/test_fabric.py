@@ -1,4 +1,4 @@
-"""`strategy="mstopk_local"` in Fabric, in both flavours, on real ranks."""
+"""`strategy="mstopk_local"` in Fabric, with both Lightning packages, on real ranks."""
 
 import os
 from functools import partial
@@ -42,7 +42,7 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
 
 
 def one_optimizer_of_two_modules(flavour: str) -> Tensor:
-    """Ranks begin with different weights."""
+    """Train two modules with one optimizer, from initial weights that differ by rank."""
     fabric = fabric_with(flavour, ours(flavour))
     torch.manual_seed(fabric.global_rank)
     modules = [fabric.setup_module(each) for each in (nn.Linear(13, 7), nn.Linear(7, 5))]
@@ -58,7 +58,7 @@ def one_optimizer_of_two_modules(flavour: str) -> Tensor:
 
 
 def one_optimizer_after_another(flavour: str) -> float:
-    """What the second begins with, beside the mean of what the nodes ended the first with: models that lack nothing."""
+    """Replace the optimizer. Return the distance of the new start from the mean of the nodes' models."""
     fabric = fabric_with(flavour, ours(flavour, step_ahead=1))
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 4)
@@ -70,7 +70,7 @@ def one_optimizer_after_another(flavour: str) -> float:
 
 
 def loads_something_else(flavour: str) -> Tensor:
-    """The end of a run that loads another module in its middle, and reads a file."""
+    """Return the final weights of a run that loads another module during training and reads a file."""
     fabric = fabric_with(flavour, ours(flavour))
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 4)

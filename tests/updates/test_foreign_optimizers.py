@@ -23,7 +23,7 @@ Make = Callable[[nn.Module], Optimizer]
 
 
 class Toy(nn.Module):
-    """A model with parameters that begin at zero and at one, and some of one element."""
+    """A model with parameters that are initially zero or one, and parameters of one element."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Masters(Optimizer):
 
 
 class ZeroState(Optimizer):
-    """Its state is zero for ten steps, and it counts them in a tensor: equal to parameters that are zero, or one."""
+    """Has a state that is zero for ten steps, and a step counter: both can equal parameters that are zero or one."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -84,8 +84,10 @@ class ZeroState(Optimizer):
 
 
 class PullsBack(torch.optim.SGD):
-    """Moves the weights in each step towards weights that only its own gradients change, as schedule-free optimizers
-    with a warm-up do: completely in step 1, by 80% in step 2, by less in each later step."""
+    """Moves the weights in each step towards weights that only its own gradients change.
+
+    Schedule-free optimizers with a warm-up do so: completely in step 1, by 80% in step 2, by less in each later step.
+    """
 
     steps, total = 0, 0
 
@@ -116,7 +118,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Clips(torch.optim.SGD):
-    """Keeps weights within bounds, where half of them are, as optimizers of binary weights do."""
+    """Clips weights to bounds, as optimizers of binary weights do. Half of the weights are at a bound."""
 
     BOUND = 0.05
 
@@ -128,7 +130,7 @@ class Clips(torch.optim.SGD):
 
 
 class NeverInitialized(Optimizer):
-    """Wraps another optimizer, and never calls ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
+    """Wraps another optimizer and never calls ``Optimizer.__init__``, as Lookahead in torch_optimizer does."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
@@ -160,7 +162,7 @@ MAKE: dict[str, Callable[..., Make]] = {
 
 
 def trained(make: Make, dtype: torch.dtype = torch.float32, count: int = STEPS + 6, **options: Any) -> dict[str, Any]:
-    """Train on 2 nodes; return what was refused, what was logged, the losses and the weights."""
+    """Train on 2 nodes. Return the error, the warnings, the losses and the weights."""
     lines, losses, model = Lines(), [], Toy(dtype)
     wrapped, optimizer, updates = start(make, model, **{"density": 0.1, **options})
     said = ""
@@ -198,9 +200,7 @@ def test_optimizer_with_master_weights_is_refused(ranks: RunRanks, place: str, d
 
 
 @pytest.mark.parametrize("options", [{"exchange": "dense"}, {"sync_every": 5, "density": 1.0, "delay": 0}])
-def test_optimizer_with_master_weights_is_refused_whatever_is_exchanged(
-    ranks: RunRanks, options: dict[str, Any]
-) -> None:
+def test_optimizer_with_master_weights_is_refused_with_every_exchange(ranks: RunRanks, options: dict[str, Any]) -> None:
     for found in ranks(of_kind, "masters", ("an attribute",), torch.float32, options, nodes=2, devices=1):
         assert "Masters undoes received updates" in found["said"]
 
@@ -215,7 +215,7 @@ def test_optimizer_that_steps_the_parameters_is_not_refused(ranks: RunRanks, kin
         assert torch.equal(each["weights"], found[0]["weights"])
 
 
-def test_optimizer_of_another_library_ends_where_torchs_does(ranks: RunRanks) -> None:
+def test_optimizer_outside_torch_equals_the_torch_optimizer(ranks: RunRanks) -> None:
     exact = {"density": 1.0, "value_dtype": "float32", "delay": 0}
     own = ranks(of_kind, "own", (), torch.float32, exact, nodes=2, devices=2)
     plain = ranks(of_kind, "plain", (), torch.float32, exact, nodes=2, devices=2)
@@ -248,8 +248,10 @@ def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
 
 
 class Sam(Optimizer):
-    """Steps by methods of its own, which call ``step()`` of another optimizer, as SAM does. The change between the
-    steps is equal on all nodes, so the result must equal DDP."""
+    """Steps in its own methods, which call ``step()`` of another optimizer, as SAM does.
+
+    The change between the steps is equal on all nodes, so the result must equal DDP.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -320,13 +322,13 @@ def stepped_with_a_closure() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fits", [stepped_by_its_own_methods, stepped_past_lightning, stepped_with_a_closure])
-def test_steps_of_any_form_give_the_result_of_ddp(fits: Callable[[], list[Tensor]]) -> None:
+def test_unusual_step_calls_give_the_result_of_ddp(fits: Callable[[], list[Tensor]]) -> None:
     for found, expected in run_ranks(fits, nodes=2, devices=1, timeout=100, init=False):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def with_and_without_saves() -> tuple[Tensor, Tensor]:
-    """The weights after a fit with saves within training steps, and after the same fit without a save."""
+    """Return the weights of a fit with saves within training steps, and of the same fit without a save."""
     ends = []
     for saves in (True, False):
         torch.manual_seed(0)

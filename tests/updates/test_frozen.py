@@ -1,4 +1,4 @@
-"""Layers that are frozen, or taken out of the optimizer, in the middle of a run keep the global weights."""
+"""Layers that are frozen, or removed from the optimizer, during a run keep the global weights."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def layer_of(model: nn.Module) -> Tensor:
 
 
 def stopped(way: dict[str, Any], how: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer in the global weights when its training stops, and later; and the other weights at the end."""
+    """Return a layer's global weights when its training stops, its final weights, and the other final weights."""
     topology, model = discover(), mlp()
     optimizer = sgd(model)
     updates = LocalUpdates(model, optimizer, UpdatesConfig(**way), topology)
@@ -42,7 +42,7 @@ def stopped(way: dict[str, Any], how: str) -> tuple[Tensor, Tensor, Tensor]:
             if how == "removed":
                 optimizer.param_groups[0]["params"] = list(model.parameters())[2:]
         optimizer.zero_grad(set_to_none=how != "zeroed")
-        loss_of(model, step, topology.node_index).backward()  # devices of a node average to this
+        loss_of(model, step, topology.node_index).backward()  # the mean over the devices of a node
         optimizer.step()
         updates.step()
     own = layer_of(model)

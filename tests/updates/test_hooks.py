@@ -1,4 +1,4 @@
-"""Every hook of a user sees the global weights, except within a training batch, and may change them."""
+"""A user's hooks see the global weights, except within a training batch, and may change them."""
 
 import importlib
 import os
@@ -25,8 +25,8 @@ SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
 results = results_in_one_start(SCENARIOS)
 Results = list[dict[str, Any]]
-MORE = int(os.environ.get("HOOK_PROGRAMS", 40))  # programs of the slow test
-AT_ONCE = 20  # in one start of ranks: each program makes process groups, whose threads stay
+MORE = int(os.environ.get("HOOK_PROGRAMS", 40))  # number of programs in the slow test
+AT_ONCE = 20  # programs per start of ranks: each program creates process groups, whose threads stay
 
 
 def check(seed: int, of_ranks: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> None:
@@ -69,7 +69,7 @@ def test_random_hooks_give_the_result_of_ddp(nodes: int, devices: int, begin: in
 
 @scenario
 def changed_at_start(_: str) -> list[Tensor]:
-    """The results of fits whose weights a hook sets before the first batch, and of a fit that begins with them."""
+    """Return the weights of fits in which a hook sets the initial weights, and of a fit that starts with them."""
     results = []
     for hook in ("on_fit_start", "on_train_start", None):
         module = adamw_module(FLAVOUR)
@@ -93,7 +93,7 @@ def test_weights_that_a_hook_sets_before_training_are_global_at_once(results: Re
 
 @scenario
 def exported_and_final(folder: str) -> dict[str, Any]:
-    """The difference between the weights in a save hook and in the file; the last saved and the final weights."""
+    """Return the difference between weights in a save hook and in the file, the last saved and the final weights."""
     pl = lightning_of(FLAVOUR)
     module, differences = adamw_module(FLAVOUR), []
 
@@ -110,7 +110,7 @@ def exported_and_final(folder: str) -> dict[str, Any]:
             "end": weights(module)}  # fmt: skip
 
 
-def test_hook_of_a_save_sees_the_saved_weights_and_the_last_save_has_the_final_ones(results: Results) -> None:
+def test_save_hook_sees_the_saved_weights_and_the_last_save_is_final(results: Results) -> None:
     for found in (each["exported_and_final"] for each in results):
         assert len(found["differences"]) == 4
         assert max(found["differences"]) == 0.0
@@ -119,7 +119,7 @@ def test_hook_of_a_save_sees_the_saved_weights_and_the_last_save_has_the_final_o
 
 @scenario
 def pruned(_: str) -> tuple[int, int]:
-    """Zeros where the mask has them, and other zeros of the mask, after a fit with sparse messages."""
+    """Return the number of pruned weights that are zero after a fit with sparse messages, and the number pruned."""
     callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
     module, masks = adamw_module(FLAVOUR, nn.Linear(13, 29)), []
 
@@ -141,7 +141,7 @@ def test_pruned_weights_stay_zero_after_the_fit(results: Results) -> None:
 
 @scenario
 def averaged_by_a_callback(_: str) -> tuple[Tensor, list[Tensor]]:
-    """The average of a callback over steps, and its weights in each step."""
+    """Return a callback's average over steps, and the weights that it saw in each step."""
     seen: list[Tensor] = []
 
     class Average(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
@@ -171,7 +171,7 @@ def changed_unlike(_: str) -> dict[str, tuple[str, list[str], Tensor]]:
 
 
 def changed_unlike_in(hook: str) -> tuple[str, list[str], Tensor]:
-    """A hook adds noise of its node; the error, the warnings and the weights."""
+    """Add noise that differs by node in a hook. Return the error, the warnings and the weights."""
     lines, module = Lines(), adamw_module(FLAVOUR)
 
     def add_noise(*_: Any) -> None:
@@ -195,7 +195,7 @@ def test_change_that_differs_between_nodes_is_averaged_with_a_warning(results: R
 
 @scenario
 def switched_for_validation(folder: str) -> dict[str, Any]:
-    """Train a module that validates other weights on each node. Return the weights that it sees and saves."""
+    """Train a module that validates with other weights on each node. Return the weights that it sees and saves."""
     seen, module = {}, adamw_module(FLAVOUR)
 
     def move(sign: float) -> None:
@@ -216,7 +216,7 @@ def switched_for_validation(folder: str) -> dict[str, Any]:
     return {**seen, "saved": torch.cat([each.flatten() for each in saved.values()]), "after": weights(module)}
 
 
-def test_weights_that_nodes_switch_for_validation_are_averaged(results: Results) -> None:
+def test_weights_replaced_for_validation_are_averaged_over_nodes(results: Results) -> None:
     one, other = (each["switched_for_validation"] for each in results)
     assert torch.allclose(one["validated"], one["before"] + 1.5)
     assert torch.equal(one["validated"], other["validated"])
@@ -273,7 +273,7 @@ def with_a_callback_of_rank_0(_: str) -> Tensor:
     return weights(fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=callbacks, **ranks()))
 
 
-def test_callback_of_one_rank_does_not_separate_collectives(results: Results, shards: Results) -> None:
+def test_callback_on_one_rank_keeps_collectives_in_order(results: Results, shards: Results) -> None:
     for of_cluster in (results, shards):
         first, *others = (each["with_a_callback_of_rank_0"] for each in of_cluster)
         assert all(torch.equal(first, other) for other in others)
@@ -281,7 +281,7 @@ def test_callback_of_one_rank_does_not_separate_collectives(results: Results, sh
 
 @scenario
 def saved_after_a_search(folder: str) -> list[float]:
-    """How far each checkpoint is from the global weights in a fit that began with the search for a learning rate."""
+    """Return how far each checkpoint is from the global weights in a fit that starts with a learning-rate search."""
     callbacks, module = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks"), adamw_module(FLAVOUR)
     module.lr, differences = 0.01, []
 
@@ -306,7 +306,7 @@ def test_saves_after_a_search_for_a_learning_rate_have_the_global_weights(result
 
 
 def scaled_after_validation(name: str) -> Tensor:
-    """The weights of a fit with a hook that scales them after each validation."""
+    """Return the weights of a fit with a hook that scales the weights after each validation."""
     module = plain_module(FLAVOUR, nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)), by_step=True)
 
     @torch.no_grad()

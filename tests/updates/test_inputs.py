@@ -1,4 +1,4 @@
-"""Options and optimizers that cannot work are refused; unusual ones that can, work."""
+"""Invalid options and optimizers are refused; unusual but valid ones work."""
 
 import re
 from copy import deepcopy
@@ -77,10 +77,10 @@ def refused() -> None:
     model[0].weight = nn.Parameter(torch.zeros(37, 13, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"parameter 0\.weight is of torch\.complex64"):
         LocalUpdates(model, sgd(model), config, topology)
-    dist.barrier()  # else a rank leaves while others still connect to it
+    dist.barrier()  # otherwise a rank could exit while the others still connect to it
 
 
-def test_optimizers_and_parameters_that_cannot_work_are_refused(ranks: RunRanks) -> None:
+def test_unsupported_optimizers_and_parameters_are_refused(ranks: RunRanks) -> None:
     ranks(refused, nodes=2, devices=1)
 
 
@@ -97,7 +97,7 @@ def ranks_differ() -> None:
         LocalUpdates(model, sgd(model), UpdatesConfig(), topology)
 
 
-def test_ranks_that_differ_are_refused(ranks: RunRanks) -> None:
+def test_ranks_with_different_models_or_options_are_refused(ranks: RunRanks) -> None:
     ranks(ranks_differ, nodes=2, devices=1)
 
 
@@ -105,7 +105,7 @@ def unequal() -> None:
     model = mlp()
     with pytest.raises(ValueError, match=r"nodes of \[1, 2\] devices cannot exchange slices"):
         LocalUpdates(model, sgd(model), UpdatesConfig(), discover())
-    dist.barrier()  # else a rank leaves while others still connect to it
+    dist.barrier()  # otherwise a rank could exit while the others still connect to it
 
 
 def test_nodes_of_unequal_size_are_refused(ranks: RunRanks) -> None:
@@ -113,7 +113,7 @@ def test_nodes_of_unequal_size_are_refused(ranks: RunRanks) -> None:
 
 
 class Sentences(nn.Module):
-    """Sparse gradients, two dtypes, a parameter without gradients and one of no elements."""
+    """Has sparse gradients, two dtypes, a parameter without gradients and an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_updates_of_sparse_gradients_and_several_dtypes_keep_ranks_equal(ranks: 
 
 
 def partly_frozen(all_given: bool, unfreezes: bool = False) -> tuple[list[Tensor], int, int]:
-    """Train the last layer; the optimizer is given all parameters or that layer's."""
+    """Train the last layer, with an optimizer of all parameters or of that layer only."""
     model = mlp(seed=dist.get_rank())
     layers = [each for each in model if isinstance(each, nn.Linear)]
     for parameter in nn.ModuleList(layers[:-1]).parameters():
@@ -187,7 +187,7 @@ def test_unfrozen_parameters_are_exchanged(ranks: RunRanks) -> None:
 
 
 def one_node_skips() -> tuple[Tensor, list[float]]:
-    """A loss scaler skips every third step on node 1 alone."""
+    """Train with a loss scaler that skips every third step on node 1 only."""
     ddp, optimizer, updates = start(adamw, mlp(), density=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     sent = []
@@ -232,10 +232,10 @@ def test_node_that_dies_fails_the_others_and_names_the_step(delay: int) -> None:
 
 
 def used_again() -> list[Tensor]:
-    """An optimizer goes from one `LocalUpdates` to the next, and goes on with its state."""
+    """Move an optimizer to a new `LocalUpdates`, where it continues with its state."""
     found = []
     for again in (False, True):
-        ddp, optimizer, updates = start(adamw, mlp(), density=0.1, step_ahead=1)  # a new one measures anew
+        ddp, optimizer, updates = start(adamw, mlp(), density=0.1, step_ahead=1)  # otherwise measured again
         steps(ddp, optimizer, updates, 0, 4)
         updates.finish()
         if again:
@@ -246,13 +246,13 @@ def used_again() -> list[Tensor]:
     return found
 
 
-def test_optimizer_used_again_goes_on_with_its_state(ranks: RunRanks) -> None:
+def test_reused_optimizer_continues_with_its_state(ranks: RunRanks) -> None:
     for first, second in ranks(used_again, nodes=2, devices=2):
         assert torch.equal(first, second)
 
 
 def added_later() -> list[Tensor]:
-    """Two optimizers; one gets parameters later, which begin alike on all ranks."""
+    """Train two optimizers. One of them gets parameters later, which are initially equal on all ranks."""
     topology = discover()
     torch.manual_seed(topology.rank)
     first, second = mlp(topology.rank), nn.Linear(5, 3)
@@ -282,7 +282,7 @@ def test_parameters_added_to_one_of_several_optimizers_are_exchanged(ranks: RunR
 
 
 def resumed_in_turn() -> tuple[Tensor, Tensor]:
-    """Two optimizers, one of them stepped now and then: its messages under way are older than the other's."""
+    """Two optimizers, one of which steps rarely, so that its messages in flight are older."""
 
     def begin() -> tuple[nn.Module, list[torch.optim.Optimizer], LocalUpdates]:
         torch.manual_seed(0)
@@ -313,7 +313,7 @@ def resumed_in_turn() -> tuple[Tensor, Tensor]:
     return shared_of(whole[2]), shared_of(resumed[2])
 
 
-def test_optimizers_that_step_at_other_times_resume_bit_identically(ranks: RunRanks) -> None:
+def test_optimizers_with_different_steps_resume_bit_identically(ranks: RunRanks) -> None:
     for whole, resumed in ranks(resumed_in_turn, nodes=2, devices=1):
         assert torch.equal(whole, resumed)
 
@@ -330,7 +330,7 @@ def test_loop_without_an_optimizer_runs(ranks: RunRanks) -> None:
 
 
 def moved_to_other_nodes() -> list[int]:
-    """Steps of two optimizers, one of which steps every third time, after what all nodes saved is taken up by them."""
+    """Step two optimizers, one of them every third time. Load the states of all nodes and return the steps."""
     topology = discover()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
@@ -366,7 +366,7 @@ def test_step_of_an_unknown_optimizer_is_refused(ranks: RunRanks) -> None:
 
 def test_buffers_that_become_trained_are_no_longer_averaged() -> None:
     module, stepped = nn.Linear(2, 3), set[int]()
-    buffers = Buffers(module, None, lambda: stepped)  # type: ignore[arg-type]  # nobody communicates
+    buffers = Buffers(module, None, lambda: stepped)  # type: ignore[arg-type]  # no communication
     buffers._drifting = {"weight", "bias"}
     assert buffers.own().keys() == {"weight", "bias"}
     stepped.add(id(module.weight))
@@ -387,7 +387,7 @@ def test_elastic_frozen_parameters_may_have_any_dtype_and_stay_frozen() -> None:
 
 
 def test_elastic_node_leaves_sigterm_to_lightning_after_the_fit() -> None:
-    """Its note ends a fit alone, so a later evaluation would not end."""
+    """The handler only ends a fit, so it must not stay for a later evaluation."""
     connector, adapter = SimpleNamespace(), MSTopKElasticFSDPStrategy(lighthouse="http://host:1")
     adapter._listen_for_sigterm(SimpleNamespace(_signal_connector=connector))
     assert connector._sigterm_notifier_fn
@@ -397,7 +397,7 @@ def test_elastic_node_leaves_sigterm_to_lightning_after_the_fit() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}])
 def test_optimizer_state_of_a_scalar_is_loaded_to_its_device(options: dict[str, Any]) -> None:
-    """A scale of CLIP, say; torch's own load does the same."""
+    """An example is CLIP's logit scale. torch's own load does the same."""
     scale = nn.Parameter(torch.ones((), device="meta"))
     optimizer = torch.optim.AdamW([scale])
     rest = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5), "exp_avg_sq": torch.tensor(0.25)}
@@ -408,8 +408,8 @@ def test_optimizer_state_of_a_scalar_is_loaded_to_its_device(options: dict[str, 
 
 
 @pytest.mark.parametrize("shape", [(5, 1), (1, 5)])
-def test_optimizer_state_of_rows_with_as_many_values_as_the_parameter_keeps_its_shape(shape: tuple[int, int]) -> None:
-    """Adafactor of other packages has such factors of rows and columns."""
+def test_optimizer_state_of_row_factors_keeps_its_shape(shape: tuple[int, int]) -> None:
+    """Adafactor in other packages keeps such factors of rows and columns."""
     weight, part = nn.Parameter(torch.ones(shape)), Part(0, 0, 5)
     optimizer = torch.optim.SGD([weight])
     optimizer.state[weight] = {"factor": torch.arange(5.0)}
@@ -419,7 +419,7 @@ def test_optimizer_state_of_rows_with_as_many_values_as_the_parameter_keeps_its_
 
 
 class UnitVectors(nn.Module):
-    """Buffers that a mean over ranks would shorten, and one that it would not."""
+    """Has two buffers of unit length, which a mean over ranks would shorten, and batch statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ class UnitVectors(nn.Module):
 
 
 def unit_vectors() -> tuple[dict[str, Tensor], float]:
-    """Return the averaged buffers, and how far this rank's own statistics were from them."""
+    """Return the averaged buffers, and the distance of this rank's own statistics from them."""
     torch.manual_seed(1)
     ddp, optimizer, updates = start(adamw, UnitVectors(), density=0.05)
     model = updates.module

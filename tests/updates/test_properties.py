@@ -1,4 +1,4 @@
-"""What must always hold, on real ranks: nodes share one model, nothing is lost, and limits equal DDP."""
+"""Invariants of updates on real ranks: nodes share one model, no update is lost, and limit cases equal DDP."""
 
 import re
 from copy import deepcopy
@@ -35,7 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, float, float]:
-    """The global weights, how far the balance of updates is off, and the size of the pending updates."""
+    """Return the global weights, the error in the balance of updates, and the size of pending updates."""
     ddp, optimizer, updates = start(adamw, shard_optimizer=sharded, **options)
     model = updates.module
     begin = flat_parameters(model).double().clone()
@@ -49,7 +49,7 @@ def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, flo
         whole(updates)
         told += before - flat_parameters(model).double()
         updates.step()
-    shared = shared_of(updates)  # nothing is in flight by now
+    shared = shared_of(updates)  # no message is in flight here
     pending = whole_pending(updates)
     arrived = mean_over_nodes(told) - mean_over_nodes(pending)
     balance = begin - shared - options.get("outer_lr", 1.0) * arrived
@@ -57,14 +57,14 @@ def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, flo
 
 
 def whole(updates: Any) -> None:
-    """After a sharded step each device has its own slice alone: share them."""
+    """Gather the slices, because a device steps only its own slice in a sharded step."""
     for node in updates.optimizers:
         if not node.division.steps_all:
             node.gather()
 
 
 def whole_pending(updates: Any) -> Tensor:
-    """This node's pending updates, in the order of the model's parameters. A collective of the node."""
+    """Return this node's pending updates in the order of the model's parameters. A collective inside the node."""
     (node,) = updates.optimizers
     total = torch.zeros(sum(p.numel() for p in node.parameters))
     at, places = 0, {}
@@ -80,7 +80,7 @@ def whole_pending(updates: Any) -> Tensor:
 
 @pytest.mark.parametrize(("nodes", "devices"), CLUSTERS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_nodes_share_one_model_and_nothing_is_lost(
+def test_nodes_share_one_model_and_lose_no_update(
     ranks: RunRanks, nodes: int, devices: int, options: dict[str, Any]
 ) -> None:
     results = ranks(fifty_one_steps, options, True, nodes=nodes, devices=devices)
@@ -92,7 +92,7 @@ def test_nodes_share_one_model_and_nothing_is_lost(
 
 
 def off_between_exchanges(options: dict[str, Any]) -> list[float]:
-    """After each step with nothing in flight: how far the parameters are from the share that they are to keep."""
+    """Return the distance of the parameters from the expected weights after each step with no message in flight."""
     ddp, optimizer, updates = start(adamw, density=0.05, step_ahead=0.4, **options)
     (node,) = updates.optimizers
     off = []
@@ -117,14 +117,16 @@ def off_between_exchanges(options: dict[str, Any]) -> list[float]:
     ids=str,
 )
 @pytest.mark.parametrize("sharded", [True, False])
-def test_model_keeps_the_share_between_exchanges(ranks: RunRanks, options: dict[str, Any], sharded: bool) -> None:
+def test_model_keeps_its_share_of_pending_updates_between_exchanges(
+    ranks: RunRanks, options: dict[str, Any], sharded: bool
+) -> None:
     for off in ranks(off_between_exchanges, {**options, "shard_optimizer": sharded}, nodes=2, devices=2):
         assert len(off) >= 4
         assert max(off) < 1e-6
 
 
 def slices_that_differ(options: dict[str, Any]) -> list[Tensor]:
-    """Devices of a node of which one has no slice, or one that is not trained and measures a share of its own."""
+    """Train two models: a device has no slice, or a device's slice is not trained and measures another step_ahead."""
     ends = []
     for model in (nn.Linear(1, 1, bias=False), nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))):
         ddp, optimizer, updates = start(sgd, model, shard_optimizer=False, **options)
@@ -164,9 +166,8 @@ def looked_at_or_not(options: dict[str, Any]) -> list[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_looks_between_steps_change_nothing(ranks: RunRanks, options: dict[str, Any]) -> None:
-    """Weights that are shown or saved between two steps have the messages that arrived until then, which the state
-    takes up at the next exchange."""
+def test_reading_weights_between_steps_changes_nothing(ranks: RunRanks, options: dict[str, Any]) -> None:
+    """Weights shown or saved between steps include received messages, which the state adds at the next exchange."""
     for looked, alone in ranks(looked_at_or_not, options, nodes=2, devices=2):
         assert all(map(torch.equal, looked, alone))
 
@@ -181,7 +182,7 @@ def test_sharded_step_equals_whole_step(ranks: RunRanks) -> None:
 
 
 def as_sgd_with_a_larger_rate(exchange: str) -> tuple[Tensor, Tensor]:
-    """With everything sent every step, an outer learning rate is one of the optimizer."""
+    """If everything is sent in every step, an outer learning rate scales the optimizer's learning rate."""
     ends = []
     for lr, outer_lr in ((0.05, 2.0), (0.1, 1.0)):
         options = {"exchange": exchange, "density": 1.0, "value_dtype": "float32", "delay": 0, "outer_lr": outer_lr}
@@ -234,7 +235,7 @@ def test_finish_sends_pending_updates(ranks: RunRanks, outer_lr: float) -> None:
 
 
 def two_optimizers_finish(exchange: str) -> Tensor:
-    """What 20 runs end with. While the first optimizer is flushed, the exchange of the second must not be under way."""
+    """Return the results of 20 runs. While the first optimizer is flushed, the second must not exchange."""
     ends = []
     for _ in range(20):
         model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
@@ -255,13 +256,13 @@ def two_optimizers_finish(exchange: str) -> Tensor:
 
 
 @pytest.mark.parametrize("exchange", ["sparse", "dense", "dense16"])
-def test_two_optimizers_finish_alike(ranks: RunRanks, exchange: str) -> None:
+def test_two_optimizers_finish_with_equal_weights_on_all_nodes(ranks: RunRanks, exchange: str) -> None:
     one, other = ranks(two_optimizers_finish, exchange, nodes=2, devices=1, timeout=30)
     assert torch.equal(one, other)
 
 
 def tiny_steps(step_ahead: float) -> tuple[Tensor, Tensor]:
-    """How far global weights of about 1 went in 50 steps of two units in their last place, and how far they should."""
+    """Return the change of weights of about 1 in 50 steps of two units in the last place, and the expected change."""
     ddp, optimizer, updates = start(sgd, nn.Linear(100, 1, bias=False), density=0.1, step_ahead=step_ahead)
     weight = updates.module.weight
     with torch.no_grad():
@@ -284,7 +285,7 @@ def test_updates_near_the_last_place_of_a_weight_are_kept(ranks: RunRanks, step_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ahead", [1, 0.7, 0.3, 0.001])
 def test_slices_without_a_step_are_unchanged(ahead: float, dtype: torch.dtype) -> None:
-    """The passes that write a model and that find what was done to it divide a tensor in different ways."""
+    """Writing the model and accumulating its change divide a tensor in different ways."""
     sizes = [1, 13, 70_001, 200_003]
     slices = Slices([torch.empty(n, dtype=dtype) for n in sizes], [Part(owner=0, begin=0, end=n) for n in sizes])
     global_S, pending_S = torch.randn(2, slices.numel, generator=torch.Generator().manual_seed(0))
@@ -317,9 +318,9 @@ def test_slices_follow_parameters_that_move(change: str) -> None:
 @pytest.mark.parametrize("odd", ["float64", "misaligned"])
 def test_slices_of_float64_or_misaligned_parameters_work(odd: str) -> None:
     weight = torch.ones(6, dtype=torch.float64)
-    if odd == "misaligned":  # as of a file that is mapped
+    if odd == "misaligned":  # like a tensor of a memory-mapped file
         weight = torch.frombuffer(bytearray(25), dtype=torch.float32, offset=1)
-        assert weight.data_ptr() % 4, "the test tests nothing"
+        assert weight.data_ptr() % 4, "the tensor must be misaligned"
     slices, global_S, local_S = Slices([weight], [Part(0, 0, 6)]), torch.zeros(6), torch.full((6,), 2.0)
     slices.lerp_into(local_S, global_S, 0.5)
     assert weight.eq(1).all()
@@ -330,7 +331,7 @@ def test_slices_of_float64_or_misaligned_parameters_work(odd: str) -> None:
 
 @pytest.mark.parametrize("ahead", [1.0, 0.5])
 def test_backward_through_overwritten_weights_is_an_error(ahead: float) -> None:
-    """Backward through weights that are no longer there is an error of autograd's, not a wrong gradient."""
+    """Backward through overwritten weights must raise an autograd error, not return a wrong gradient."""
     weight = nn.Parameter(torch.ones(4))
     loss = weight.square().sum()
     Slices([weight], [Part(0, 0, 4)]).lerp_into(torch.zeros(4), torch.ones(4), ahead)
@@ -339,7 +340,7 @@ def test_backward_through_overwritten_weights_is_an_error(ahead: float) -> None:
 
 
 def gone_back(options: dict[str, Any]) -> list[Tensor]:
-    """Weights after 8 steps, of a run and of one that went back to its third step after the sixth."""
+    """Return weights after 8 steps, of a run and of a run that went back from step 6 to step 3."""
     ends = []
     for went_back in (False, True):
         ddp, optimizer, updates = start(adamw, density=0.05, **options)
@@ -357,13 +358,13 @@ def gone_back(options: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "options", [{}, {"step_ahead": 0.5}, {"exchange": "dense16"}, {"exchange": "regional"}], ids=str
 )
-def test_run_goes_back_with_an_exchange_under_way(ranks: RunRanks, options: dict[str, Any]) -> None:
+def test_run_returns_to_a_checkpoint_during_an_exchange(ranks: RunRanks, options: dict[str, Any]) -> None:
     for ends in ranks(gone_back, options, nodes=2, devices=1):
         assert all(map(torch.equal, ends[:2], ends[2:]))
 
 
 def with_other_options(saved_with: dict[str, Any], resumed_with: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
-    """Shared weights of a run and of one that goes on from its state, and how far what is pending is off."""
+    """Return the global weights of a run and of a run that resumes it, and the difference in pending updates."""
     ddp, optimizer, updates = start(adamw, **saved_with)
     steps(ddp, optimizer, updates, 0, 7)
     content = (updates.metadata(), updates.state())
@@ -392,7 +393,7 @@ def both_ways(options: dict[str, Any], change: dict[str, Any]) -> list[tuple[Ten
 
 
 def traffic(sync_every: int) -> tuple[float, float, str]:
-    """Return the bytes per step that count for plain DDP, those of its all-reduce, and the line at the start."""
+    """Return the bytes per step counted for plain DDP, the bytes of an all-reduce, and the line at the start."""
     ddp, optimizer, updates = start(sgd, mlp(), sync_every=sync_every)
     steps(ddp, optimizer, updates, 0, 7)
     updates.finish()

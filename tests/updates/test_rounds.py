@@ -81,7 +81,9 @@ STRANGER = {"run": "x"}
         ),
     ],
 )  # fmt: skip
-def test_quorum(members: list[Member], run: str | None, token: str, known: str, training: str) -> None:
+def test_quorum_selects_run_weights_and_members(
+    members: list[Member], run: str | None, token: str, known: str, training: str
+) -> None:
     found = quorum_of(members)
     assert (found.token, names(found.members), names(found.training)) == (token, list(known), list(training))
     assert run is None or found.run == run
@@ -109,7 +111,7 @@ def test_node_that_loaded_equal_weights_leaves_the_shares_of_others() -> None:
 
 
 class Silent(Lighthouse):
-    """Has no quorum for anybody."""
+    """A lighthouse that never forms a quorum."""
 
     def __init__(self) -> None:
         self.name, self.heard = "a:1", list[NodeStatus]()
@@ -143,7 +145,7 @@ def settle(rounds: RoundProtocol, token: str, held: Tensor, now: str) -> list[Te
     return outcome.returned
 
 
-def test_messages_of_rounds_that_others_never_had_are_pending_again(rounds: RoundProtocol) -> None:
+def test_messages_of_rounds_unknown_to_others_are_pending_again(rounds: RoundProtocol) -> None:
     first, second = message(1), message(2)
     count(rounds, "0", "1b", first)
     count(rounds, "1b", "2b", second)
@@ -153,13 +155,13 @@ def test_messages_of_rounds_that_others_never_had_are_pending_again(rounds: Roun
     assert rounds.set_version("9c", 9, ["0", "1a", "9a"]) == ([], []), "once"
 
 
-def test_message_of_a_refused_round_counts_once_if_a_node_with_that_round_returns(rounds: RoundProtocol) -> None:
+def test_message_of_a_refused_round_counts_once_if_a_node_returns_with_it(rounds: RoundProtocol) -> None:
     sent, again = message(1), message(2)
     assert settle(rounds, "1a", sent, now="0") == [sent]
     count(rounds, "0", "1b", again)
     returned, had = rounds.set_version("3a", 3, ["0", "1a", "2a"])
     assert returned == [again]
-    assert had == [sent], "which is in the weights, and among what is pending"
+    assert had == [sent], "it is both in the weights and pending"
 
 
 def test_remaining_node_has_unsettled_messages_pending_again(rounds: RoundProtocol) -> None:
@@ -175,7 +177,7 @@ def test_dense_message_replaces_older_messages_in_the_ledger(rounds: RoundProtoc
 
 
 def test_node_that_observes_stays_the_first_node(rounds: RoundProtocol) -> None:
-    """It may observe to write a checkpoint, which no other node may write too."""
+    """A node may observe while it writes a checkpoint, which no other node may write at the same time."""
     for observes in (False, True):
         here = member(rounds.name, "0", 0, observes=observes)
         rounds._quorum_of([here, member("b:1", "0", 0)], Outcome())
@@ -183,7 +185,7 @@ def test_node_that_observes_stays_the_first_node(rounds: RoundProtocol) -> None:
 
 
 class Alone(Silent):
-    """Has nobody but the node itself."""
+    """A lighthouse that knows only the node itself."""
 
     def quorum(self, status: NodeStatus) -> list[Member]:  # type: ignore[override]
         return [Member(self.name, "", status)]
@@ -211,7 +213,7 @@ AHEAD = 6
 
 
 class Node:
-    """Draws one place after another."""
+    """Draws consecutive samples."""
 
     def __init__(self, name: str) -> None:
         self.assigner, self.place = SampleAssigner(name), 0
@@ -227,7 +229,7 @@ class Node:
 
 
 def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
-    """All nodes report and update. They draw as much as they may before and after it."""
+    """Let all nodes report and update, and draw as many samples as they may before and after it."""
     names = sorted(nodes)
     reports = [nodes[name].assigner.report() for name in names]
     for name in names:
@@ -241,8 +243,8 @@ def quorum(nodes: dict[str, Node], generator: random.Random) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
 @example(868, 0.0)  # a node draws across the border of two assignments
-def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(seed: int, misses: float) -> None:
-    """Nodes leave for good, or miss quorums."""
+def test_samples_are_drawn_once_and_only_shares_of_lost_nodes_are_skipped(seed: int, misses: float) -> None:
+    """Nodes leave forever, or miss quorums."""
     generator, gone, missed = random.Random(seed), list[Node](), 0
     nodes = last = {name: Node(name) for name in "abc"}
     for number in range(30):
@@ -262,7 +264,7 @@ def test_no_sample_is_drawn_twice_and_only_shares_of_lost_nodes_are_left_out(see
     counts = Counter(place for node in (*nodes.values(), *gone) for place in node.drawn)
     assert max(counts.values(), default=1) == 1
     drawn = {place for node in (*nodes.values(), *gone) for place in node.drawn if place < first}
-    assert first - len(drawn) <= (len(gone) + missed) * AHEAD * 40, "a few batches of each"
+    assert first - len(drawn) <= (len(gone) + missed) * AHEAD * 40, "a few batches per lost node"
 
 
 def test_epoch_without_samples_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -287,7 +289,7 @@ def test_node_that_draws_more_than_it_reported_warns_once(caplog: pytest.LogCapt
 
 def test_assigner_knows_whether_an_epoch_has_samples_left() -> None:
     assigner = SampleAssigner("b")
-    assert assigner.has_left(0, 99), "until it knows how long an epoch is"
+    assert assigner.has_left(0, 99), "the length of an epoch is unknown"
     assigner.update(["a", "b"], [assigner.report()] * 2)
     drawn = assigner.share(range(7), 0, device=0, devices=1)
     assert next(drawn) == 1
@@ -306,7 +308,7 @@ def test_epochs_of_several_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with others"])
 def test_samples_drawn_before_the_checkpoint_are_not_drawn_again(alone: bool) -> None:
-    """A node that joins others takes their progress instead of its own."""
+    """A node that joins others uses their progress instead of its own."""
     assigner, others = SampleAssigner("b"), SampleAssigner("a")
     assigner.start_at(6)
     members = [member("b", "saved", 4, progress=assigner.report())]
@@ -320,7 +322,7 @@ def test_samples_drawn_before_the_checkpoint_are_not_drawn_again(alone: bool) ->
 
 
 def of_device(device: int, size: int, ends: int | None = None) -> list[list[int]]:
-    """Return the samples of one of two devices in three epochs. Another node leaves at the place `ends`."""
+    """Return the samples of one of two devices in three epochs. Another node leaves at sample `ends`."""
     assigner, sampler = SampleAssigner("a"), ElasticSampler(range(size), shuffle=False)
     assigner.update(["a", "b"], [assigner.report()] * 2)
     if ends is not None:

@@ -1,4 +1,4 @@
-"""Nodes that make different numbers of steps: one node skips a step, or a training ends in the middle."""
+"""Nodes that make different numbers of steps: a node skips a step, or a training stops early."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -51,7 +51,7 @@ def lost(net: nn.Linear, start: Tensor, moved: Tensor) -> tuple[float, Tensor]:
 
 
 def train_until(topology: Topology, exchange: str, steps: int) -> None:
-    """Raise an exception in the middle of a training, as a user's code or Ctrl-C does."""
+    """Raise an exception during training, as user code or Ctrl-C does."""
     net, optimizer, updates = begin(topology, 1, exchange=exchange)
     try:
         train(net, optimizer, updates, range(steps))
@@ -61,7 +61,7 @@ def train_until(topology: Topology, exchange: str, steps: int) -> None:
 
 
 def interrupted_and_again(exchange: str, steps: tuple[int, int]) -> list[tuple[float, Tensor]]:
-    """Train twice after a training that ended at another step on each node."""
+    """Train twice after a training that ended at a different step on each node."""
     topology, found = discover(), []
     with suppress(Interrupted):
         train_until(topology, exchange, steps[dist.get_rank()])
@@ -79,7 +79,7 @@ def interrupted_and_again(exchange: str, steps: tuple[int, int]) -> list[tuple[f
     ("exchange", "steps"),
     [("sparse", (5, 6)), ("regional", (4, 3)), ("dense16", (5, 6)), ("dense", (5, 6)), ("dense", (5, 5))],
 )
-def test_training_after_one_that_ended_at_other_steps_loses_nothing(exchange: str, steps: tuple[int, int]) -> None:
+def test_training_after_an_interrupted_training_loses_no_update(exchange: str, steps: tuple[int, int]) -> None:
     results = run_ranks(interrupted_and_again, exchange, steps, nodes=2, devices=1, timeout=100)
     for (missing, weight), (_, other) in zip(*results, strict=True):
         assert missing < 1e-5
@@ -87,7 +87,7 @@ def test_training_after_one_that_ended_at_other_steps_loses_nothing(exchange: st
 
 
 def one_skips(exchange: str, sync_every: int, looks: bool) -> tuple[float, Tensor, list[str]]:
-    """Skip a step on node 1, and its call of ``updates.step()`` too."""
+    """Skip a step on node 1, including its call of ``updates.step()``."""
     net, optimizer, updates = begin(discover(), 1, exchange=exchange, sync_every=sync_every)
     start = net.weight.detach().clone()
     lines = Lines()
@@ -111,7 +111,7 @@ def of_both_nodes(tensor: Tensor) -> list[Tensor]:
     ("exchange", "sync_every", "looks"),
     [("sparse", 1, False), ("sparse", 3, True), ("regional", 3, True), ("dense16", 1, True), ("dense", 1, False)],
 )
-def test_step_that_one_node_skips_is_named_and_nothing_is_lost(
+def test_step_skipped_by_one_node_is_logged_and_loses_no_update(
     ranks: RunRanks, exchange: str, sync_every: int, looks: bool
 ) -> None:
     (missing, weight, lines), (_, other, quiet) = ranks(one_skips, exchange, sync_every, looks, nodes=2, devices=1)

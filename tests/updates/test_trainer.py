@@ -1,4 +1,4 @@
-"""`strategy="mstopk_local"` in a Trainer: callbacks and loggers work, and validation sees the global weights."""
+"""`strategy="mstopk_local"` in a Trainer: callbacks, loggers, and validation with the global weights."""
 
 import importlib
 from pathlib import Path
@@ -34,7 +34,7 @@ def local(flavour: str, **options: Any) -> Any:
 
 
 class Net(nn.Module):
-    """A net with batch norm, tied weights and a parameter that nothing uses."""
+    """Has batch norm, tied weights and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def adamw_module(flavour: str, net: nn.Module | None = None, **options: Any) -> 
 
 @scenarios.add
 def views(flavour: str) -> dict[str, Any]:
-    """What each hook and each phase sees of the weights."""
+    """Return the weights that each hook and each phase sees."""
     seen: dict[str, list[Tensor]] = {}
 
     class See(lightning_of(flavour).Callback):  # type: ignore[misc]
@@ -101,7 +101,7 @@ def test_hooks_and_phases_see_the_global_weights(results: Results) -> None:
     assert torch.equal(results[0]["views"]["epoch end"][0], results[0]["views"]["checkpoint"][0])
     assert results[0]["views"]["constant"] == torch.tensor(0.1)
     of_nodes = [results[rank]["views"]["training"][-1] for rank in (0, 2)]
-    assert not torch.equal(*of_nodes), "each node trains a model of its own"
+    assert not torch.equal(*of_nodes), "each node trains its own model"
 
 
 @scenarios.add
@@ -119,7 +119,7 @@ def everything_sent(flavour: str) -> dict[str, Any]:
     }
 
 
-def test_everything_sent_at_once_equals_ddp_with_accumulation(results: Results) -> None:
+def test_updates_with_everything_sent_equal_ddp_with_accumulation(results: Results) -> None:
     for each in results:
         found = each["everything_sent"]
         torch.testing.assert_close(found["ours"], found["ddp"], rtol=1e-6, atol=1e-6)
@@ -159,7 +159,7 @@ def ways_to_train(flavour: str) -> dict[str, Tensor]:
 
 @scenarios.add
 def shown_at_the_end_of_steps(flavour: str) -> dict[str, Tensor]:
-    """Training ends by its number of steps, in the middle of an epoch."""
+    """Stop a training by its number of steps, during an epoch."""
     seen = {}
 
     class See(lightning_of(flavour).Callback):  # type: ignore[misc]
@@ -172,7 +172,7 @@ def shown_at_the_end_of_steps(flavour: str) -> dict[str, Tensor]:
 
 @scenarios.add
 def buffers_that_come_late(flavour: str) -> dict[str, Tensor]:
-    """Pruning adds masks, which are buffers, while callbacks see the global weights."""
+    """Train with pruning, which adds masks as buffers while callbacks see the global weights."""
     callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
     module = adamw_module(flavour, nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5)))
     pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
@@ -191,13 +191,13 @@ def no_optimizers(flavour: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("scenario", ["shown_at_the_end_of_steps", "buffers_that_come_late", "no_optimizers"])
-def test_all_ranks_end_with_the_global_weights(results: Results, scenario: str) -> None:
+def test_fit_leaves_the_global_weights_on_all_ranks(results: Results, scenario: str) -> None:
     assert same_on_all_ranks(results, scenario)
 
 
 @scenarios.add
 def communication_hook(flavour: str) -> list[int]:
-    """Lightning registers it on CUDA alone; here, the group that it is given."""
+    """Return the group size that a communication hook gets. Lightning registers the hook only on CUDA."""
     hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks")
     hook = hooks.default_hooks.fp16_compress_hook
     sizes = []
@@ -218,7 +218,7 @@ def unfreezing(flavour: str) -> Any:
 
     class Unfreeze(callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
         def freeze_before_training(self, module: Any) -> None:
-            module.extra = nn.Linear(3, 3)  # rank 0's counts
+            module.extra = nn.Linear(3, 3)  # the weights of rank 0 are used
             self.freeze([module.extra])
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -248,7 +248,7 @@ def muon_module(flavour: str) -> Any:
         "by name", "gan", "averaging at epochs", "averaging at steps", "fused", "frozen, then unfrozen", "muon",
     ],
 )  # fmt: skip
-def test_all_ranks_end_with_equal_weights(results: Results, name: str) -> None:
+def test_fit_with_other_features_leaves_equal_weights_on_all_ranks(results: Results, name: str) -> None:
     if name not in results[0]["ways_to_train"]:
         pytest.skip("this Lightning has no WeightAveraging")
     assert same_on_all_ranks(results, "ways_to_train", name)
@@ -256,7 +256,7 @@ def test_all_ranks_end_with_equal_weights(results: Results, name: str) -> None:
 
 @scenarios.add
 def averaged(flavour: str) -> dict[str, float]:
-    """How far the weights that a fit ends with are from those that a callback averaged."""
+    """Return the distance between a fit's final weights and the weights that a callback averaged."""
     callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
     kinds = [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2)]
     kinds += [callbacks.WeightAveraging()] if hasattr(callbacks, "WeightAveraging") else []
@@ -303,7 +303,7 @@ def test_statistics_are_logged(results: Results) -> None:
 
 
 class Teacher(nn.Module):
-    """A net, and a copy that no optimizer steps."""
+    """A net and a copy of it that no optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,6 +355,6 @@ def skipping(folder: str) -> str:
     return raised(fitted, "pytorch_lightning", local("pytorch_lightning"), module, devices=1)
 
 
-def test_step_that_one_node_skips_is_an_error(tmp_path: Path) -> None:
+def test_step_skipped_by_one_node_is_an_error(tmp_path: Path) -> None:
     for said in run_ranks(skipping, str(tmp_path), nodes=2, devices=1, timeout=100, init=False):
         assert "node 0 in batch 4 with optimizer 0, node 1 in batch 5" in said

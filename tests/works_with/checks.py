@@ -1,4 +1,4 @@
-"""Checks of a library: results that equal DDP where they should, and a loss that falls."""
+"""Checks of a library: results must equal DDP in exact cases, and losses must fall."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Trains a toy model with all optimizers of three libraries, by DDP and by the strategies.
+"""Trains a toy model with all optimizers of three libraries, with DDP and with the strategies.
 
-Some parameters of the model are scalars, zeros or ones.
+Some parameters of the model are scalars, and some are zero or one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.updates.test_foreign_optimizers import Toy
 
 STEPS = 40
-RATES = [3e-3, 0.1, 1.0]  # learning rates; the first with which DDP trains is used
+RATES = [3e-3, 0.1, 1.0]  # learning rates; the first rate with which DDP trains is used
 LEAST, LEAST_OF_DDP = 0.95, 0.9  # an optimizer trains if its last loss is less than this times its first loss
 EXPLAINED = {"torch": {"LBFGS"}, "pytorch_optimizer": {"lbfgs", "dadaptadan"}}
 """Optimizers that a strategy may not train. LBFGS compares gradients of one function at several places: `mstopk_local`
@@ -33,7 +33,7 @@ Make = Callable[[nn.Module, float], Optimizer]
 
 
 def of_torch() -> dict[str, Make]:
-    """The optimizers of torch."""
+    """Return the optimizers of torch."""
     found = {
         name: each
         for name, each in vars(torch.optim).items()
@@ -48,7 +48,7 @@ def of_torch() -> dict[str, Make]:
 
 
 def of_timm() -> dict[str, Make]:
-    """The optimizers of timm."""
+    """Return the optimizers of timm."""
     import timm.optim as library
 
     def make(name: str) -> Make:
@@ -58,7 +58,7 @@ def of_timm() -> dict[str, Make]:
 
 
 def of_pytorch_optimizer() -> dict[str, Make]:
-    """The optimizers of pytorch_optimizer."""
+    """Return the optimizers of pytorch_optimizer."""
     import pytorch_optimizer as library
 
     def make(name: str) -> Make:
@@ -96,7 +96,7 @@ def losses_of(make: Make, lr: float, strategy: str, topology: Topology) -> list[
 
 
 def step(ddp: nn.Module, optimizer: Optimizer, engine: Any, number: int) -> float:
-    """Make one step, as Lightning does: with a closure."""
+    """Make one step with a closure, as Lightning does."""
     chance = torch.Generator().manual_seed(2 * number + dist.get_rank())
     x = torch.randn(32, 16, generator=chance)
 

@@ -1,4 +1,4 @@
-"""Fits of a module that uses another library, by both strategies and by DDP. `checks` compares their results."""
+"""Fits of a module that uses another library, with both strategies and with DDP. `checks` compares the results."""
 
 from __future__ import annotations
 

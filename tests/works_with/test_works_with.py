@@ -20,7 +20,7 @@ def skip_without(package: str) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_library_gives_the_result_of_ddp(name: str, devices: int, tmp_path: Path) -> None:
+def test_library_with_strategies_gives_the_result_of_ddp(name: str, devices: int, tmp_path: Path) -> None:
     package, make = LIBRARIES[name]
     skip_without(package)
     found = run_ranks(fits, make, str(tmp_path), nodes=2, devices=devices, timeout=280, init=False)

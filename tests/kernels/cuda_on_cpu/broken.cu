@@ -1,4 +1,4 @@
-// Kernels that are each wrong in one way, which the emulation must find, and one that is right.
+// Kernels with one fault each, which the emulation must find, and one kernel without a fault.
 #include <cuda_runtime.h>
 
 #include <map>
@@ -13,8 +13,8 @@ namespace {
 constexpr int kThreads = 64, kBlocks = 6;
 
 struct Data {
-  unsigned* words;  // [kThreads * kBlocks], written before
-  unsigned* fresh;  // as many, which nobody wrote
+  unsigned* words;  // [kThreads * kBlocks], initialized
+  unsigned* fresh;  // [kThreads * kBlocks], uninitialized
   unsigned* count;  // [2], zero
   float* sum;       // zero
 };
@@ -134,7 +134,7 @@ void run(void (*kernel)(Data)) {
 
 }  // namespace
 
-// Runs the kernel of that name; returns what was found, or the sum.
+// Runs the kernel of that name. Returns the fault that was found, or the sum.
 extern "C" const char* emulate_broken(const char* name, uint64_t seed) {
 #define KERNEL(kernel) {#kernel, kernel}
   const std::map<std::string, void (*)(Data)> kernels{

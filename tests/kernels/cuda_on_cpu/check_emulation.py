@@ -1,4 +1,4 @@
-"""The emulation must find each kind of fault, in kernels that have one fault each: `make check-emulation`."""
+"""The emulation finds each kind of fault, in kernels with one fault each: `make check-emulation`."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def said(broken: ctypes.CDLL, kernel: str, seed: int) -> str:
 
 
 @pytest.mark.parametrize("kernel", FOUND)
-def test_what_is_wrong_is_found(broken: ctypes.CDLL, kernel: str) -> None:
+def test_emulation_finds_each_fault(broken: ctypes.CDLL, kernel: str) -> None:
     found = [said(broken, kernel, seed) for seed in SEEDS]
-    # Some of these go well in a lucky order, as on a GPU; and an unlucky one may trip over another effect first.
+    # With a lucky order some faults have no effect, as on a GPU. An unlucky order may show another effect first.
     assert any(FOUND[kernel] in text for text in found), set(found)
     assert sum("sum" not in text for text in found) > len(SEEDS) // 2, found
 
 
-def test_a_result_that_depends_on_the_order_differs_between_seeds(broken: ctypes.CDLL) -> None:
+def test_result_that_depends_on_the_order_differs_between_seeds(broken: ctypes.CDLL) -> None:
     assert len({said(broken, "adds_in_any_order", seed) for seed in SEEDS}) > 1
 
 
-def test_a_right_kernel_passes(broken: ctypes.CDLL) -> None:
+def test_kernel_without_faults_passes(broken: ctypes.CDLL) -> None:
     assert {said(broken, "right", seed) for seed in range(60)} == {"sum 0.000000"}
 
 
-def test_a_seed_is_repeatable(broken: ctypes.CDLL) -> None:
+def test_seed_gives_repeatable_results(broken: ctypes.CDLL) -> None:
     for seed in SEEDS:
         first = said(broken, "adds_in_any_order", seed)
         assert said(broken, "adds_in_any_order", seed) == first
 
 
-def test_every_launch_and_shared_variable_is_rewritten() -> None:
+def test_launches_and_shared_variables_are_rewritten() -> None:
     text = as_cpp("alignas(16) __shared__ float a[kN];\n__shared__ int b;\nf<T><<<n, 32, 0, stream>>>(x, y);")
     assert text == (
         "auto& a = on_cpu::shared<float[kN]>([] {});\nauto& b = on_cpu::shared<int>([] {});\n"
@@ -72,6 +72,6 @@ def test_every_launch_and_shared_variable_is_rewritten() -> None:
         as_cpp("f<<<n, 32, 64, stream>>>(x);")
 
 
-def test_the_broken_kernels_are_all_tried(broken: ctypes.CDLL) -> None:
+def test_all_broken_kernels_are_tested(broken: ctypes.CDLL) -> None:
     text = Path(HERE / "broken.cu").read_text()
     assert text.count("__global__") == len(FOUND) + 2

@@ -1,11 +1,11 @@
-// As much of CUDA as the kernels use, on a CPU. emulation.py rewrites launches and `__shared__`, and compiles the
-// kernels so that each of their memory accesses calls memory.cpp, which checks it; threads.cpp runs the threads of
-// several blocks as coroutines, in an order that a seed decides.
+// The parts of CUDA that the kernels use, on a CPU. emulation.py rewrites launches and `__shared__`. It compiles the
+// kernels so that each memory access calls memory.cpp, which checks it. threads.cpp runs the threads of several blocks
+// as coroutines, in an order that a seed decides.
 //
-// Found: wrong logic, results that depend on the order of blocks or warps, accesses out of bounds, misaligned or of
-// memory that nobody wrote, data races (also between blocks, where fences are missing), barriers and warp collectives
-// that not all threads reach, blocks that wait for one that may never start. Not found: what only real hardware's
-// timing brings about. It says nothing about speed.
+// The emulation finds wrong logic and results that depend on the order of blocks or warps. It finds accesses that are
+// out of bounds, misaligned or of uninitialized memory. It finds data races (also between blocks without fences),
+// barriers and warp collectives that not all threads reach, and blocks that wait for a block that may never start. It
+// cannot find faults that depend on the timing of real hardware, and it says nothing about speed.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ namespace on_cpu {
 void check_alignment(const void* at, size_t size);
 }
 
-// Compilers copy them word by word, which alone would not show that they are misaligned.
+// Compilers copy them word by word, so the checks of single accesses would not detect a misaligned vector.
 struct alignas(8) uint2 {
   unsigned x, y;
 
@@ -64,14 +64,14 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t);
 namespace on_cpu {
 
 void launch(dim3 grid, unsigned block, const char* kernel, void (*call)(const void*), const void* body);
-// The calling block's variable; `site` tells one declaration from another.
+// The calling block's variable; `site` identifies the declaration.
 void* shared_memory(const void* site, size_t size);
-// Of 32 lanes, what each has deposited. All lanes of the warp must call it.
+// Returns the deposits of all 32 lanes. All lanes of the warp must call it.
 const uint64_t* exchange(uint64_t deposit);
 // Checks an atomic access, and may let other threads run before it.
 void atomic(const void* at, size_t size);
 
-// body must stay on the stack, where a std::function would not leave it: accesses to the heap are checked.
+// body must stay on the stack, because accesses to the heap are checked. A std::function would move it to the heap.
 template <typename Body>
 void launch(dim3 grid, unsigned block, const char* kernel, const Body& body) {
   launch(grid, block, kernel, [](const void* self) { (*static_cast<const Body*>(self))(); }, &body);

@@ -31,7 +31,7 @@ const char* emulate_compress(const void* grad, int dtype, int64_t numel, const f
   });
 }
 
-// Messages that are damaged may hold an element twice, so that two threads add to it at once, before it becomes NaN.
+// Damaged messages may contain an element twice. Then two threads add to it at once, before it becomes NaN.
 const char* emulate_accumulate(const uint8_t* messages, int64_t num_messages, int64_t num_regions, float* shard,
                                int64_t numel, int64_t k, int value_code, const float* alpha, int damaged) {
   const char* error = run([&] {

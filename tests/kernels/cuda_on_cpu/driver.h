@@ -1,5 +1,5 @@
-// What the entry points for ctypes share. Each returns null, or what went wrong. The kernels may use the memory that
-// they are given, to the byte, and only what was written is read.
+// Common code of the entry points for ctypes. Each returns null or an error text. The kernels may use the given memory
+// up to its last byte, and may read only initialized memory.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 #include "emulation.h"
 #include "mstopk_cuda.h"
 
-using namespace lightning_sparse;  // of the drivers, which alone include this
+using namespace lightning_sparse;  // only the drivers include this file
 
 inline std::string said;
 

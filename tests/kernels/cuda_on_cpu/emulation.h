@@ -1,4 +1,4 @@
-// What threads.cpp, memory.cpp and driver.cpp share.
+// Shared declarations of threads.cpp, memory.cpp and driver.cpp.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,14 @@
 
 namespace on_cpu {
 
-using Epochs = std::unordered_map<unsigned, uint32_t>;  // block -> its accesses before this barrier are known about
+using Epochs = std::unordered_map<unsigned, uint32_t>;  // block -> the barrier before which its accesses are visible
 
-// Who accesses memory, as memory.cpp sees it.
+// A thread that accesses memory, as seen by memory.cpp.
 struct Self {
   unsigned block, thread;
-  uint32_t epoch;       // barriers of the block that this thread has passed
-  Epochs known, heard;  // of other blocks: what happened before, and what will have after the next fence
-  Epochs fenced;        // what this thread's atomics tell others, since its last fence
+  uint32_t epoch;       // number of its block's barriers that this thread has passed
+  Epochs known, heard;  // accesses of other blocks that are visible now, and after the next fence
+  Epochs fenced;        // accesses that this thread's atomics publish, since its last fence
   const char* stack;
   size_t stack_size;
 };
@@ -33,7 +33,7 @@ void add_memory(const void* data, size_t size, bool written, const char* name);
 void remove_memory(const void* data);
 void mark_written(const void* data, size_t size);
 void forget_all_memory();
-void kernel_starts(const char* frame);  // of the launching function
+void kernel_starts(const char* frame);  // frame of the launching function
 void enter(Self* self);                 // null: no kernel is running
 void fence(Self& self);
 void ignore_races(bool ignore);

@@ -1,9 +1,10 @@
-// Checks each access of a kernel. g++ -fsanitize=thread calls the functions at the end of this file; its own runtime is
-// not linked.
+// Checks each access of a kernel. Code compiled with g++ -fsanitize=thread calls the functions at the end of this file,
+// which replace the runtime of the sanitizer.
 //
-// Two accesses race if one of them writes, not both are atomic, and nothing orders them: a barrier of their block, or,
-// between blocks, a fence and an atomic write there, an atomic read and a fence here, with a barrier of the block on
-// either side. (What a thread wrote since its last barrier counts as not yet told to others: kernels should have one.)
+// Two accesses race if one of them writes, not both are atomic, and nothing orders them. A barrier orders accesses of
+// one block. Between blocks, the order needs a fence and an atomic write in one block, an atomic read and a fence in
+// the other, and a barrier in each block on its side. (Writes since a thread's last barrier do not count as published,
+// because kernels should have a barrier there.)
 #include <link.h>
 
 #include <algorithm>
@@ -17,15 +18,15 @@
 namespace on_cpu {
 namespace {
 
-constexpr size_t kGranule = 1;  // bytes a cell stands for
+constexpr size_t kGranule = 1;  // bytes per cell
 constexpr size_t kLauncher = 1 << 16;
 
-struct Stamp {  // who accessed it last; launch 0: nobody
+struct Stamp {  // the last access; launch 0: none
   uint64_t launch : 10 = 0, block : 20 = 0, thread : 10 = 0, epoch : 23 = 0, atomic : 1 = 0;
 };
 
 struct Cell {
-  Stamp write, read, read_before;  // the last reader, and the last one before that was another
+  Stamp write, read, read_before;  // the last reader, and the last reader of another thread before it
 };
 
 struct Region {
@@ -35,10 +36,10 @@ struct Region {
   std::vector<bool> written;
 };
 
-std::map<const char*, Region> regions;  // by their end
-std::unordered_map<const void*, Epochs> told;  // by atomics on this address
+std::map<const char*, Region> regions;  // key: end of the region
+std::unordered_map<const void*, Epochs> told;  // accesses published by atomics on this address
 Self* self;
-const char* launcher;  // its frame, where the arguments of the launch lie
+const char* launcher;  // its frame contains the arguments of the launch
 uint64_t launch;
 bool races_count = true;
 
@@ -61,7 +62,7 @@ std::pair<uintptr_t, uintptr_t> find_image() {
   return image;
 }
 
-// Stacks, arguments of the launch, constants, threadIdx and the like.
+// Stacks, arguments of the launch, constants, threadIdx and similar memory.
 bool is_private(const char* at) {
   static const auto image = find_image();
   const auto address = reinterpret_cast<uintptr_t>(at);
@@ -132,7 +133,8 @@ void access(const void* address, size_t size, bool write, bool atomic) {
   for (size_t i = 0; i < size; i += kGranule) access_cell(found->second, at + i, write, atomic);
 }
 
-// An atomic read hears what was told at this address; an atomic write tells what the last fence covered.
+// An atomic read receives the accesses published at this address. An atomic write publishes the accesses before the
+// last fence.
 void pass_on(const void* address, bool read, bool write) {
   Epochs& said = told[address];
   if (read) join(self->heard, said);

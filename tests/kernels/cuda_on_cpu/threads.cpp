@@ -1,5 +1,5 @@
-// Runs a grid: a few blocks at a time are resident, their threads are coroutines, and whenever one waits or yields the
-// seed decides who runs next.
+// Runs a grid. A few blocks at a time are resident, and their threads are coroutines. If a thread waits or yields, the
+// seed decides which thread runs next.
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -35,11 +35,11 @@ struct Thread {
   bool started = false;
   uint64_t deposit = 0;
   unsigned collectives = 0;
-  int votes = 0;  // of all, at the last barrier
+  int votes = 0;  // of all threads, at the last barrier
 };
 
 struct Warp {
-  uint64_t deposits[2][32];  // of alternate collectives, since a fast lane may be one ahead
+  uint64_t deposits[2][32];  // for alternate collectives, because a fast lane may be one collective ahead
   int arrived = 0;
 };
 
@@ -170,7 +170,7 @@ void step(size_t choice) {
   }
 }
 
-// How a launch prefers among the threads that could run: all alike, or to go on where it was, for short or for long.
+// How a launch chooses among runnable threads: uniformly, or staying with one thread for a short or a long time.
 size_t choose(size_t before, uint64_t stay) {
   const size_t count = block->ready.size();
   return before < count && random_below(256) < stay ? before : random_below(count);
