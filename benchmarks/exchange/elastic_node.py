@@ -25,7 +25,8 @@ from torch import Tensor
 from benchmarks.convergence import text
 from benchmarks.convergence.runs import Run
 from lightning_sparse.elastic.rounds import Round, RoundProtocol
-from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, ElasticUpdateState
+from lightning_sparse.elastic.state import ElasticUpdateState
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates
 from lightning_sparse.topology import discover
 
 NODES = 3
@@ -113,7 +114,7 @@ def main() -> None:
         if step % KEPT_EVERY == 0 and step < node.steps:
             with updates.global_weights():
                 torch.save(learner.model.state_dict(), folder / f"{step}.pt")
-        digest = hashlib.sha1(updates._state.global_S.numpy().tobytes()).hexdigest()[:12]
+        digest = hashlib.sha1(updates.optimizers[0].state.global_S.numpy().tobytes()).hexdigest()[:12]
         weights: dict[str, Any] = {"token": version.token, "digest": digest} if version.token else {}
         tell(step=step, number=version.number, seconds=seconds, loss=loss.item(), **weights, **updates.gauges())
     updates.finish()

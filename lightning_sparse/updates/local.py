@@ -160,10 +160,13 @@ class LocalUpdates(Engine):
             for one in self.optimizers:  # all, before a flush uses their process group
                 one.state.receive()
             self.exchange.runner.wait()  # for other modules with this topology
-            for one in self.optimizers:
-                one.flush()
+            self._flush()
             self.buffers.average()
         self._all_sent = True
+
+    def _flush(self) -> None:
+        for one in self.optimizers:
+            one.flush()
 
     def warn_of_no_step(self) -> None:
         self.log_once(

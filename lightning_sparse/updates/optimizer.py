@@ -168,10 +168,14 @@ class LocalOptimizer:
             self.gather()
 
     def flush(self) -> None:
-        if self.probe is not None:
-            self.probe.cancel()  # in case an exception ended the step
+        self.cancel_probe()
         self.state.flush()
         self.gather()
+
+    def cancel_probe(self) -> None:
+        """Remove the probe's change of the parameters, in case an exception ended the step."""
+        if self.probe is not None:
+            self.probe.cancel()
 
     def gather(self) -> None:
         self.division.gather()

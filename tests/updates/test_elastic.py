@@ -178,7 +178,17 @@ def test_step_ahead_is_measured_soon_after_a_node_has_joined(trio: Nodes) -> Non
 # -- nodes with other options ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay": 0},
+        {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5},
+        {"optimizers": 2},
+        {"optimizers": 2, "delay": 0, "flush_every": 5},
+        {"optimizers": 2, "sync_every": 3, "delay": 2, "step_ahead": 0.5},
+    ],
+    ids=str,
+)
 def test_nodes_lose_no_updates_when_one_of_them_is_killed(nodes: Nodes, options: dict[str, Any]) -> None:
     begin(nodes, "ab", **STANDARD, **options)
     begun = nodes.wait_for("b", of(2))["number"]

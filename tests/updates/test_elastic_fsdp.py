@@ -101,18 +101,18 @@ def test_nodes_without_a_fault_match_the_weights_of_fixed_nodes(nodes: Nodes, op
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nodes_of_two_devices_killed_at_random_moments_rejoin(nodes: Nodes, dtype: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"optimizers": 2}], ids=str)
+def test_nodes_of_two_devices_killed_at_random_moments_rejoin(nodes: Nodes, options: dict[str, Any]) -> None:
     generator = random.Random(3)
     for name in "abc":
-        start(nodes, name, dtype=dtype)
+        start(nodes, name, **options)
     nodes.wait_for("a0", of(3))
     for _ in range(20):
         name = generator.choice("abc")
         time.sleep(generator.uniform(0, 1))
         kill(nodes, name)
         time.sleep(generator.uniform(0, 2))
-        start(nodes, name, dtype=dtype)  # while another may die
+        start(nodes, name, **options)  # while another may die
     for name in "abc":
         nodes.wait_for(f"{name}1", of(3), timeout=120)
     finish(nodes, "abc")

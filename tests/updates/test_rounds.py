@@ -16,7 +16,8 @@ from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
 from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol, _refusal, quorum_of
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
-from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdateState
+from lightning_sparse.elastic.state import ElasticUpdateState
+from lightning_sparse.elastic.updates import ElasticConfig
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.paths import Sparse, TensorSpec
 from lightning_sparse.kernels import compress
@@ -294,6 +295,36 @@ def test_assigner_knows_whether_an_epoch_has_samples_left() -> None:
     assert [assigner.has_left(0, samples) for samples in (3, 4)] == [True, False], "1, 3 and 5 of 0 to 6"
     assert assigner.has_left(1, 4), "7, 9, 11 and 13"
     assert list(drawn) == [3, 5]
+
+
+def test_node_that_leaves_out_the_rest_of_an_epoch_draws_no_sample_of_a_joining_node() -> None:
+    """It draws from the next epoch while the quorum is formed in which another node joins."""
+    size = 10 * AHEAD
+    a, b = Node("a"), Node("b")
+    a.assigner.expect(size)
+    quorum({"a": a}, random.Random(0))
+    a.draw(3)
+    assert not a.assigner.skip_to(0, 1)
+    assert a.assigner.skip_to(1, 1)
+    assert not a.assigner.skip_to(1, 1), "the others know"
+    a.place = size
+    a.assigner.update(["a"], [a.assigner.report()])
+    reports = [a.assigner.report(), b.assigner.report()]
+    a.draw(AHEAD)
+    for node in (a, b):
+        node.assigner.update(["a", "b"], reports)
+    b.place = size
+    for node in (a, b):
+        node.draw(size // 3)
+    drawn = a.drawn + b.drawn
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_node_that_draws_a_whole_epoch_leaves_out_nothing() -> None:
+    assigner = SampleAssigner("a")
+    assigner.update(["a", "b"], [assigner.report()] * 2)
+    list(assigner.share(range(8), 0, device=0, devices=3))
+    assert not assigner.skip_to(1, 3), "a rest that is smaller than a batch"
 
 
 def test_epochs_of_several_sizes_are_refused() -> None:
