@@ -51,8 +51,42 @@ def snapshot_of(
             tensors.append((f"{MODULE}/{name}", flat if name in parameters else flat.to("cpu", copy=True)))
         else:
             others[name] = value
+    head = {**head, "trained": trained_of(optimizers, names), "places": places_of(optimizers, names)}
     groups = [optimizer_state.options_of(one.optimizer) for one in optimizers]
     return Snapshot({**head, "optimizer": rest, "groups": groups, "module": others}, tensors)
+
+
+def trained_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return for each optimizer the names in each of its groups, and the names of the exchanged parameters."""
+    return [
+        {
+            "groups": [[names[id(p)] for p in group["params"]] for group in one.optimizer.param_groups],
+            "exchanged": [names[id(p)] for p in one.parameters],
+        }
+        for one in optimizers
+    ]
+
+
+def places_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> list[list[Any]]:
+    """Return the pieces of parameters that this device exchanges."""
+    return [[list(place) for place in one.state.slices.named(names)] for one in optimizers]
+
+
+class OtherParameters(RuntimeError):
+    """The peer exchanges other parameters: they were added or unfrozen during the run.
+
+    Attributes:
+        trained: the peer's `trained_of`.
+    """
+
+    def __init__(self, mine: list[dict[str, Any]], trained: list[dict[str, Any]]) -> None:
+        here, there = ({name for each in of for name in each["exchanged"]} for of in (mine, trained))
+        super().__init__(
+            f"this node trains {len(here - there)} parameters that the other nodes do not train, and lacks "
+            f"{len(there - here)} of theirs. Parameters were added, unfrozen or removed during the run. Start this "
+            f"node again, with the same frozen parameters and optimizers as the other nodes."
+        )
+        self.trained = trained
 
 
 def with_elements(optimizers: Sequence[LocalOptimizer]) -> list[LocalOptimizer]:
@@ -80,15 +114,28 @@ class DeviceReceiver(Receiver):
     def __init__(
         self, optimizers: Sequence[LocalOptimizer], module: nn.Module, names: Mapping[int, str], *, joins: bool
     ) -> None:
-        self._optimizers, self._module, self._joins = optimizers, module, joins
+        self._optimizers, self._module, self._names, self._joins = optimizers, module, names, joins
         self._stepped = {names[id(p)]: (one.optimizer, p, part) for one in optimizers for p, part in one.stepped()}
         self._found: dict[str, dict[str, Any]] = {name: {} for name in self._stepped}
         self._others = not_exchanged(optimizers, module)
         self.weights: list[Tensor] = []
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
-        """Store the head, and return the number of tensors to receive."""
-        missing = {"version", "run", "history", "optimizer", "groups", "module"} - set(head)
+        """Store the head, and return the number of tensors to receive.
+
+        Raises:
+            OtherParameters: if the peer exchanges other parameters.
+            RuntimeError: if it has another model, or divides its parameters differently.
+        """
+        missing = {"version", "run", "history", "trained", "places", "optimizer", "groups", "module"} - set(head)
+        mine = trained_of(self._optimizers, self._names)
+        if not missing and head["trained"] != mine:
+            raise OtherParameters(mine, head["trained"])
+        if not missing and head["places"] != places_of(self._optimizers, self._names):
+            raise RuntimeError(
+                "the devices of a training node divide the parameters differently, because some parameters were added "
+                "or unfrozen later. Use nodes of one device, or strategy='mstopk_elastic_fsdp'."
+            )
         weights = [(WEIGHTS, "float32", one.state.slices.numel) for one in with_elements(self._optimizers)]
         if missing or len(head["version"]) != 2 or list(layout[: len(weights)]) != weights:
             raise RuntimeError(

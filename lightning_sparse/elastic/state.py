@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol
+from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol, Sizes
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.wire import nonfinite_of
 from lightning_sparse.messages import log
 from lightning_sparse.updates.agreement import UpdateCorrelation
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import InFlight, SparseUpdateState
+from lightning_sparse.updates.state import InFlight, SparseUpdateState, UpdateState
 
 TRIES_TO_FLUSH = 3
 
@@ -116,12 +115,6 @@ class ElasticUpdateState(SparseUpdateState):
         super().set_pending(pending_S)
         self._returned = []
 
-    def migrate_from(self, before: Any) -> None:
-        raise ValueError(
-            "parameters were added to an optimizer or unfrozen during the run, and joining nodes would not know them. "
-            "Give the optimizer all parameters at the start, unfrozen, or use strategy='mstopk_local'."
-        )
-
     def _update_local_fraction(self) -> None:
         nodes = self._rounds.num_nodes
         if self._correlation is not None and nodes and not self._config.measures_ahead(nodes):
@@ -189,23 +182,6 @@ class OptimizerRounds:
     @property
     def exchange(self) -> Exchange:
         return self._all_states()[0].exchange
-
-    def fit(self) -> None:
-        """Tell the protocol the sizes of this device's payloads.
-
-        Raises:
-            ValueError: if this device has nothing to exchange.
-        """
-        states = self.states
-        if not states:
-            raise ValueError(
-                "this device has no parameters to exchange, because the model is too small. Use fewer devices per node."
-            )
-        self._peers.fit(
-            sum(each.message_bytes for each in states),
-            sum(each.sample_bytes for each in states),
-            sum(each.slices.numel for each in states),
-        )
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -405,6 +381,24 @@ class RoundJob:
 
     def apply(self) -> Sequence[Tensor]:
         return ()
+
+
+def sizes_of(states: Sequence[UpdateState]) -> Sizes:
+    """Return the sizes of this device's payloads.
+
+    Raises:
+        ValueError: if this device has nothing to exchange.
+    """
+    found = [each for each in states if isinstance(each, ElasticUpdateState) and each.slices.numel]
+    if not found:
+        raise ValueError(
+            "this device has no parameters to exchange, because the model is too small. Use fewer devices per node."
+        )
+    return Sizes(
+        sum(each.message_bytes for each in found),
+        sum(each.sample_bytes for each in found),
+        sum(each.slices.numel for each in found),
+    )
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ updates become pending again. A node that is alone in a round sends everything. 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 import threading
@@ -23,24 +24,29 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import options
 from lightning_sparse._version import __version__
-from lightning_sparse.elastic.device_state import DeviceReceiver, snapshot_of
+from lightning_sparse.agree import fingerprint
+from lightning_sparse.elastic.device_state import DeviceReceiver, OtherParameters, snapshot_of
 from lightning_sparse.elastic.lighthouse import Lighthouse
-from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol, from_first
+from lightning_sparse.elastic.rounds import Layout, Outcome, Round, RoundProtocol, from_first
 from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
-from lightning_sparse.elastic.state import ElasticUpdateState, OptimizerRounds
+from lightning_sparse.elastic.state import ElasticUpdateState, OptimizerRounds, sizes_of
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.messages import SLOW_AFTER, log
-from lightning_sparse.sharding import trainable_params
+from lightning_sparse.sharding import local_of, trainable_params
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.local import LocalUpdates, options_to_compare
+from lightning_sparse.updates.optimizer import LocalOptimizer
 from lightning_sparse.updates.optimizer_state import to_python
 from lightning_sparse.updates.slices import Slices
+from lightning_sparse.updates.state import UpdateState
 
 WATCH_SECONDS = 0.05
+CHANGE_TIMEOUTS = 10
+"""Timeouts that a node with added or unfrozen parameters waits for the same change of other nodes."""
 UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Supported dtypes of parameters."""
@@ -127,6 +133,7 @@ class ElasticUpdates(LocalUpdates):
     kind = "elastic"
     in_step = False
     _joined = False  # this node has joined training nodes
+    _adopts = False  # this node takes over the parameters that the others train
     _begins: bool  # this node begins a run
 
     def __init__(
@@ -161,9 +168,7 @@ class ElasticUpdates(LocalUpdates):
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
-            self._rounds.fit()
-            # slices of devices differ in size
-            self.peers.facts["sizes"] = self._from_first(lambda: list(self.peers.sizes))
+            self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
             self.exchange.runner = FifoLanes()  # threads on GPUs, too, because rounds make the host wait
             if version is not None:
                 self.peers.token, self.peers.number, place, run = version
@@ -182,6 +187,61 @@ class ElasticUpdates(LocalUpdates):
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticUpdateState:
         return ElasticUpdateState(slices, exchange, config, self._rounds)
+
+    def _layout_of(self, states: Sequence[UpdateState]) -> Layout:
+        """Return the exchanged parameters, with these states. A collective of the node."""
+        sizes, parameters = sizes_of(states), [[self.names[id(p)] for p in one.parameters] for one in self.optimizers]
+        digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:8]
+        trained = f"{sum(map(len, parameters))} parameters with digest {digest}"
+        return Layout(trained, sizes, [list(each) for each in _gather(self._main, sizes)])
+
+    def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None:
+        """Wait until all nodes add or unfreeze the same parameters. Rounds that they count meanwhile are observed.
+
+        Raises:
+            ValueError: if most nodes do not make the same change in time.
+        """
+        layout = self._layout_of([after if each is one else each.state for each in self.optimizers])
+        if self._adopts:
+            return
+        known = {id(p) for p, _ in one.state.slices.pieces}
+        added = [
+            (self.names[id(p)], int(fingerprint(local_of(p)))) for p, _ in after.slices.pieces if id(p) not in known
+        ]
+        values = repr(_gather(self._main, added))
+        change = f"{layout.trained} and values {hashlib.sha256(values.encode()).hexdigest()[:8]}"
+        self._stop_watching()
+        self._rounds.receive()
+        log.info("parameters were added or unfrozen: this node waits until the other nodes do the same")
+        self.peers.propose(layout, change)
+        self._watch.start()
+        until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
+        while not self._from_first(self._is_changed):
+            self.peers.impatient = time.monotonic() > until
+            time.sleep(WATCH_SECONDS)
+        self._stop_watching()
+        self.peers.changed = False
+
+    def _is_changed(self) -> bool:
+        self._watch.check()
+        return self.peers.changed
+
+    def _adopt(self, trained: list[dict[str, Any]]) -> None:
+        """Train the parameters that the other nodes train. Every device of the node calls it."""
+        log.info("this node adds or unfreezes parameters, as the other nodes did before")
+        parameters, self._adopts = dict(self.module.named_parameters()), True
+        for one, theirs in zip(self.optimizers, trained, strict=True):
+            groups, optimizer = [[parameters[name] for name in names] for names in theirs["groups"]], one.optimizer
+            del optimizer.param_groups[len(groups) :]
+            for group, found in zip(optimizer.param_groups, groups, strict=False):
+                group["params"] = found
+            for found in groups[len(optimizer.param_groups) :]:
+                optimizer.add_param_group({"params": found})
+            for name in theirs["exchanged"]:
+                parameters[name].requires_grad_(True)
+            one.follow_groups()
+        self._adopts = False
+        self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
 
     def _states(self) -> list[ElasticUpdateState]:
         return [each.state for each in self.optimizers if isinstance(each.state, ElasticUpdateState)]
@@ -431,7 +491,7 @@ class ElasticUpdates(LocalUpdates):
             RuntimeError: if no node provides it in time.
         """
         new = partial(DeviceReceiver, self.optimizers, self.module, self.names, joins=joins)
-        wait = Wait()
+        wait, adopted = Wait(), False
         download: Download[DeviceReceiver] | None = None
         while True:
             needs_none, source, name = self._from_first(self._find_source)
@@ -441,6 +501,11 @@ class ElasticUpdates(LocalUpdates):
             if address and (download is None or (download.address, download.name) != (address, name)):
                 download = Download(address, name, new)
             reports = _gather(self._main, self._advance(wait, download))
+            other = next((each.trained for each in reports if each.trained is not None), None)
+            if other is not None and joins and not adopted:
+                self._adopt(other)
+                download, adopted = None, True
+                continue
             failed = next((each.error for each in reports if each.error), "")
             if failed:
                 raise RuntimeError(failed)
@@ -459,6 +524,8 @@ class ElasticUpdates(LocalUpdates):
             if download is not None and download.advance(1.0, self.config.timeout):
                 return DownloadReport(version=tuple(download.receiver.head["version"]))
             wait.check(download, self.config.timeout)
+        except OtherParameters as other:
+            return DownloadReport(trained=other.trained, error=str(other))
         except RuntimeError as error:
             return DownloadReport(error=str(error))
         return DownloadReport()
@@ -494,10 +561,12 @@ class DownloadReport(NamedTuple):
     Args:
         version: version of a complete snapshot.
         error: error message of a failed download; empty otherwise.
+        trained: parameters of a peer that trains other parameters (see `OtherParameters`).
     """
 
     version: tuple[Any, ...] | None = None
     error: str = ""
+    trained: list[dict[str, Any]] | None = None
 
 
 class Wait:
@@ -574,10 +643,14 @@ class RoundObserver:
         seen, self._seen = self._seen, Outcome()
         return seen
 
+    def _goes_on(self, kept: int) -> bool:
+        """Return whether to observe another round. After a change of the parameters, this node must follow first."""
+        return not (self._stopped.is_set() or self._peers.changed or kept >= WATCHED_BYTES)
+
     def _run(self) -> None:
         kept = 0
         try:
-            while self._peers.first_device_wants(not self._stopped.is_set() and kept < WATCHED_BYTES):
+            while self._peers.first_device_wants(self._goes_on(kept)):
                 self._begun += 1
                 with torch.no_grad():
                     outcome = self._peers.round()
@@ -620,10 +693,10 @@ def _facts(
     module: nn.Module, optimizers: Sequence[Optimizer], config: ElasticConfig, topology: Topology
 ) -> dict[str, Any]:
     names = {id(p): each for each, p in module.named_parameters()}
-    facts = options_to_compare(module, names, optimizers, config)
+    facts = options_to_compare(module, names, (), config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
     kinds = [type(each).__name__ for each in optimizers]
-    facts |= {"lightning_sparse": __version__, "optimizers": kinds}
+    facts |= {"lightning_sparse": __version__, "torch": torch.__version__, "optimizers": kinds}
     return {**facts, "devices": topology.world_size}
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -100,7 +100,10 @@ class Toy(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, self.drawn = batch
-        return nn.functional.mse_loss(self.net(x), y)
+        return nn.functional.mse_loss(self.predict(x), y)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.net(x))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
@@ -108,11 +111,23 @@ class Toy(pl.LightningModule):
             report_trainer(self.trainer, validates=True)
             while not Path(self.release).exists():
                 time.sleep(PAUSE_S)
-        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+        self.log("val_loss", nn.functional.mse_loss(self.predict(x), y))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
+
+
+class Finetuned(Toy):
+    """Has a backbone, which `BackboneFinetuning` trains later."""
+
+    def __init__(self, release: str | None, begins_with: float | None, frozen: bool = False) -> None:
+        super().__init__(release, begins_with, frozen)
+        self.backbone, *head = self.net.children()
+        self.net = nn.Sequential(*head)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return super().predict(self.backbone(x))
 
 
 class TwoOptimizers(Toy):
@@ -191,7 +206,9 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     """Run a node with Trainer."""
     setup(options)
     folder, tokens = Path(options.pop("folder")), options.pop("tokens", None)
-    kind = TwoOptimizers if options.pop("optimizers", 1) == 2 else Toy
+    unfreezes_at = options.pop("unfreezes_at", None)
+    kind: type[Toy] = Toy if unfreezes_at is None else Finetuned
+    kind = TwoOptimizers if options.pop("optimizers", 1) == 2 else kind
     toy = kind(options.pop("release", None), options.pop("begins_with", None), options.pop("frozen", False))
     data: Any = samples()
     if options.pop("short", False) and os.environ["LOCAL_RANK"] == "1":
@@ -200,7 +217,11 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     saver = pl.callbacks.ModelCheckpoint(
         folder, save_last=True, every_n_train_steps=options.pop("every", 10), save_top_k=1
     )
-    stopper = [pl.callbacks.EarlyStopping("val_loss", patience=10**6)] if options.pop("stops_early", False) else []
+    callbacks: list[pl.Callback] = []
+    if options.pop("stops_early", False):
+        callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=10**6))
+    if unfreezes_at is not None:
+        callbacks.append(pl.callbacks.BackboneFinetuning(unfreezes_at, train_bn=False))
     trainer = pl.Trainer(
         accelerator="cpu",
         precision=options.pop("precision", "32-true"),
@@ -211,7 +232,7 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Report(), CommStatsCallback(), *stopper, saver],
+        callbacks=[Report(), CommStatsCallback(), *callbacks, saver],
         strategy=new_strategy(pytorch_lightning, name, lighthouse, options),
     )
     saved = folder / "last.ckpt"

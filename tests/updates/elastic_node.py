@@ -15,6 +15,7 @@ device, devices of this process, and of its node; the devices shard the model wi
 port            of the node's store
 data            seed of the batches; by default it differs between nodes
 joining         number of nodes that must have the weights before the first step
+unfreezes_at    step until which the last layer is frozen; None for ever
 optimizers      number of optimizers: the second trains the last layer with SGD, and steps every second time
 """
 
@@ -74,7 +75,8 @@ class Sent:
     def add(self, token: str, held: Tensor) -> None:
         if token not in self.tokens:
             self.tokens.add(token)
-            self.total = self.total + self.dense(held)
+            sent = self.dense(held)
+            self.total = padded(self.total, sent) + sent
 
     def dense(self, held: Tensor) -> Tensor:
         if held.dtype != torch.uint8:
@@ -110,6 +112,10 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     if options.pop("optimizers", 1) == 2:
         last = list(model[2].parameters())  # type: ignore[index]
         optimizers = [torch.optim.AdamW(model[0].parameters(), lr=1e-2), torch.optim.SGD(last, lr=0.1, momentum=0.9)]  # type: ignore[index]
+    unfreezes_at = options.pop("unfreezes_at", 0)
+    if unfreezes_at != 0:
+        model[2].requires_grad_(False)  # type: ignore[index, operator]
+        optimizers = [torch.optim.AdamW(model[0].parameters(), lr=1e-2)]  # type: ignore[index, operator]
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
     sent = Sent()
@@ -133,7 +139,8 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         token, number, *_ = updates.version
         shown = global_weights()
         digest = hashlib.sha1(shown.numpy().tobytes()).hexdigest()[:12]
-        off = (made - sent.total - pending(updates, sent)).abs().max().item()
+        kept = pending(updates, sent)
+        off = (padded(made, kept) - padded(sent.total, kept) - kept).abs().max().item()
         left = torch.cat([state.pending_S for state in rounds.states]).abs().max().item()
         told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
         told["finite"] = bool(shown.isfinite().all())
@@ -148,13 +155,17 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         updates._stop_watching()
         updates.serve(partial(dict, step=step))
     while step < steps and not updates._from_first(lambda: bool(leaving)):
+        if step == unfreezes_at != 0:
+            model[2].requires_grad_(True)  # type: ignore[index, operator]
+            optimizers[0].add_param_group({"params": list(model[2].parameters()), "lr": 1e-3})  # type: ignore[index, operator]
         model.zero_grad()
         loss_of(model, teacher, data).backward()
         step += 1
         for optimizer in optimizers[: 1 + step % 2] if len(optimizers) > 1 else optimizers:
+            updates.before_step(optimizer)
             before = weights()
             optimizer.step()
-            made += before - weights()
+            made = padded(made, before) + before - weights()
             if step in breaks_at:
                 local_of(next(model.parameters())).data[0, 0] = float("nan")
             updates.step(optimizer)
@@ -185,6 +196,12 @@ def used() -> dict[str, float]:
 def toy(seed: int, width: int = 64) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 4))
+
+
+def padded(sums: Tensor | float, like: Tensor) -> Tensor:
+    """Add zeros for parameters that were unfrozen since."""
+    sums = torch.as_tensor(sums).view(-1)
+    return torch.cat([sums, torch.zeros(len(like) - len(sums), dtype=sums.dtype)]) if len(sums) < len(like) else sums
 
 
 def pending(updates: ElasticUpdates, sent: Sent) -> Tensor:

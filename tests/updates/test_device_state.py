@@ -15,6 +15,7 @@ from lightning_sparse.elastic.device_state import DeviceReceiver, snapshot_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.sharding import Part
 from lightning_sparse.updates import optimizer_state
+from lightning_sparse.updates.slices import Slices
 
 
 class Scaled(nn.Module):
@@ -36,7 +37,7 @@ class Scaled(nn.Module):
 def one_of(weight: Tensor, optimizer: torch.optim.Optimizer) -> Any:
     """Stands for a `LocalOptimizer`."""
     numel = weight.numel()
-    state = SimpleNamespace(read_global=lambda: weight.detach().flatten(), slices=SimpleNamespace(numel=numel))
+    state = SimpleNamespace(read_global=lambda: weight.detach().flatten(), slices=Slices([weight], [Part(0, 0, numel)]))
     return SimpleNamespace(
         optimizer=optimizer, parameters=[weight], state=state, stepped=lambda: [(weight, Part(0, 0, numel))]
     )

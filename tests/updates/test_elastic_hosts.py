@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ pytest.importorskip("torchft", reason="needs torchft")
 
 from lightning_fabric import Fabric
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]  # re-exported, unannounced
 from torch.utils.data import DataLoader
 
 from lightning_sparse.elastic import ElasticSampler
@@ -25,7 +28,7 @@ from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.flavours import lightning_fabric
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
 from lightning_sparse.strategy.elastic import ELASTIC_KEY
-from tests.helpers.nodes import Nodes, nodes_of
+from tests.helpers.nodes import Main, Nodes, nodes_of
 from tests.helpers.ports import free_port
 from tests.updates.elastic_hosts import BATCH, SAMPLES, loop, train, two_runs
 from tests.updates.test_elastic import end, of, tokens_of
@@ -210,12 +213,12 @@ def test_node_that_joins_keeps_the_weights_of_its_peers_whatever_its_hooks_set(n
     end(nodes, "ab")
 
 
-def start_node(nodes: Nodes, name: str, folder: Path, **options: Any) -> None:
+def start_node(nodes: Nodes, name: str, folder: Path, entry: Main | None = None, **options: Any) -> None:
     """Start a node of two devices, as the processes name0 and name1."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     for device in range(2):
         place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
-        nodes.start(f"{name}{device}", devices=2, env=place, node=name, folder=str(folder), **OPTIONS, **options)
+        nodes.start(f"{name}{device}", entry, devices=2, env=place, node=name, folder=str(folder), **OPTIONS, **options)
 
 
 @pytest.mark.slow
@@ -276,6 +279,75 @@ def test_killed_fsdp_job_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> N
     assert {each["digest"] for each in after}.isdisjoint({before[0]["digest"]})
     nodes.wait_for("a0", of(2, first["number"] + 10))
     tokens_of(nodes, ("a0", "b0"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_nodes_train_a_backbone_later_and_a_node_joins_after_that(nodes: Nodes, fsdp: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"unfreezes_at": 2, "fsdp": fsdp}
+    for name in "ab":
+        start_node(nodes, name, tmp_path / name, **options)
+    begun = nodes.wait_for("b0", lambda report: report.get("nodes") == 2 and report.get("epoch", 0) > 3)["number"]
+    for device in range(2):
+        nodes.kill(f"b{device}")
+    nodes.wait_for("a0", of(1, begun))
+    start_node(nodes, "b", tmp_path / "again", **options)
+    back = nodes.wait_for("b0", of(2, begun))
+    nodes.wait_for("a0", of(2, back["number"] + 10))
+    end(nodes, ("a0", "a1", "b0", "b1"))  # type: ignore[arg-type]
+    assert nodes.output("a0").count("waits until the other nodes do the same") == 1
+    assert nodes.output("b0").count("as the other nodes did before") == 1
+    tokens = tokens_of(nodes, ("a0", "b0"))
+    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 20
+
+
+def dies_in_a_save(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """A device of the first node is killed while it writes the files of a checkpoint."""
+    save, write_data, folder = torch.save, FileSystemWriter.write_data, Path(options["folder"])
+
+    def kill_if_armed() -> None:
+        if (folder / "armed").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def saved(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        if isinstance(args[0], dict) and "state_dict" in args[0]:
+            kill_if_armed()
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        output = write_data(*args, **kwargs)
+        kill_if_armed()
+        return output
+
+    torch.save, FileSystemWriter.write_data = saved, written  # type: ignore[method-assign]
+    train(name, lighthouse, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_node_that_dies_in_a_save_leaves_a_readable_checkpoint(nodes: Nodes, fsdp: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fsdp": fsdp, "every": 10}
+    start_node(nodes, "a", tmp_path, dies_in_a_save, **options)
+    nodes.wait_for("a0", lambda report: report.get("step", 0) > 12)
+    start_node(nodes, "b", tmp_path / "b", **options)
+    begun = nodes.wait_for("b0", of(2))
+    (tmp_path / "armed").touch()
+    until = time.monotonic() + 60
+    while all(nodes.runs(f"a{device}") for device in range(2)):
+        assert time.monotonic() < until, "no device has died"
+        time.sleep(0.02)
+    for device in range(2):
+        nodes.kill(f"a{device}")
+    (tmp_path / "armed").unlink()
+    alone = nodes.wait_for("b0", of(1, begun["number"]))
+    start_node(nodes, "a", tmp_path, **options)
+    back = nodes.wait_for("a0", of(2, alone["number"]))
+    nodes.wait_for("b0", of(2, back["number"] + 5))
+    end(nodes, ("a0", "a1", "b0", "b1"))  # type: ignore[arg-type]
+    tokens_of(nodes, ("a0", "b0"))
+    # the job also resumes from the file alone
+    start_node(nodes, "c", tmp_path, steps=back["step"] + 1000, **options)
+    assert nodes.wait_for("c0", lambda report: "step" in report)["step"] > 10
 
 
 @pytest.mark.slow

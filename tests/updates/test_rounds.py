@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
-from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol, _refusal, quorum_of
+from lightning_sparse.elastic.rounds import Layout, Outcome, Round, RoundProtocol, Sizes, _refusal, quorum_of
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
 from lightning_sparse.elastic.state import ElasticUpdateState
 from lightning_sparse.elastic.updates import ElasticConfig
@@ -123,7 +123,7 @@ class Silent(Lighthouse):
 def rounds() -> RoundProtocol:
     pytest.importorskip("torchft", reason="needs torchft")
     rounds = RoundProtocol(Silent(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
-    rounds.fit(8, 0, 4)
+    rounds.fit(Layout("", Sizes(8, 0, 4), ()))
     rounds.token, rounds.history = "0", deque(["0"])
     return rounds
 
@@ -193,7 +193,7 @@ class Alone(Silent):
 def test_node_that_finds_no_weights_trains_its_own_and_asks_again() -> None:
     pytest.importorskip("torchft")
     rounds = RoundProtocol(Alone(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
-    rounds.fit(8, 0, 4)
+    rounds.fit(Layout("", Sizes(8, 0, 4), ()))
     rounds.ask()
     asked = rounds.wants
     rounds.round()
