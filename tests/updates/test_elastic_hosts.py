@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -332,10 +331,7 @@ def test_node_that_dies_in_a_save_leaves_a_readable_checkpoint(nodes: Nodes, fsd
     start_node(nodes, "b", tmp_path / "b", **options)
     begun = nodes.wait_for("b0", of(2))
     (tmp_path / "armed").touch()
-    until = time.monotonic() + 60
-    while all(nodes.runs(f"a{device}") for device in range(2)):
-        assert time.monotonic() < until, "no device has died"
-        time.sleep(0.02)
+    nodes.wait_for_death(["a0", "a1"])
     for device in range(2):
         nodes.kill(f"a{device}")
     (tmp_path / "armed").unlink()
