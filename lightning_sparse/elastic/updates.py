@@ -217,6 +217,9 @@ class ElasticUpdates(LocalUpdates):
         self._watch.start()
         until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
         while not self._from_first(self._is_changed):
+            if self._from_first(lambda: self._watch.ended):  # it stores a limited number of bytes
+                self._stop_watching()
+                self._watch.start()
             self.peers.impatient = time.monotonic() > until
             time.sleep(WATCH_SECONDS)
         self._stop_watching()
@@ -614,6 +617,11 @@ class RoundObserver:
     @property
     def running(self) -> bool:
         return self._thread is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended by itself."""
+        return self._thread is not None and not self._thread.is_alive()
 
     def start(self) -> None:
         if self._thread is None:

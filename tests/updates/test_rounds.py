@@ -109,6 +109,41 @@ def test_node_that_loaded_equal_weights_leaves_the_shares_of_others() -> None:
     assert [*assigner.share(range(44), 0, device=0, devices=1)] == [*range(40), 41, 43]
 
 
+@pytest.mark.parametrize(
+    ("changes", "impatient", "expected"),
+    [
+        ("xxx", "", "x"),
+        ("xx-", "", ""),
+        ("xx-", "b", "x"),
+        ("x--", "a", ""),
+        ("x-", "a", ""),
+        ("xy-", "ab", ""),
+        ("xxyy", "abcd", ""),
+        ("xxxy", "d", ""),
+        ("xxxy", "a", "x"),
+    ],
+)
+def test_quorum_changes_parameters_if_all_nodes_agree_or_most_have_waited(
+    changes: str, impatient: str, expected: str
+) -> None:
+    members = [
+        member(name, "token", 5, change=change.strip("-"), impatient=name in impatient, observes=change != "-")
+        for name, change in zip("abcd", changes, strict=False)
+    ]
+    found = quorum_of(members)
+    assert found.change == expected
+    assert found.contributors == ([] if expected else [each for each in members if not each.status.change])
+
+
+def test_quorum_has_joining_nodes_with_other_parameters_and_no_training_nodes() -> None:
+    training = [member(name, "token", 5, trained="x", trains=True) for name in "ab"]
+    behind = member("c", "older", 4, trained="y", trains=True)
+    joining = member("d", "", 0, trained="y", observes=True)
+    found = quorum_of([*training, behind, joining])
+    assert names(found.members) == ["a", "b", "d"]
+    assert found.trained == "x"
+
+
 class Silent(Lighthouse):
     """Has no quorum for anybody."""
 
