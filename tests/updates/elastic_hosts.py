@@ -18,8 +18,10 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_sparse.elastic import ElasticSampler
@@ -184,10 +186,21 @@ class Report(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         time.sleep(PAUSE_S)
-        report_trainer(trainer, epoch=trainer.current_epoch, drawn=pl_module.drawn.tolist())
+        more = {"epoch": trainer.current_epoch, "drawn": pl_module.drawn.tolist(), "alike": are_alike(pl_module)}
+        report_trainer(trainer, **more)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         report_trainer(trainer)
+
+
+def are_alike(module: nn.Module) -> bool:
+    """Return whether all devices of the node hold equal parameters, if these are not sharded."""
+    parameters = list(module.parameters())
+    if any(isinstance(each, DTensor) for each in parameters):
+        return True
+    sums: list[Any] = [[float(each.double().sum()) for each in parameters]] * dist.get_world_size()
+    dist.all_gather_object(sums, sums[0])
+    return all(each == sums[0] for each in sums)
 
 
 def whole_tensor(tensor: Any) -> Tensor:

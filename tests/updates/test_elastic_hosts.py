@@ -247,6 +247,7 @@ def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(
     assert "has drawn more samples" not in output
     tokens = tokens_of(nodes, ("a0", "b0"))
     assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
+    assert all(each.get("alike", True) for name in ("a0", "b0") for each in nodes.reports(name))
 
 
 @pytest.mark.slow
