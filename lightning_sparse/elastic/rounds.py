@@ -387,7 +387,8 @@ class RoundProtocol:
     def _follow_change(self, quorum: Quorum) -> None:
         """Exchange other parameters, if the quorum agrees. The token changes, so that no node takes older weights."""
         if not quorum.change:
-            if self.in_step and self._change and self.impatient:
+            # As this quorum knows it: all devices of the node decide alike.
+            if any(each.name == self.name and each.status.change and each.status.impatient for each in quorum.training):
                 others = _shown(each.name for each in quorum.training if each.status.change != self._change)
                 raise ValueError(_refusal_of_change(self._change, f"not on {others}"))
             return
