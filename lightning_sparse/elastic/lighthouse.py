@@ -188,10 +188,11 @@ def _with_scheme(address: str) -> str:
 def _status_of(data: Any) -> NodeStatus:
     """Return the status of a node. Ignore fields of another version, whose facts differ anyway, and values of other
     types, which only other programs send."""
-    known = _known(NodeStatus, data) if isinstance(data, dict) else {}
-    progress = known.pop("progress", {})
-    known["progress"] = SampleProgress(**_known(SampleProgress, progress if isinstance(progress, dict) else {}))
-    return NodeStatus(**known)
+    if not isinstance(data, dict):
+        return NodeStatus()
+    progress = data.get("progress")
+    known = _known(SampleProgress, progress) if isinstance(progress, dict) else {}
+    return NodeStatus(**_known(NodeStatus, {**data, "progress": SampleProgress(**known)}))
 
 
 def _known(of: type[NodeStatus | SampleProgress], values: Mapping[str, Any]) -> dict[str, Any]:

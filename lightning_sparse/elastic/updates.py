@@ -704,7 +704,8 @@ def _facts(
     facts = options_to_compare(module, names, (), config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
     kinds = [type(each).__name__ for each in optimizers]
-    facts |= {"lightning_sparse": __version__, "torch": torch.__version__, "optimizers": kinds}
+    version = str(torch.__version__).partition("+")[0]  # machines may have builds for different CUDA versions
+    facts |= {"lightning_sparse": __version__, "torch": version, "optimizers": kinds}
     return {**facts, "devices": topology.world_size}
 
 

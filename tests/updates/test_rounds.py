@@ -241,6 +241,12 @@ def test_unknown_fields_of_a_status_are_ignored() -> None:
     assert _status_of(None) == NodeStatus()
 
 
+def test_values_of_other_types_in_a_status_are_ignored() -> None:
+    assert _status_of({"token": 7, "number": "many", "run": "x", "sizes": 3}) == NodeStatus(run="x")
+    assert _status_of({"progress": {"end": "x", "reached": 3}}) == NodeStatus(progress=SampleProgress(reached=3))
+    assert _status_of({"progress": [1], "trains": 1}) == _status_of([]) == NodeStatus()
+
+
 # -- shares of samples -------------------------------------------------------------------------------------------------
 
 AHEAD = 6
