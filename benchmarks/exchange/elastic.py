@@ -1,14 +1,16 @@
 """Costs of elastic nodes, in loss and in seconds.
 
-    sudo python -m benchmarks.exchange.elastic OUT [--gbps 0.1] [--seeds 0]
+    sudo python -m benchmarks.exchange.elastic OUT [--gbps 0.1] [--seeds 0] [--devices 2]
 
-Three nodes, which are namespaces on one machine, train the task of convergence/text.py, with the batches, learning
-rates and steps of its rows. The same rows run on fixed nodes, too. torchft's lighthouse is a fourth host. Nodes are
-killed by SIGKILL; a node that leaves sends its pending updates first. After each step, nodes print the name and the
-digest of their global weights, and weights with equal names must have equal digests.
+With two devices, each node shards the model with FSDP2. Three nodes, which are namespaces on one machine, train the
+task of convergence/text.py, with the batches, learning rates and steps of its rows. The same rows run on fixed nodes,
+too. torchft's lighthouse is a fourth host. Nodes are killed by SIGKILL; a node that leaves sends its pending updates
+first. After each step, nodes print the name and the digest of their global weights, and weights with equal names must
+have equal digests.
 
 The seconds lost to an event are the excess of a continuing node's steps over its usual steps, until the next event.
-Steps of fixed and of elastic nodes are timed interleaved, without a pause. Writes OUT/elastic.json, .md and .svg.
+Steps of fixed and of elastic nodes are timed interleaved, with a pause of ``--timed-pause`` seconds. Writes
+OUT/elastic.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.convergence import text, time_to_loss
-from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Node, learner_of
+from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Node, learner_of, set_rate, whole_state
 from benchmarks.pictures import GREY, colour, picture
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
+from lightning_sparse.fsdp import mesh_of
 from lightning_sparse.lab import exit_on_signals
 from lightning_sparse.lab.network import INTERFACE, Network, node_address
 from lightning_sparse.lab.processes import RUN_VARIABLE, RunName, kill_processes, pdeathsig_prefix
@@ -61,11 +64,12 @@ class World:
         events: events of nodes: time, event, node.
     """
 
-    def __init__(self, network: Network, folder: Path, seed: int, steps: int, pause: float) -> None:
-        self._network, self.folder, self.steps = network, folder, steps
+    def __init__(self, network: Network, folder: Path, seed: int, steps: int, pause: float, devices: int = 1) -> None:
+        self._network, self.folder, self.steps, self._devices = network, folder, steps, devices
         self._work: dict[str, Any] = {"seed": seed, "steps": steps, "pause": pause}
         self.events: list[tuple[float, str, int]] = []
-        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._nodes: dict[int, list[subprocess.Popen[bytes]]] = {}
+        self._ports = itertools.count(29400)
         host = network.addresses["lighthouse"]
         self._lighthouse = f"http://{host}:{PORT}"
         light = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--min_replicas", "1"]
@@ -74,17 +78,23 @@ class World:
 
     def start(self, place: int) -> None:
         """Start or restart a node."""
-        work = Node(place=place, lighthouse=self._lighthouse, folder=str(self.folder), **self._work)
-        command = [sys.executable, "-m", "benchmarks.exchange.elastic_node", work.to_json()]
         self.events.append((time.time(), "start", place))
-        self._nodes[place] = self._spawn(f"node{place}", command, self.folder / f"{place}.txt")
+        self._nodes[place] = []
+        port = next(self._ports)
+        for device in range(self._devices):
+            where: dict[str, Any] = {"place": place, "device": device, "devices": self._devices, "port": port}
+            work = Node(lighthouse=self._lighthouse, folder=str(self.folder), **where, **self._work)
+            command = [sys.executable, "-m", "benchmarks.exchange.elastic_node", work.to_json()]
+            self._nodes[place].append(self._spawn(f"node{place}", command, self.folder / f"{place}.txt"))
 
     def kill(self, place: int, by: signal.Signals = signal.SIGKILL) -> None:
         """Kill a node, or let it leave by SIGTERM."""
         self.events.append((time.time(), "kill", place))
         node = self._nodes.pop(place)
-        node.send_signal(by)
-        node.wait()
+        for device in node:
+            device.send_signal(by)
+        for device in node:
+            device.wait()
 
     def wait(self, *, step: float = math.inf, seconds: float = math.inf) -> bool:
         """Wait until a node has made a number of steps, or for some seconds. Return False once all nodes have ended.
@@ -100,10 +110,11 @@ class World:
         return False
 
     def _runs(self, place: int) -> bool:
-        code = self._nodes[place].poll()
-        if code not in (None, 0):
-            raise RuntimeError(f"node {place} ended with {code}:\n{(self.folder / f'{place}.txt').read_text()[-3000:]}")
-        return code is None
+        codes = [device.poll() for device in self._nodes[place]]
+        if any(code not in (None, 0) for code in codes):
+            said = (self.folder / f"{place}.txt").read_text()[-3000:]
+            raise RuntimeError(f"node {place} ended with {codes}:\n{said}")
+        return None in codes
 
     def lines(self, place: int) -> Rows:
         """Return all lines that a node has printed, over all its starts."""
@@ -128,14 +139,14 @@ class World:
 
 
 @contextmanager
-def world(gbps: float, seed: int, steps: int, pause: float) -> Iterator[World]:
+def world(gbps: float, seed: int, steps: int, pause: float, devices: int = 1) -> Iterator[World]:
     """Yield a world, and remove it at the end."""
     hosts = [f"node{place}" for place in range(NODES)] + ["lighthouse"]
     network = Network(RunName.new(), [(host, node_address(place), gbps) for place, host in enumerate(hosts)])
     with tempfile.TemporaryDirectory() as folder:
         text.save_corpus(text.read_library(), Path(folder))
         try:
-            yield World(network, Path(folder), seed, steps, pause)
+            yield World(network, Path(folder), seed, steps, pause, devices)
         finally:
             kill_processes(str(network.run))
             network.close()
@@ -177,9 +188,9 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
 }
 
 
-def measure(name: str, gbps: float, seed: int, steps: int, pause: float) -> dict[str, Any]:
+def measure(name: str, gbps: float, seed: int, steps: int, pause: float, devices: int) -> dict[str, Any]:
     """Run elastic nodes once."""
-    with world(gbps, seed, steps, pause) as nodes:
+    with world(gbps, seed, steps, pause, devices) as nodes:
         for place in range(NODES):
             nodes.start(place)
         SCENARIOS[name](nodes)
@@ -191,6 +202,7 @@ def measure(name: str, gbps: float, seed: int, steps: int, pause: float) -> dict
         "gbps": gbps,
         "seed": seed,
         "pause": pause,
+        "devices": devices,
         "history": history,
         "events": [{"time": at, "what": what, "node": place} for at, what, place in nodes.events[NODES:]],
         **compared(said),
@@ -200,14 +212,10 @@ def measure(name: str, gbps: float, seed: int, steps: int, pause: float) -> dict
 
 def validated(folder: Path, seed: int, steps: int) -> Rows:
     """Return the validation losses of the saved weights."""
-    corpus = torch.load(folder / "corpus.pt", weights_only=False)
-    learner, history = learner_of(corpus, seed, steps), Rows()
-    x_NL, y_NL = corpus.val_windows(text.CONTEXT)
+    learner, history = learner_of(torch.load(folder / "corpus.pt", weights_only=False), seed, steps), Rows()
     for step in [*range(KEPT_EVERY, steps, KEPT_EVERY), steps]:
         learner.model.load_state_dict(torch.load(folder / f"{step}.pt"))
-        with torch.no_grad():
-            nats = F.cross_entropy(learner.model(x_NL).flatten(0, 1), y_NL.flatten()).item()
-        history.append({"step": step, text.BITS.key: nats / math.log(2)})
+        history.append({"step": step, text.BITS.key: bits(learner)})
     return history
 
 
@@ -248,12 +256,46 @@ def lost(said: dict[int, Rows], events: list[tuple[float, str, int]]) -> dict[st
 # -- fixed and elastic nodes -------------------------------------------------------------------------------------------
 
 
-def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps: int) -> Rows:
+def fixed_learner(topology: Topology, steps: int) -> text.TextLearner:
+    mesh = mesh_of(topology) if topology.num_devices > 1 else None
+    corpus = text.corpus_of(text.read_library())
+    return learner_of(corpus, 0, steps, topology.rank, topology.num_devices, mesh)
+
+
+def fixed_losses(topology: Topology, device: torch.device, _: float | None, steps: int, alone: bool) -> Rows:
+    """Return the validation loss of fixed nodes that shard the model, or of one node alone. A collective."""
+    learner = fixed_learner(topology, steps)
+    updates = None if alone else LocalUpdates(learner.model, learner.optimizer, UpdatesConfig(density=0.01), topology)
+    for step in range(steps):
+        set_rate(learner, step, steps)
+        learner.optimizer.zero_grad()
+        learner.loss(learner.model, step).backward()  # type: ignore[no-untyped-call]
+        learner.optimizer.step()
+        if updates is not None:
+            updates.step()
+    if updates is not None:
+        updates.finish()
+        updates.end()
+    state = whole_state(learner.model)
+    whole = learner_of(learner.corpus, 0, steps)
+    whole.model.load_state_dict(state)
+    return [{"history": [{"step": steps, text.BITS.key: bits(whole)}]}]
+
+
+def bits(learner: text.TextLearner) -> float:
+    """Return the validation loss of a whole model, in bits per character."""
+    x_NL, y_NL = learner.corpus.val_windows(text.CONTEXT)
+    with torch.no_grad():
+        return F.cross_entropy(learner.model(x_NL).flatten(0, 1), y_NL.flatten()).item() / math.log(2)
+
+
+def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps: int, pause: float) -> Rows:
     """Return the median seconds of a step of the slowest fixed node. A collective."""
-    learner = learner_of(text.corpus_of(text.read_library()), 0, steps, topology.rank)
+    learner = fixed_learner(topology, steps)
     updates = LocalUpdates(learner.model, learner.optimizer, UpdatesConfig(density=0.01), topology)
     seconds = []
     for step in range(steps):
+        time.sleep(pause)
         begin = time.perf_counter()
         learner.optimizer.zero_grad()
         learner.loss(learner.model, step).backward()  # type: ignore[no-untyped-call]
@@ -265,9 +307,9 @@ def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps
     return [{"step s": slowest(median(seconds[WARM:]), device).item()}]
 
 
-def elastic_steps(gbps: float, steps: int) -> float:
+def elastic_steps(gbps: float, steps: int, pause: float, devices: int) -> float:
     """Return the median seconds of a step of elastic nodes."""
-    with world(gbps, 0, steps, 0.0) as nodes:
+    with world(gbps, 0, steps, pause, devices) as nodes:
         for place in range(NODES):
             nodes.start(place)
         nodes.wait()
@@ -275,14 +317,16 @@ def elastic_steps(gbps: float, steps: int) -> float:
     return max(median([float(line["seconds"]) for line in each[WARM:] if "seconds" in line]) for each in lines)
 
 
-def step_times(gbps: float, steps: int, repeats: int) -> Rows:
-    """Return step times of fixed and elastic nodes, interleaved."""
+def step_times(gbps: float, steps: int, repeats: int, pause: float, devices: int) -> Rows:
+    """Return step times of fixed and elastic nodes, interleaved, with the pause."""
     rows = Rows()
+    ways = ("mstopk_local", "mstopk_elastic") if devices == 1 else ("mstopk_fsdp", "mstopk_elastic_fsdp")
     for repeat in range(repeats):
-        fixed = on_clusters(fixed_steps, steps, clusters=[f"{NODES}x1"], gbps=[gbps])
+        fixed = on_clusters(fixed_steps, steps, pause, clusters=[f"{NODES}x{devices}"], gbps=[gbps])
         assert fixed is not None
-        found = {"mstopk_local": fixed[0]["step s"], "mstopk_elastic": elastic_steps(gbps, steps)}
-        rows += [{"way": way, "gbps": gbps, "repeat": repeat, "step s": each} for way, each in found.items()]
+        found = zip(ways, (fixed[0]["step s"], elastic_steps(gbps, steps, pause, devices)), strict=True)
+        place = {"gbps": gbps, "repeat": repeat, "pause": pause}
+        rows += [{"way": way, **place, "step s": pause + each} for way, each in found]
     return rows
 
 
@@ -345,18 +389,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pause", type=float, default=0.25, help="seconds between two steps of elastic nodes")
     parser.add_argument("--repeats", type=int, default=3, help="number of step-time measurements")
+    parser.add_argument("--timed-pause", type=float, default=0.0, help="seconds between two timed steps")
+    parser.add_argument("--timed-steps", type=int, default=300)
+    parser.add_argument("--devices", type=int, default=1, help="devices per node, which shard the model")
     parser.add_argument("--ways", nargs="+", default=list(SCENARIOS), help="events of the elastic nodes")
     options = parser.parse_args()
     record: dict[str, Any] = {**surroundings("torchft"), "rows": [], "times": []}
     gbps, epochs = options.gbps[0], options.steps // text.TextSettings.steps_per_epoch
-    fixed = on_clusters(time_to_loss.measure, None, FIXED, epochs, (), clusters=[f"{NODES}x1"], gbps=[gbps])
-    record["rows"] += [{**row, "seed": 0} for row in fixed or ()]
+    if options.devices == 1:
+        fixed = on_clusters(time_to_loss.measure, None, FIXED, epochs, (), clusters=[f"{NODES}x1"], gbps=[gbps])
+        record["rows"] += [{**row, "seed": 0} for row in fixed or ()]
+    for way, alone in {"mstopk_fsdp": False, time_to_loss.ALONE: True}.items() if options.devices > 1 else ():
+        clusters = [f"{NODES}x{options.devices}"]
+        found = on_clusters(fixed_losses, options.steps, alone, clusters=clusters, gbps=[gbps])
+        record["rows"] += [{"way": way, **row, "seed": 0} for row in found or ()]
+        write(options.out / "elastic.json", record, table(record))
     with exit_on_signals():
         for seed, way in itertools.product(options.seeds, options.ways):
-            record["rows"].append(measure(way, gbps, seed, options.steps, options.pause))
+            record["rows"].append(measure(way, gbps, seed, options.steps, options.pause, options.devices))
             write(options.out / "elastic.json", record, table(record), plot)
         for rate in options.gbps:
-            record["times"] += step_times(rate, 300, options.repeats)
+            timed = (options.timed_steps, options.repeats, options.timed_pause, options.devices)
+            record["times"] += step_times(rate, *timed)
             write(options.out / "elastic.json", record, table(record), plot)
 
 

@@ -1,8 +1,8 @@
-"""One node of the benchmark of elastic nodes: ``python -m benchmarks.exchange.elastic_node WORK``.
+"""One device of the benchmark of elastic nodes: ``python -m benchmarks.exchange.elastic_node WORK``.
 
-WORK is a `Node` as JSON. The node trains the task of convergence/text.py, prints a line of JSON after each step, and
-writes its global weights to the folder every 40 steps and at the end. On SIGTERM it sends its pending updates and
-leaves.
+WORK is a `Node` as JSON. Several devices of a node shard the model with FSDP2. The node trains the task of
+convergence/text.py, prints a line of JSON after each step, and writes its global weights to the folder every 40 steps
+and at the end. On SIGTERM it sends its pending updates and leaves.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from benchmarks.convergence import text
 from benchmarks.convergence.runs import Run
 from lightning_sparse.elastic.rounds import Round, RoundProtocol
-from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates, ElasticUpdateState
+from lightning_sparse.elastic.state import ElasticUpdateState
+from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdates
+from lightning_sparse.fsdp import mesh_of, shard
 from lightning_sparse.topology import discover
 
 NODES = 3
@@ -40,6 +44,8 @@ class Node:
         place: index of its share of each batch.
         folder: folder of the corpus and of the weights.
         pause: seconds between two steps, to simulate a larger model.
+        device, devices: of this process, and of the node.
+        port: of the store that the node's devices share.
     """
 
     place: int
@@ -48,6 +54,9 @@ class Node:
     seed: int
     steps: int
     pause: float
+    device: int = 0
+    devices: int = 1
+    port: int = 0
 
     def to_json(self) -> str:
         """Return it for the command line."""
@@ -74,32 +83,47 @@ class TrackedVersion:
         RoundProtocol.set_version = taken_over  # type: ignore[assignment, method-assign]
 
 
-def learner_of(corpus: text.Corpus, seed: int, steps: int, place: int = 0) -> text.TextLearner:
-    """Return the model and its optimizer, equal in all rows."""
+def learner_of(
+    corpus: text.Corpus, seed: int, steps: int, rank: int = 0, devices: int = 1, mesh: DeviceMesh | None = None
+) -> text.TextLearner:
+    """Return the model and its optimizer, equal in all rows, sharded over a mesh."""
     epochs = -(-steps // text.TextSettings.steps_per_epoch)
-    settings = text.TextSettings(lr=0.008, text="", epochs=epochs, nodes=NODES, devices=1)
+    settings = text.TextSettings(lr=0.008, text="", epochs=epochs, nodes=NODES, devices=devices)
     torch.manual_seed(seed)
-    return text.TextLearner(Run("elastic", None, seed, settings), corpus, place)
+    learner = text.TextLearner(Run("elastic", None, seed, settings), corpus, rank)
+    if mesh is not None:
+        shard(learner.model, mesh)
+        decay = settings.weight_decay
+        learner.optimizer = torch.optim.AdamW(learner.model.parameters(), settings.lr, weight_decay=decay, foreach=True)
+    return learner
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict without shards. A collective of the mesh."""
+    return {
+        name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in model.state_dict().items()
+    }
 
 
 def main() -> None:
     node = Node(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     folder = Path(node.folder)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    corpus = torch.load(folder / "corpus.pt", weights_only=False)
-    learner = learner_of(corpus, node.seed, node.steps, node.place)
+    store = dist.TCPStore("127.0.0.1", node.port, node.devices, is_master=node.device == 0)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=node.device, world_size=node.devices)
+    corpus, topology = torch.load(folder / "corpus.pt", weights_only=False), discover(node_name="here")
+    rank, mesh = node.place * node.devices + node.device, mesh_of(topology) if node.devices > 1 else None
+    learner = learner_of(corpus, node.seed, node.steps, rank, node.devices, mesh)
     version = TrackedVersion()
     config = ElasticConfig(lighthouse=node.lighthouse, density=0.01)
-    updates = ElasticUpdates(learner.model, learner.optimizer, config, discover(), name=f"node{node.place}")
+    updates = ElasticUpdates(learner.model, learner.optimizer, config, topology, name=f"node{node.place}")
     step = 0 if updates.progress is None else int(updates.progress["step"])
     received_signals = list[int]()
     signal.signal(signal.SIGTERM, lambda number, _: received_signals.append(number))
-    tell(begins=step)
-    while step < node.steps and not received_signals:
-        for group in learner.optimizer.param_groups:
-            group["lr"] = 0.008 * text.scale(step, learner.settings.lr_warmup_steps, node.steps)
+    say = tell if node.device == 0 else lambda **_: None
+    say(begins=step)
+    while step < node.steps and not updates.any_device(bool(received_signals))[0]:
+        set_rate(learner, step, node.steps)
         time.sleep(node.pause)
         begin = time.perf_counter()
         learner.optimizer.zero_grad()
@@ -112,15 +136,27 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         if step % KEPT_EVERY == 0 and step < node.steps:
             with updates.global_weights():
-                torch.save(learner.model.state_dict(), folder / f"{step}.pt")
-        digest = hashlib.sha1(updates._state.global_S.numpy().tobytes()).hexdigest()[:12]
+                save(learner.model, folder / f"{step}.pt")
+        digest = hashlib.sha1(updates.optimizers[0].state.global_S.numpy().tobytes()).hexdigest()[:12]
         weights: dict[str, Any] = {"token": version.token, "digest": digest} if version.token else {}
-        tell(step=step, number=version.number, seconds=seconds, loss=loss.item(), **weights, **updates.gauges())
+        say(step=step, number=version.number, seconds=seconds, loss=loss.item(), **weights, **updates.gauges())
     updates.finish()
     if step == node.steps:
-        torch.save(learner.model.state_dict(), folder / f"{step}.pt")
-        tell(ends=step, received=updates.exchange.stats.bytes_between_nodes, **updates.gauges())
+        save(learner.model, folder / f"{step}.pt")
+        say(ends=step, received=updates.exchange.stats.bytes_between_nodes, **updates.gauges())
     updates.end()
+
+
+def set_rate(learner: text.TextLearner, step: int, steps: int) -> None:
+    for group in learner.optimizer.param_groups:
+        group["lr"] = learner.settings.lr * text.scale(step, learner.settings.lr_warmup_steps, steps)
+
+
+def save(model: nn.Module, file: Path) -> None:
+    """Save the weights on the first device. A collective of the node."""
+    state = whole_state(model)
+    if dist.get_rank() == 0:
+        torch.save(state, file)
 
 
 def tell(**line: Any) -> None:

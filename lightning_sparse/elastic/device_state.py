@@ -3,7 +3,7 @@
 ========== ============================================================================= =======================
 tensors    content                                                                       during the download
 ========== ============================================================================= =======================
-weights    this device's slice of the global weights, fp32 [S]                           a copy, of one version
+weights    this device's slice of the global weights, fp32 [S], one tensor per optimizer a copy, of one version
 optimizer  the optimizer state that this device has, one tensor per parameter and        may change: it differs
            quantity, such as "exp_avg"                                                   between nodes anyway
 module     frozen parameters, or this device's shards of them, and buffers               frozen: the tensors
@@ -27,33 +27,76 @@ WEIGHTS, OPTIMIZER, MODULE = "weights", "optimizer", "module"
 EXTRA_STATE = "_extra_state"  # end of torch's key for the result of get_extra_state(), a tensor of any size
 
 
-def snapshot_of(one: LocalOptimizer, module: nn.Module, names: Mapping[int, str], head: dict[str, Any]) -> Snapshot:
+def snapshot_of(
+    optimizers: Sequence[LocalOptimizer], module: nn.Module, names: Mapping[int, str], head: dict[str, Any]
+) -> Snapshot:
     """Return a snapshot of this device. The module must hold the global weights.
 
     Args:
         names: names of the parameters by ``id()``.
         head: plain values for the joining device.
     """
-    tensors = [(WEIGHTS, one.state.read_global().to("cpu", copy=True))]
+    weights = [one.state.read_global().to("cpu", copy=True) for one in with_elements(optimizers)]
+    tensors = [(WEIGHTS, each) for each in weights]
     rest = {}
-    for parameter, part in one.stepped():
-        name = names[id(parameter)]
-        flats, rest[name] = optimizer_state.split(one.optimizer, parameter, part)
-        tensors += [(f"{OPTIMIZER}/{name}/{quantity}", flat) for quantity, flat in flats.items()]
+    for one in optimizers:
+        for parameter, part in one.stepped():
+            name = names[id(parameter)]
+            flats, rest[name] = optimizer_state.split(one.optimizer, parameter, part)
+            tensors += [(f"{OPTIMIZER}/{name}/{quantity}", flat) for quantity, flat in flats.items()]
     others, parameters = {}, {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name, value in not_exchanged(one, module).items():
+    for name, value in not_exchanged(optimizers, module).items():
         if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
             flat = local_of(value).detach().contiguous().view(-1)
             tensors.append((f"{MODULE}/{name}", flat if name in parameters else flat.to("cpu", copy=True)))
         else:
             others[name] = value
-    groups = optimizer_state.options_of(one.optimizer)
+    head = {**head, "trained": trained_of(optimizers, names), "places": places_of(optimizers, names)}
+    groups = [optimizer_state.options_of(one.optimizer) for one in optimizers]
     return Snapshot({**head, "optimizer": rest, "groups": groups, "module": others}, tensors)
 
 
-def not_exchanged(one: LocalOptimizer, module: nn.Module) -> dict[str, Any]:
+def trained_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return for each optimizer the names in each of its groups, and the names of the exchanged parameters."""
+    return [
+        {
+            "groups": [[names[id(p)] for p in group["params"]] for group in one.optimizer.param_groups],
+            "exchanged": [names[id(p)] for p in one.parameters],
+        }
+        for one in optimizers
+    ]
+
+
+def places_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> list[list[Any]]:
+    """Return the pieces of parameters that this device exchanges."""
+    return [[list(place) for place in one.state.slices.named(names)] for one in optimizers]
+
+
+class OtherParameters(RuntimeError):
+    """The peer exchanges other parameters: they were added or unfrozen during the run.
+
+    Attributes:
+        trained: the peer's `trained_of`.
+    """
+
+    def __init__(self, mine: list[dict[str, Any]], trained: list[dict[str, Any]]) -> None:
+        here, there = ({name for each in of for name in each["exchanged"]} for of in (mine, trained))
+        super().__init__(
+            f"this node trains {len(here - there)} parameters that the other nodes do not train, and lacks "
+            f"{len(there - here)} of theirs. Parameters were added, unfrozen or removed during the run. Start this "
+            f"node again, with the same frozen parameters and optimizers as the other nodes."
+        )
+        self.trained = trained
+
+
+def with_elements(optimizers: Sequence[LocalOptimizer]) -> list[LocalOptimizer]:
+    """Return the optimizers of which this device has elements."""
+    return [one for one in optimizers if one.state.slices.numel]
+
+
+def not_exchanged(optimizers: Sequence[LocalOptimizer], module: nn.Module) -> dict[str, Any]:
     """Return the entries of the module's state dict without the exchanged parameters."""
-    exchanged = set(map(id, one.parameters))
+    exchanged = {id(parameter) for one in optimizers for parameter in one.parameters}
     left_out = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in exchanged}
     return {name: value for name, value in module.state_dict().items() if name not in left_out}
 
@@ -65,37 +108,52 @@ class DeviceReceiver(Receiver):
         joins: if True, receive all tensors; otherwise only the weights.
 
     Attributes:
-        weights_S: this device's slice of the global weights, fp32 on the CPU.
+        weights: this device's slice of the global weights of each optimizer, fp32 on the CPU.
     """
 
-    weights_S: Tensor
-
-    def __init__(self, one: LocalOptimizer, module: nn.Module, names: Mapping[int, str], *, joins: bool) -> None:
-        self._one, self._module, self._joins = one, module, joins
-        self._stepped = {names[id(parameter)]: (parameter, part) for parameter, part in one.stepped()}
+    def __init__(
+        self, optimizers: Sequence[LocalOptimizer], module: nn.Module, names: Mapping[int, str], *, joins: bool
+    ) -> None:
+        self._optimizers, self._module, self._names, self._joins = optimizers, module, names, joins
+        self._stepped = {names[id(p)]: (one.optimizer, p, part) for one in optimizers for p, part in one.stepped()}
         self._found: dict[str, dict[str, Any]] = {name: {} for name in self._stepped}
-        self._others = not_exchanged(one, module)
+        self._others = not_exchanged(optimizers, module)
+        self.weights: list[Tensor] = []
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
-        """Store the head, and return the number of tensors to receive."""
-        missing = {"version", "run", "history", "optimizer", "groups", "module"} - set(head)
-        numel = self._one.state.slices.numel
-        if missing or len(head["version"]) != 2 or not layout or layout[0] != (WEIGHTS, "float32", numel):
+        """Store the head, and return the number of tensors to receive.
+
+        Raises:
+            OtherParameters: if the peer exchanges other parameters.
+            RuntimeError: if it has another model, or divides its parameters differently.
+        """
+        missing = {"version", "run", "history", "trained", "places", "optimizer", "groups", "module"} - set(head)
+        mine = trained_of(self._optimizers, self._names)
+        if not missing and head["trained"] != mine:
+            raise OtherParameters(mine, head["trained"])
+        if not missing and head["places"] != places_of(self._optimizers, self._names):
             raise RuntimeError(
-                f"a training node offers {layout[:1]}, but this device needs {numel:,} weights: the nodes differ in "
-                f"their models, or in their versions of lightning_sparse. Use one model and one version on all nodes."
+                "the devices of a training node divide the parameters differently, because some parameters were added "
+                "or unfrozen later. Use nodes of one device, or strategy='mstopk_elastic_fsdp'."
+            )
+        weights = [(WEIGHTS, "float32", one.state.slices.numel) for one in with_elements(self._optimizers)]
+        if missing or len(head["version"]) != 2 or list(layout[: len(weights)]) != weights:
+            raise RuntimeError(
+                f"a training node offers {layout[: len(weights)]}, but this device needs {weights}: the nodes differ "
+                f"in their models, or in their versions of lightning_sparse. Use one model and one version on all "
+                f"nodes."
             )
         self.head = head
-        return len(layout) if self._joins else 1
+        return len(layout) if self._joins else len(weights)
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Store a tensor, flat and on the CPU."""
         kind, _, rest = name.partition("/")
         if kind == WEIGHTS:
-            self.weights_S = tensor
+            self.weights.append(tensor)
         elif kind == OPTIMIZER:
             owner, _, quantity = rest.rpartition("/")
-            parameter, part = self._stepped[owner]
+            _, parameter, part = self._stepped[owner]
             self._found[owner][quantity] = optimizer_state.as_stepped(tensor, parameter, part)
         else:
             own = local_of(self._others[rest])
@@ -103,10 +161,10 @@ class DeviceReceiver(Receiver):
 
     def install(self) -> None:
         """Load everything except the weights."""
-        for name, (parameter, _) in self._stepped.items():
+        for name, (optimizer, parameter, _) in self._stepped.items():
             found = {**self.head["optimizer"].get(name, {}), **self._found[name]}
-            self._one.optimizer.state.pop(parameter, None)
+            optimizer.state.pop(parameter, None)
             if found:
-                self._one.optimizer.state[parameter] = optimizer_state.placed(found, self._one.optimizer, parameter)
-        optimizer_state.load_options([self._one.optimizer], [self.head["groups"]])
+                optimizer.state[parameter] = optimizer_state.placed(found, optimizer, parameter)
+        optimizer_state.load_options([one.optimizer for one in self._optimizers], self.head["groups"])
         self._module.load_state_dict({**self._others, **self.head["module"]}, strict=False)

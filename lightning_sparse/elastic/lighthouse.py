@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -53,6 +53,10 @@ class NodeStatus:
         network: name of the network in which other nodes reach it by a loopback address.
         progress: samples that it has drawn.
         facts: values that must be equal on all nodes.
+        trained: description of the parameters that it exchanges. It must be equal on all nodes that train.
+        sizes: sizes of the payloads of each of its devices.
+        change: description of the parameters that it wants to exchange from now on; empty for no change.
+        impatient: it has waited for the same change of other nodes as long as it may.
     """
 
     token: str = ""
@@ -72,6 +76,10 @@ class NodeStatus:
     network: str = ""
     progress: SampleProgress = SampleProgress()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    trained: str = ""
+    sizes: Sequence[Sequence[int]] = ()
+    change: str = ""
+    impatient: bool = False
 
 
 class Member(NamedTuple):
@@ -178,18 +186,19 @@ def _with_scheme(address: str) -> str:
 
 
 def _status_of(data: Any) -> NodeStatus:
-    """Return the status of a node. Ignore fields of another version: its facts differ anyway."""
-    status = NodeStatus(**_known(NodeStatus, data or {}))
-    return (
-        replace(status, progress=SampleProgress(**_known(SampleProgress, status.progress)))
-        if isinstance(status.progress, dict)
-        else status
-    )
+    """Return the status of a node. Ignore fields of another version, whose facts differ anyway, and values of other
+    types, which only other programs send."""
+    if not isinstance(data, dict):
+        return NodeStatus()
+    progress = data.get("progress")
+    known = _known(SampleProgress, progress) if isinstance(progress, dict) else {}
+    return NodeStatus(**_known(NodeStatus, {**data, "progress": SampleProgress(**known)}))
 
 
 def _known(of: type[NodeStatus | SampleProgress], values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {each.name for each in fields(of)}
-    return {name: value for name, value in values.items() if name in names}
+    defaults = {each.name: getattr(of(), each.name) for each in fields(of)}
+    kinds = {name: list if isinstance(value, tuple) else type(value) for name, value in defaults.items()}  # from JSON
+    return {name: value for name, value in values.items() if type(value) is kinds.get(name)}
 
 
 def _connect(address: str) -> Any:

@@ -13,6 +13,9 @@ If a node fails in step 2, the round counts nowhere, and each node gets back its
 3 keeps the messages until the next quorum. The round counts if a node of that quorum has its token, otherwise nowhere.
 So all nodes that continue apply a round, or none does.
 
+If nodes add or unfreeze parameters, each of them observes until all nodes want the same change. Then one quorum changes
+the parameters on all nodes, and the token.
+
 A node that joins, or has missed rounds, observes while it downloads the weights of a peer. Then it applies the rounds
 that it observed since. The other nodes do not wait for it.
 """
@@ -112,6 +115,24 @@ class Sizes(NamedTuple):
     numel: int = 0
 
 
+class Layout(NamedTuple):
+    """The exchanged parameters.
+
+    Args:
+        trained: their description, equal on all nodes.
+        sizes: of this device.
+        everywhere: sizes of each device of the node.
+    """
+
+    trained: str
+    sizes: Sizes
+    everywhere: Sequence[Sequence[int]]
+
+    @property
+    def stated(self) -> str:
+        return _stated(self.trained, self.everywhere)
+
+
 class Payload(NamedTuple):
     """The tensor that a device sends in a round.
 
@@ -176,6 +197,8 @@ class RoundProtocol:
         history: tokens of the last rounds.
         first: this node is the first node of the last quorum that had missed no round.
         assigner: assigns samples to nodes.
+        impatient: this node has waited as long as it may for the same change of other nodes.
+        changed: a quorum has changed the exchanged parameters.
     """
 
     def __init__(
@@ -207,13 +230,21 @@ class RoundProtocol:
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)
         self._names: tuple[str, ...] = ()
-        self.sizes = Sizes()
+        self._next = self._layout = Layout("", Sizes(), ())
+        self._change, self.impatient, self.changed = "", False, False
         self._told_place = False
 
-    def fit(self, message_bytes: int, sample_bytes: int, numel: int) -> None:
-        """Set the sizes of a message, of its sample, and of the slice."""
-        # All nodes compare them as facts: a row of unexpected length would make Gloo end the receiver's process.
-        self.sizes = Sizes(message_bytes, sample_bytes, numel)
+    @property
+    def sizes(self) -> Sizes:
+        return self._layout.sizes
+
+    def fit(self, layout: Layout) -> None:
+        """Exchange these parameters."""
+        self._layout = layout
+
+    def propose(self, layout: Layout, change: str) -> None:
+        """Exchange these parameters once all nodes make the same change. ``changed`` tells when."""
+        self._next, self._change, self.impatient, self.changed = layout, change, False, False
 
     def try_again(self) -> None:
         """Ask for the next quorum at once, even after a failed request."""
@@ -300,6 +331,10 @@ class RoundProtocol:
                 servers=self._servers,
                 progress=self.assigner.report(),
                 facts=self.facts,
+                trained=self._layout.trained,
+                sizes=self._layout.everywhere,
+                change=self._change,
+                impatient=self.impatient,
             )
             members, waited = self._from_first(partial(self._ask, status, began))
             quorum = None if members is None else self._quorum_of(members, outcome)
@@ -339,12 +374,32 @@ class RoundProtocol:
         self.assigner.update([each.name for each in quorum.members], quorum.progress)
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
+        if (self.in_step or self._trains) and self._layout.stated != quorum.stated:
+            raise ValueError(_refusal({"trained": self._layout.stated}, {"trained": quorum.stated}))
         if self.in_step:
             self.run, self._trains = quorum.run, True
+        self._follow_change(quorum)
         outcome.behind = not self.in_step
         self._assign_snapshots(quorum, outcome)
         self._log_membership(quorum)
         return quorum
+
+    def _follow_change(self, quorum: Quorum) -> None:
+        """Exchange other parameters, if the quorum agrees. The token changes, so that no node takes older weights."""
+        if not quorum.change:
+            # As this quorum knows it: all devices of the node decide alike.
+            if any(each.name == self.name and each.status.change and each.status.impatient for each in quorum.training):
+                others = _shown(each.name for each in quorum.training if each.status.change != self._change)
+                raise ValueError(_refusal_of_change(self._change, f"not on {others}"))
+            return
+        if self.in_step:
+            if self._change != quorum.change:
+                raise ValueError(_refusal_of_change(quorum.change, "only on the other nodes, not on this node"))
+            self._layout, self._change, self.changed = self._next, "", True
+            self.token, self.number = _after_change(quorum), quorum.number + 1
+            self.history.append(self.token)
+            self._ledger.clear()
+        self._now, self.observed, self.observed_from = _after_change(quorum), [], ""
 
     def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
         """Refuse a node that cannot reach the others."""
@@ -360,7 +415,7 @@ class RoundProtocol:
     def _transfer(self, sent: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the messages and dense updates of all contributors; None unless all devices of this node have them."""
         sparse = [each for each in quorum.contributors if not each.status.flushes]
-        row_B = quorum.row_of(sent, self.sizes)
+        row_B = quorum.row_of(sent, self._sizes_in(quorum))
         try:
             group = self._group_for(quorum.members)
             rows_PB, whole = _gather(torch.cat([tag, row_B]), group, tag)
@@ -376,13 +431,18 @@ class RoundProtocol:
 
     def _dense(self, member: Member, sent: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
         own = sent if member.name == self.name else None
-        updates_S = torch.empty(self.sizes.numel) if own is None else own.cpu()
+        updates_S = torch.empty(self._sizes_in(quorum).numel) if own is None else own.cpu()
         if group is not None and group.handle is not None:
             options = dist.BroadcastOptions()
             options.rootRank = quorum.members.index(member)
             # dist.broadcast does not know this group, and would raise its own error instead of Gloo's.
             group.handle.broadcast([updates_S], options).wait()
         return updates_S
+
+    def _sizes_in(self, quorum: Quorum) -> Sizes:
+        """Return the sizes of the training nodes. A row of another length would make Gloo end the receiver's
+        process."""
+        return Sizes(*quorum.sizes[self._devices.place]) if quorum.sizes else self.sizes
 
     def _all_are_prepared(self, tag: Tensor) -> bool:
         """Return whether all nodes have all messages. False: a node may lack some."""
@@ -570,6 +630,8 @@ class Quorum:
         facts: values that all members have in common.
         run: name of the run that all members belong to or join.
         unreached: nodes that are left out because of loopback addresses.
+        trained, sizes: of the training nodes, see `NodeStatus`.
+        change: the change of the exchanged parameters that this quorum makes; empty for none.
     """
 
     members: list[Member]
@@ -580,6 +642,13 @@ class Quorum:
     facts: Mapping[str, Any]
     run: str
     unreached: list[Member]
+    trained: str = ""
+    sizes: Sequence[Sequence[int]] = ()
+    change: str = ""
+
+    @property
+    def stated(self) -> str:
+        return _stated(self.trained, self.sizes)
 
     @property
     def progress(self) -> list[SampleProgress]:
@@ -611,14 +680,44 @@ def quorum_of(members: Sequence[Member]) -> Quorum:
     _, _, token = max((status.number, votes[status.token], status.token) for status in named)
     training = [each for each in members if token in (each.status.token, each.status.prepared)]
     number = max(each.status.number + (each.status.token != token) for each in training)
-    stated = Counter(repr(each.status.facts) for each in training).most_common(1)[0][0]
-    facts = next(each.status.facts for each in training if repr(each.status.facts) == stated)
-    alike = [each for each in members if each.status.facts == facts]
+    stated = Counter(_all_stated(each.status) for each in training).most_common(1)[0][0]
+    model = next(each.status for each in training if _all_stated(each.status) == stated)
+    facts = model.facts
+    # Nodes that do not train yet follow the training nodes in the parameters that they exchange.
+    followers = [each for each in members if each not in training and not each.status.trains]
+    alike = [
+        each
+        for each in members
+        if each.status.facts == facts and (each in followers or _all_stated(each.status) == stated)
+    ]
     near = _near(alike, [each for each in training if each in alike])
     training = [each for each in training if each in near]
-    contributors = [each for each in training if not each.status.observes]
+    change = _agreed_change(training)
+    contributors = [each for each in training if not each.status.observes and not change]
     unreached = [each for each in alike if each not in near]
-    return Quorum(near, training, contributors, token, number, facts, run or token, unreached)
+    layout = (model.trained, model.sizes)
+    return Quorum(near, training, contributors, token, number, facts, run or token, unreached, *layout, change)
+
+
+def _stated(trained: str, sizes: Sequence[Sequence[int]]) -> str:
+    return f"{trained}, sizes {list(sizes)}"
+
+
+def _all_stated(status: NodeStatus) -> str:
+    return f"{status.facts!r} {_stated(status.trained, status.sizes)}"
+
+
+def _agreed_change(training: Sequence[Member]) -> str:
+    """Return the change that all training nodes want, or most of them if one of these has waited long enough."""
+    changes = Counter(each.status.change for each in training if each.status.change)
+    change = max(changes, key=lambda each: (changes[each], each), default="")
+    impatient = any(each.status.impatient for each in training if each.status.change == change)
+    agreed = changes[change] == len(training) or (impatient and 2 * changes[change] > len(training))
+    return change if agreed else ""
+
+
+def _after_change(quorum: Quorum) -> str:
+    return hashlib.sha1(repr((quorum.token, quorum.change)).encode()).hexdigest()[:16]
 
 
 def _near(members: list[Member], training: list[Member]) -> list[Member]:
@@ -676,6 +775,13 @@ def _refusal_of_run(run: str, number: int, quorum: Quorum) -> str:
         f"this node resumes round {number} of run {run!r}, but the training nodes ({names}) are "
         f"at round {quorum.number} of run {quorum.run!r}. They continue without it. Start this node without a "
         f"checkpoint or from a checkpoint of their run, or give it its own lighthouse."
+    )
+
+
+def _refusal_of_change(change: str, where: str) -> str:
+    return (
+        f"parameters were added or unfrozen (now {change}), but {where}. The other nodes continue without this node. "
+        f"Let all nodes make the same change in the same epoch: give them the same callbacks."
     )
 
 

@@ -5,6 +5,9 @@ inside an epoch depends on seed and epoch. An *assignment* gives the samples fro
 in turn. With each request, a node reports a limit: before the next quorum, no node that it knows of draws past it. When
 nodes join or leave, all nodes make the next assignment begin at the highest limit, and the last assignment holds up to
 there. So no sample is drawn twice. An epoch lacks only the samples that a lost node had not drawn.
+
+With ``limit_train_batches``, a node leaves out the rest of an epoch. The next epoch may be beyond its limit, so the
+node tells the other nodes before it draws from there.
 """
 
 from __future__ import annotations
@@ -119,8 +122,20 @@ class SampleAssigner:
 
     def has_left(self, epoch: int, samples: int) -> bool:
         """Return whether this node has that many samples of an epoch left, if the length of epochs is known."""
-        place, end = epoch * self._size, (epoch + 1) * self._size
-        for _ in range(samples if self._size else 0):
+        return not self._size or self._holds(epoch * self._size, (epoch + 1) * self._size, samples)
+
+    def skip_to(self, epoch: int, samples: int) -> bool:
+        """Begin an epoch. If this node leaves out that many samples of earlier epochs, count them as drawn, and return
+        True: the other nodes must know before it draws."""
+        place = epoch * self._size
+        skips = self._end < place and self._holds(self._end, place, samples)
+        if skips:
+            self._end = place
+        return skips
+
+    def _holds(self, place: int, end: int, samples: int) -> bool:
+        """Return whether that many positions in [place, end) are this node's."""
+        for _ in range(samples):
             mine = self._find(place, end)
             if mine is None:
                 return False
@@ -152,6 +167,10 @@ class SampleAssigner:
                 "some samples may be drawn twice. In a loop, pass the number of batches between two steps: "
                 "shard_loader(loader, batches=...)"
             )
+
+    def expect(self, size: int) -> None:
+        """Set the number of samples per epoch before the first epoch."""
+        self._size = self._size or size
 
     def share(self, order: Sequence[int], first: int, device: int, devices: int) -> Iterator[int]:
         """Yield the samples of an epoch that are assigned to a device of this node. All devices get the same number.
@@ -195,9 +214,11 @@ class ElasticSource(Protocol):
 
     Attributes:
         prefetch_depth: number of batches that it may draw in advance.
+        before_epoch: ``set_epoch`` calls it first, with the epoch. Every device of the node calls ``set_epoch``.
     """
 
     prefetch_depth: int
+    before_epoch: Callable[[int], None]
 
     def set_share(self, share: Share) -> None:
         """Draw the samples that ``share`` yields."""
@@ -244,9 +265,15 @@ class ElasticSampler(DistributedSampler[int]):
         self._size = len(dataset)
         self._share: Share | None = None
         self.prefetch_depth = 0
+        self.before_epoch: Callable[[int], None] = lambda _: None
 
     def set_share(self, share: Share) -> None:
         self._share = share
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw from this epoch in the next iteration. Every device of the node calls it."""
+        self.before_epoch(epoch)
+        super().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
         if self._share is None:

@@ -6,6 +6,7 @@ updates become pending again. A node that is alone in a round sends everything. 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 import threading
@@ -23,27 +24,29 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import options
 from lightning_sparse._version import __version__
-from lightning_sparse.elastic.device_state import DeviceReceiver, snapshot_of
+from lightning_sparse.agree import fingerprint
+from lightning_sparse.elastic.device_state import DeviceReceiver, OtherParameters, snapshot_of
 from lightning_sparse.elastic.lighthouse import Lighthouse
-from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol, from_first
+from lightning_sparse.elastic.rounds import Layout, Outcome, Round, RoundProtocol, from_first
 from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
-from lightning_sparse.exchange import Exchange, Transfer
+from lightning_sparse.elastic.state import ElasticUpdateState, OptimizerRounds, sizes_of
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.lanes import FifoLanes
-from lightning_sparse.kernels.wire import nonfinite_of
 from lightning_sparse.messages import SLOW_AFTER, log
-from lightning_sparse.sharding import trainable_params
+from lightning_sparse.sharding import local_of, trainable_params
 from lightning_sparse.topology import Topology
-from lightning_sparse.updates.agreement import UpdateCorrelation
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.local import LocalUpdates, options_to_compare
+from lightning_sparse.updates.optimizer import LocalOptimizer
 from lightning_sparse.updates.optimizer_state import to_python
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import SparseUpdateState
+from lightning_sparse.updates.state import UpdateState
 
-TRIES_TO_FLUSH = 3
 WATCH_SECONDS = 0.05
+CHANGE_TIMEOUTS = 10
+"""Timeouts that a node with added or unfrozen parameters waits for the same change of other nodes."""
 UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Supported dtypes of parameters."""
@@ -102,7 +105,8 @@ class Version(NamedTuple):
 class ElasticUpdates(LocalUpdates):
     """Exchanges this node's updates with the present nodes.
 
-    The constructor of a joining node loads the parameters, buffers and optimizer state of another node. In a loop::
+    The constructor of a joining node loads the parameters, buffers and optimizer states of another node. Several
+    optimizers exchange their updates in common rounds (see `OptimizerRounds`). In a loop::
 
         updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=...), topology)
         for batch in loader:
@@ -129,6 +133,7 @@ class ElasticUpdates(LocalUpdates):
     kind = "elastic"
     in_step = False
     _joined = False  # this node has joined training nodes
+    _adopts = False  # this node takes over the parameters that the others train
     _begins: bool  # this node begins a run
 
     def __init__(
@@ -157,13 +162,13 @@ class ElasticUpdates(LocalUpdates):
             host=host,
         )
         self._watch = RoundObserver(self.peers)
+        self._rounds = OptimizerRounds(self.peers, config.delay, config.flush_every, self._states)
         self._least = 0  # number of samples that the node needs for a batch
         self.progress: Any = None
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
-            # slices of devices differ in size
-            self.peers.facts["sizes"] = self._from_first(lambda: list(self.peers.sizes))
+            self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
             self.exchange.runner = FifoLanes()  # threads on GPUs, too, because rounds make the host wait
             if version is not None:
                 self.peers.token, self.peers.number, place, run = version
@@ -181,14 +186,68 @@ class ElasticUpdates(LocalUpdates):
         """Do nothing: a node that makes fewer steps misses rounds, and downloads the weights of other nodes."""
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticUpdateState:
-        assert isinstance(config, ElasticConfig)
-        return ElasticUpdateState(slices, exchange, config, self.peers)
+        return ElasticUpdateState(slices, exchange, config, self._rounds)
 
-    @property
-    def _state(self) -> ElasticUpdateState:
-        state = self.optimizers[0].state
-        assert isinstance(state, ElasticUpdateState)
-        return state
+    def _layout_of(self, states: Sequence[UpdateState]) -> Layout:
+        """Return the exchanged parameters, with these states. A collective of the node."""
+        sizes, parameters = sizes_of(states), [[self.names[id(p)] for p in one.parameters] for one in self.optimizers]
+        digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:8]
+        trained = f"{sum(map(len, parameters))} parameters with digest {digest}"
+        return Layout(trained, sizes, [list(each) for each in _gather(self._main, sizes)])
+
+    def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None:
+        """Wait until all nodes add or unfreeze the same parameters. Rounds that they count meanwhile are observed.
+
+        Raises:
+            ValueError: if most nodes do not make the same change in time.
+        """
+        layout = self._layout_of([after if each is one else each.state for each in self.optimizers])
+        if self._adopts:
+            return
+        known = {id(p) for p, _ in one.state.slices.pieces}
+        added = [
+            (self.names[id(p)], int(fingerprint(local_of(p)))) for p, _ in after.slices.pieces if id(p) not in known
+        ]
+        values = repr(_gather(self._main, added))
+        change = f"{layout.trained} and values {hashlib.sha256(values.encode()).hexdigest()[:8]}"
+        self._stop_watching()
+        self._rounds.receive()
+        log.info("parameters were added or unfrozen: this node waits until the other nodes do the same")
+        self.peers.propose(layout, change)
+        self._watch.start()
+        until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
+        while not self._from_first(self._is_changed):
+            if self._from_first(lambda: self._watch.ended):  # it stores a limited number of bytes
+                self._stop_watching()
+                self._watch.start()
+            self.peers.impatient = time.monotonic() > until
+            time.sleep(WATCH_SECONDS)
+        self._stop_watching()
+        self.peers.changed = False
+
+    def _is_changed(self) -> bool:
+        self._watch.check()
+        return self.peers.changed
+
+    def _adopt(self, trained: list[dict[str, Any]]) -> None:
+        """Train the parameters that the other nodes train. Every device of the node calls it."""
+        log.info("this node adds or unfreezes parameters, as the other nodes did before")
+        parameters, self._adopts = dict(self.module.named_parameters()), True
+        for one, theirs in zip(self.optimizers, trained, strict=True):
+            groups, optimizer = [[parameters[name] for name in names] for names in theirs["groups"]], one.optimizer
+            del optimizer.param_groups[len(groups) :]
+            for group, found in zip(optimizer.param_groups, groups, strict=False):
+                group["params"] = found
+            for found in groups[len(optimizer.param_groups) :]:
+                optimizer.add_param_group({"params": found})
+            for name in theirs["exchanged"]:
+                parameters[name].requires_grad_(True)
+            one.follow_groups()
+        self._adopts = False
+        self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
+
+    def _states(self) -> list[ElasticUpdateState]:
+        return [each.state for each in self.optimizers if isinstance(each.state, ElasticUpdateState)]
 
     @property
     def version(self) -> Version:
@@ -196,7 +255,7 @@ class ElasticUpdates(LocalUpdates):
         if self._shown:
             return self._shows
         self._stop_watching()
-        self._state.receive()
+        self._rounds.receive()
         return Version(self.peers.token, self.peers.number, self.peers.assigner.reached, self.peers.run)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -210,10 +269,23 @@ class ElasticUpdates(LocalUpdates):
         """
         self._stop_watching()
         super().step(optimizer)
-        if self._state.left_out:
+        if self._rounds.written and len(self.optimizers) > 1:  # the round has changed the other optimizers' parameters
+            self._gather_models()
+        self._rounds.written = False
+        if self._rounds.left_out:
             self._leave_out()
-        if self._state.behind:
+        if self._rounds.behind:
             self._catch_up()
+
+    def _gather_models(self) -> None:
+        for one in self.optimizers:
+            one.gather()
+
+    def _flush(self) -> None:
+        for one in self.optimizers:
+            one.cancel_probe()
+        self._rounds.flush()
+        self._gather_models()
 
     @torch.no_grad()
     def swap_in_global_weights(self, wait: bool = True) -> None:
@@ -263,12 +335,23 @@ class ElasticUpdates(LocalUpdates):
         batch_size = loader.batch_size or 1
         assigner, devices = self.peers.assigner, self._devices
         self._least = max(self._least, min_samples_per_round(loader) * devices.size)
-        ahead = (1 + 2 * batches * self.config.sync_every + source.prefetch_depth) * batch_size * devices.size
+        # Of several optimizers, one may make two steps before a round.
+        batches *= self.config.sync_every * min(2, len(self.optimizers))
+        ahead = (1 + 2 * batches + source.prefetch_depth) * batch_size * devices.size
         if ahead > assigner.ahead:
             assigner.ahead = ahead
             self.watch()
             self._from_first(self._watch.wait_for_a_round)
+        assigner.expect(getattr(source, "num_samples", 0))
         source.set_share(partial(assigner.share, device=devices.place, devices=devices.size))
+        source.before_epoch = self._begin_epoch
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """If this node leaves out the rest of an epoch, wait until the other nodes know."""
+        skips = self.peers.assigner.skip_to(epoch, self._least)
+        if self._from_first(lambda: skips):
+            self.watch()
+            self._from_first(self._watch.wait_for_a_round)
 
     def deal(self, loader: Any, batches: int = 1) -> None:
         """Deprecated name of `shard_loader`, until version 0.3."""
@@ -290,7 +373,7 @@ class ElasticUpdates(LocalUpdates):
     def watch(self) -> None:
         """Observe rounds until the next step, so that other nodes do not wait for this node, for example during a
         validation. Every device of the node calls it."""
-        self._state.receive()
+        self._rounds.receive()
         self._watch.start()
 
     def serve(self, extra: Callable[[], Any] | None = None) -> None:
@@ -299,14 +382,14 @@ class ElasticUpdates(LocalUpdates):
         Args:
             extra: returns additional state for them, on the first device; called on all devices if a node asks.
         """
-        state = self._state
-        names, state.requests_for_me = [each for each in state.requests_for_me if each not in state.answered], []
-        if state.open_requests is not None:
-            state.answered = [each for each in state.answered if each in state.open_requests]
-            self._server.keep(state.open_requests)
+        rounds = self._rounds
+        names, rounds.requests_for_me = [each for each in rounds.requests_for_me if each not in rounds.answered], []
+        if rounds.open_requests is not None:
+            rounds.answered = [each for each in rounds.answered if each in rounds.open_requests]
+            self._server.keep(rounds.open_requests)
         if not names:
             return
-        state.answered += names
+        rounds.answered += names
         progress = None if extra is None else to_python(extra())
         head = {
             "extra": progress if self._devices.place == 0 else None,
@@ -315,7 +398,7 @@ class ElasticUpdates(LocalUpdates):
             "history": list(self.peers.history),
         }
         with self.global_weights():
-            snapshot = snapshot_of(self.optimizers[0], self.module, self.names, head)
+            snapshot = snapshot_of(self.optimizers, self.module, self.names, head)
         self._server.offer(names, snapshot)
 
     def finish(self) -> None:
@@ -351,19 +434,18 @@ class ElasticUpdates(LocalUpdates):
         began = self.peers.token
         self.peers.ask()
         self._watch.start()
-        if not self._load_snapshot(pending_S=None):
+        if not self._load_snapshot(pending=None):
             log.info("this node starts from %s", "its checkpoint" if began else "its own weights: it is the first node")
 
     def _catch_up(self) -> None:
         """Load the global weights after rounds that this node has missed. Its unsent updates stay pending."""
         log.info("this node has missed rounds after round %d: it loads the weights of a peer", self.peers.number)
-        self._state.absorb()
-        pending_S = self._state.pending_S
+        pending = self._rounds.absorb()
         self.peers.ask()
         self._watch.start()
-        if not self._load_snapshot(pending_S):  # the other nodes have left: continue with these weights
-            self._state.go_on(pending_S, *self.peers.reconcile())
-            self.optimizers[0].gather()
+        if not self._load_snapshot(pending):  # the other nodes have left: continue with these weights
+            self._rounds.go_on(pending, *self.peers.reconcile())
+            self._gather_models()
         self._stop_watching()
 
     def _leave_out(self) -> None:
@@ -374,20 +456,20 @@ class ElasticUpdates(LocalUpdates):
             "If comm/rounds_left_out grows, lower the learning rate, or check for faulty memory.",
             logging.WARNING,
         )
-        self._state.drop()
-        for state in self.optimizers[0].optimizer.state.values():
+        self._rounds.drop()
+        for state in (state for one in self.optimizers for state in one.optimizer.state.values()):
             tensors = [each for each in state.values() if isinstance(each, Tensor)]
             if not all(bool(each.isfinite().all()) for each in tensors):
                 for each in tensors:
                     each.zero_()
-        self.optimizers[0].gather()
+        self._gather_models()
 
-    def _load_snapshot(self, pending_S: Tensor | None) -> bool:
+    def _load_snapshot(self, pending: Sequence[Tensor] | None) -> bool:
         """Load a peer's snapshot and apply the rounds since. Return False if the next round changes this node's own
         weights."""
         while True:
             began = time.monotonic()
-            received = self._download(joins=pending_S is None)
+            received = self._download(joins=pending is None)
             self.peers.stats.healing_s += time.monotonic() - began
             if received is None:
                 self.peers.wants = ""
@@ -395,7 +477,7 @@ class ElasticUpdates(LocalUpdates):
             self._watch.stop()
             rounds = self.peers.since(received.head["version"][0])
             if rounds is not None:
-                self._install(received, rounds, pending_S)
+                self._install(received, rounds, pending)
                 self._watch.start()
                 return True
             self.peers.ask()
@@ -411,8 +493,8 @@ class ElasticUpdates(LocalUpdates):
         Raises:
             RuntimeError: if no node provides it in time.
         """
-        new = partial(DeviceReceiver, self.optimizers[0], self.module, self.names, joins=joins)
-        wait = Wait()
+        new = partial(DeviceReceiver, self.optimizers, self.module, self.names, joins=joins)
+        wait, adopted = Wait(), False
         download: Download[DeviceReceiver] | None = None
         while True:
             needs_none, source, name = self._from_first(self._find_source)
@@ -422,6 +504,11 @@ class ElasticUpdates(LocalUpdates):
             if address and (download is None or (download.address, download.name) != (address, name)):
                 download = Download(address, name, new)
             reports = _gather(self._main, self._advance(wait, download))
+            other = next((each.trained for each in reports if each.trained is not None), None)
+            if other is not None and joins and not adopted:
+                self._adopt(other)
+                download, adopted = None, True
+                continue
             failed = next((each.error for each in reports if each.error), "")
             if failed:
                 raise RuntimeError(failed)
@@ -440,14 +527,16 @@ class ElasticUpdates(LocalUpdates):
             if download is not None and download.advance(1.0, self.config.timeout):
                 return DownloadReport(version=tuple(download.receiver.head["version"]))
             wait.check(download, self.config.timeout)
+        except OtherParameters as other:
+            return DownloadReport(trained=other.trained, error=str(other))
         except RuntimeError as error:
             return DownloadReport(error=str(error))
         return DownloadReport()
 
     @torch.no_grad()
-    def _install(self, received: DeviceReceiver, rounds: list[Round], pending_S: Tensor | None) -> None:
-        one, state, head = self.optimizers[0], self._state, received.head
-        if pending_S is None:
+    def _install(self, received: DeviceReceiver, rounds: list[Round], pending: Sequence[Tensor] | None) -> None:
+        head = received.head
+        if pending is None:
             received.install()
             self.progress = self._from_first(lambda: head["extra"])
             self._joined, self._begins = True, False
@@ -455,15 +544,15 @@ class ElasticUpdates(LocalUpdates):
         self.peers.run = head["run"]
         history = [*head["history"], *(each.token for each in rounds)]
         returned, counted = self.peers.set_version(token, number, history)
-        state.start_from(received.weights_S, rounds, pending_S, returned, counted)
-        one.gather()
+        self._rounds.start_from(received.weights, rounds, pending, returned, counted)
+        self._gather_models()
 
     def _stop_watching(self) -> None:
         """Let the next exchange add the rounds that this node has only observed."""
         if self._watch.running:
             self._watch.stop()
             self._watch.check()
-            self._state.arrive(self._watch.drain())
+            self._rounds.arrive(self._watch.drain())
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         return from_first(self._main, ask)
@@ -475,10 +564,12 @@ class DownloadReport(NamedTuple):
     Args:
         version: version of a complete snapshot.
         error: error message of a failed download; empty otherwise.
+        trained: parameters of a peer that trains other parameters (see `OtherParameters`).
     """
 
     version: tuple[Any, ...] | None = None
     error: str = ""
+    trained: list[dict[str, Any]] | None = None
 
 
 class Wait:
@@ -527,6 +618,11 @@ class RoundObserver:
     def running(self) -> bool:
         return self._thread is not None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended by itself."""
+        return self._thread is not None and not self._thread.is_alive()
+
     def start(self) -> None:
         if self._thread is None:
             self._stopped.clear()
@@ -555,10 +651,14 @@ class RoundObserver:
         seen, self._seen = self._seen, Outcome()
         return seen
 
+    def _goes_on(self, kept: int) -> bool:
+        """Return whether to observe another round. After a change of the parameters, this node must follow first."""
+        return not (self._stopped.is_set() or self._peers.changed or kept >= WATCHED_BYTES)
+
     def _run(self) -> None:
         kept = 0
         try:
-            while self._peers.first_device_wants(not self._stopped.is_set() and kept < WATCHED_BYTES):
+            while self._peers.first_device_wants(self._goes_on(kept)):
                 self._begun += 1
                 with torch.no_grad():
                     outcome = self._peers.round()
@@ -569,211 +669,6 @@ class RoundObserver:
                 self._seen.requests_for_me += outcome.requests_for_me
         except BaseException as error:
             self._error = error
-
-
-class ElasticUpdateState(SparseUpdateState):
-    """The state of one device of an elastic node.
-
-    Attributes:
-        alone: no other node took part in the last round.
-        behind: the global weights have moved on without this node.
-        left_out: updates of this node were not finite, and so not sent.
-        open_requests: names of the snapshots that nodes request.
-        requests_for_me: names of snapshots that other nodes request from this node.
-        answered: names of requested snapshots that this node has served.
-    """
-
-    def __init__(self, slices: Slices, exchange: Exchange, config: ElasticConfig, peers: RoundProtocol) -> None:
-        super().__init__(slices, exchange, config)
-        if slices.numel == 0:
-            raise ValueError(
-                "this device has no parameters to exchange, because the model is too small. Use fewer devices per node."
-            )
-        self._peers, self._flush_every = peers, config.flush_every
-        self.alone = self.behind = self.left_out = False
-        self.open_requests: list[str] | None = None
-        self.requests_for_me: list[str] = []
-        self.answered: list[str] = []
-        self._returned: list[Tensor] = []  # messages or updates of this node that no node counted
-        self._num_nodes, self._changed = 0, False  # M of the last round, and whether it differed from the one before
-        self._number = self._seen = 0  # of the last round, and of the last round before the last exchange
-        sample_bytes = 0
-        if config.measures_ahead(3):
-            self._correlation, self.local_fraction = UpdateCorrelation(slices.numel), 1.0
-            sample_bytes = self._correlation.sample_bytes
-        peers.fit(self._path.message_bytes, sample_bytes, slices.numel)
-
-    def exchange_step(self, step_id: int = 0) -> None:
-        every, before, self._seen = self._flush_every, self._seen, self._number
-        # By the number of rounds, so that all nodes flush in the same round.
-        due = every is not None and self._number // every > before // every
-        if due or (self.alone and not (self._received or self._returned)):
-            self._flush()
-        else:
-            super().exchange_step(step_id)
-
-    def may_settle(self, since: int) -> bool:
-        return True
-
-    def flush(self) -> None:
-        """Send all pending updates to the present nodes. If rounds fail, some updates stay pending."""
-        for _ in range(TRIES_TO_FLUSH):
-            self._peers.try_again()
-            if self._flush(leaves=True):
-                return
-            if self.left_out:
-                self.drop()
-                return
-        norm = torch.linalg.vector_norm(self.pending_S).item()
-        log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
-
-    def _flush(self, leaves: bool = False) -> bool:
-        self.absorb()
-        pending_S = self.pending_S
-        self.local_S.add_(pending_S)
-        outcome = self._peers.round(Payload(pending_S, is_last=leaves), finite=bool(pending_S.isfinite().all()))
-        self._record_outcome(outcome, pending_S.nbytes)
-        self._apply_received()
-        self.write_model()
-        return not outcome.returned and self._peers.settled
-
-    def drop(self) -> None:
-        """Continue from the global weights without pending updates."""
-        self.absorb()
-        self.left_out = False
-        self.set_pending(torch.zeros_like(self.global_S))
-        self.write_model()
-
-    def start_from(
-        self,
-        weights_S: Tensor,
-        rounds: Sequence[Round],
-        pending_S: Tensor | None,
-        returned: Sequence[Tensor],
-        counted: Sequence[Tensor],
-    ) -> None:
-        """Continue from global weights plus later rounds. See `go_on` for the other arguments."""
-        self.receive()
-        self._samples = None
-        self.global_S.copy_(weights_S)
-        for each in rounds:
-            self._add_round(each, self.global_S)
-        self.go_on(torch.zeros_like(self.global_S) if pending_S is None else pending_S, returned, counted)
-
-    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
-        """Continue from ``global_S``, and write this node's model into the parameters.
-
-        Args:
-            returned: sent tensors that no node counted; they become pending, too.
-            counted: sent tensors in ``pending_S`` that the global weights contain already.
-        """
-        self.behind = self.alone = False
-        self._num_nodes = 0  # others have counted without this node
-        self._number = self._seen = self._peers.number
-        self.set_pending(pending_S)
-        self._return_unsent(returned, self.local_S)
-        self._return_unsent(counted, self.local_S, -1.0)
-        self.write_model()
-
-    def arrive(self, seen: Outcome) -> None:
-        """Let the next exchange add rounds that this node has only observed."""
-        self.requests_for_me += seen.requests_for_me
-        if seen.rounds or seen.returned:
-            self.receive()
-            self._num_nodes = 0  # others have counted without this node
-            self._received += seen.rounds
-            self._returned += seen.returned
-
-    @property
-    def pending_S(self) -> Tensor:
-        if not self._returned:
-            return super().pending_S
-        local_S = self.local_S.clone()
-        self._add_sent(local_S)
-        self._return_unsent(self._returned, local_S)
-        return self.global_S - local_S
-
-    def set_pending(self, pending_S: Tensor) -> None:
-        super().set_pending(pending_S)
-        self._returned = []
-
-    def migrate_from(self, before: Any) -> None:
-        raise ValueError(
-            "parameters were added to an optimizer or unfrozen during the run, and joining nodes would not know them. "
-            "Give the optimizer all parameters at the start, unfrozen, or use strategy='mstopk_local'."
-        )
-
-    def _job(self, transfer: Transfer) -> RoundJob:
-        return RoundJob(transfer, self._peers, self._exchanges)
-
-    def _store_received(self, job: RoundJob) -> None:  # type: ignore[override]
-        rounds = job.outcome.rounds
-        self._record_outcome(job.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
-
-    def _record_outcome(self, outcome: Outcome, own_bytes: int) -> None:
-        """Store the updates of a round, this node's included, until they are added."""
-        self.alone, self.behind, self.open_requests = outcome.alone, outcome.behind, outcome.open_requests
-        self.left_out |= outcome.left_out
-        self.requests_for_me += outcome.requests_for_me
-        self._returned += outcome.returned
-        if not outcome.rounds:
-            return
-        self._received += outcome.rounds[:-1]
-        last = outcome.rounds[-1]
-        self._store_round(last)
-        self._number = last.number
-        nbytes = last.messages_MB.nbytes + sum(each.nbytes for each in last.dense)
-        self._exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
-        changed = last.num_nodes != self._num_nodes
-        if changed:
-            self._num_nodes, self._exchanges = last.num_nodes, 0  # sample often after a change
-        elif not self._changed:  # a round that began before the change counts from before
-            self._exchanges = max(self._exchanges, outcome.exchanges)
-        self._changed = changed
-
-    def _update_local_fraction(self) -> None:
-        if self._correlation is not None and self._num_nodes and not self._config.measures_ahead(self._num_nodes):
-            self.local_fraction, self._samples = self._config.ahead(self._num_nodes), None
-        else:
-            super()._update_local_fraction()
-
-    def _apply_received(self) -> None:
-        super()._apply_received()
-        self._return_unsent(self._returned, self.local_S)
-        self._returned = []
-
-    def _return_unsent(self, returned: Sequence[Tensor], local_S: Tensor, times: float = 1.0) -> None:
-        """Make sent messages or updates pending again, in ``local_S``."""
-        for each in returned:
-            if each.dtype == torch.uint8:
-                self._path.add(each[: self._path.message_bytes].view(1, -1).to(local_S.device), local_S, -times)
-            else:
-                local_S.sub_(each, alpha=times)
-
-
-class RoundJob:
-    """The job of one round.
-
-    Attributes:
-        outcome: of the round, after ``transfer``.
-    """
-
-    outcome: Outcome
-
-    def __init__(self, transfer: Transfer, peers: RoundProtocol, exchanges: int) -> None:
-        self._transfer, self._peers, self._exchanges = transfer, peers, exchanges
-
-    def select(self) -> Sequence[Tensor]:
-        return self._transfer.tensors
-
-    def transfer(self) -> Sequence[Tensor]:
-        message_B = self._transfer.payload
-        finite = not nonfinite_of(message_B)
-        self.outcome = self._peers.round(Payload(message_B, self._exchanges), finite=finite)
-        return self._transfer.tensors
-
-    def apply(self) -> Sequence[Tensor]:
-        return ()
 
 
 def _own_group(topology: Topology) -> Group:
@@ -806,9 +701,11 @@ def _facts(
     module: nn.Module, optimizers: Sequence[Optimizer], config: ElasticConfig, topology: Topology
 ) -> dict[str, Any]:
     names = {id(p): each for each, p in module.named_parameters()}
-    facts = options_to_compare(module, names, optimizers, config)
+    facts = options_to_compare(module, names, (), config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
-    facts |= {"lightning_sparse": __version__, "optimizer": type(optimizers[0]).__name__}
+    kinds = [type(each).__name__ for each in optimizers]
+    version = str(torch.__version__).partition("+")[0]  # machines may have builds for different CUDA versions
+    facts |= {"lightning_sparse": __version__, "torch": version, "optimizers": kinds}
     return {**facts, "devices": topology.world_size}
 
 
@@ -818,12 +715,8 @@ def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
             f"num_nodes={topology.num_nodes}: each elastic node is its own process group. Start each node alone, with "
             f"num_nodes=1."
         )
-    if len(optimizers) != 1:
-        raise ValueError(
-            f"{len(optimizers)} optimizers: elastic nodes exchange the updates of one. Use one optimizer, or "
-            f"strategy='mstopk_local'."
-        )
-    odd = sorted({str(p.dtype) for p in trainable_params(optimizers[0]) if p.dtype not in DTYPES})
+    trained = (p for each in optimizers for p in trainable_params(each))
+    odd = sorted({str(p.dtype) for p in trained if p.dtype not in DTYPES})
     if odd:
         raise ValueError(
             f"parameters have dtype {', '.join(odd)}: elastic nodes support only float32, bfloat16 and "

@@ -15,6 +15,7 @@ from lightning_sparse.elastic.sampling import sampler_of
 from lightning_sparse.elastic.snapshots import is_safe
 from lightning_sparse.elastic.updates import ElasticUpdates, Version
 from lightning_sparse.messages import log
+from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import Adapter, Host
 from lightning_sparse.strategy.fabric import has_optimizer
 from lightning_sparse.strategy.local import MSTopKLocalFabricMixin, MSTopKLocalMixin
@@ -247,6 +248,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
     """Common part of Fabric's strategies for elastic nodes."""
 
     _progress: MutableMapping[str, Any] | None = None
+    _set_up: Sequence[Optimizer] = ()  # optimizers of a node that has not joined yet
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -254,17 +256,34 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
         _ = self.topology
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Join the other nodes, after the set-up of the module. Every device of the node calls it.
+        """Join the other nodes once each trainable parameter has an optimizer. Every device of the node calls it.
+
+        If some parameters never get an optimizer, the node joins when the loop first uses the strategy.
 
         Raises:
-            ValueError: for a second optimizer.
+            ValueError: after the node has joined.
         """
         if self.engines:
             raise ValueError(
-                f"{type(optimizer).__name__} is set up after another optimizer, but elastic nodes exchange one "
-                f"optimizer. Give it all parameters, or use strategy='mstopk_local'."
+                f"{type(optimizer).__name__} is set up after the node has joined the others with its other optimizers. "
+                f"First call fabric.setup_module() for each module, then fabric.setup_optimizers() with all optimizers."
             )
-        return super().setup_optimizer(optimizer)
+        self._set_up = [*self._set_up, optimizer]
+        optimizer = super().setup_optimizer(optimizer)
+        stepped = {id(p) for each in self._set_up for p in parameters_of(each)}
+        if all(id(p) in stepped for module in self._modules for p in module.parameters() if p.requires_grad):
+            self._join_others()
+        return optimizer
+
+    def _exchange_updates(self, optimizer: Optimizer) -> None:
+        """Wait for the other optimizers."""
+        self._module_of([optimizer])
+
+    def _join_others(self) -> None:
+        """Join the other nodes with all optimizers that are set up. Every device of the node calls it."""
+        if self._set_up:
+            optimizers, self._set_up = list(self._set_up), ()
+            self.engines.append(self._new_updates(self._module_of(optimizers), optimizers))
 
     def sync_state(self, state: MutableMapping[str, Any]) -> None:
         """Give the progress of this node to joining nodes. A node that has joined loads the progress of the others.
@@ -338,6 +357,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
         return super().process_dataloader(dataloader)
 
     def _require_engine(self) -> ElasticUpdates:
+        self._join_others()
         if self.elastic is None:
             raise ValueError("no optimizer is set up: call fabric.setup(model, optimizer) before.")
         return self.elastic
@@ -348,6 +368,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
         Raises:
             ValueError: if this node has joined others, and has not loaded their progress.
         """
+        self._join_others()
         if self.elastic is not None:
             self._check_progress(self.elastic)
             self.elastic.serve(self._progress_state_dict)
@@ -371,6 +392,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
     @contextmanager
     def global_weights(self) -> Iterator[None]:
         """Enter a context with the global weights on every device of the node. The other nodes do not wait."""
+        self._join_others()
         with super().global_weights():
             if self.elastic is not None:
                 self.elastic.watch()
@@ -388,6 +410,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         """Save on the first node; after ``finish`` on each node. All devices of the node call it."""
+        self._join_others()
         if not self._is_checkpoint_writer:
             return
         with self.global_weights():  # so that all entries have one version
@@ -416,8 +439,8 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
 class MSTopKElasticFabricMixin(ElasticFabricAdapter, MSTopKLocalFabricMixin):
     """``mstopk_elastic`` for Fabric. It takes the options of ``MSTopKElasticStrategy`` for a Trainer.
 
-    A node joins when its optimizer is set up. Then it has the weights, buffers and optimizer state of the other nodes,
-    and through ``sync_state`` their progress. Load a checkpoint between ``fabric.setup_module`` and
+    A node joins when its optimizers are set up. Then it has the weights, buffers and optimizer states of the other
+    nodes, and through ``sync_state`` their progress. Load a checkpoint between ``fabric.setup_module`` and
     ``fabric.setup_optimizers``.
     """
 

@@ -61,7 +61,7 @@ class MSTopKElasticFSDPMixin(ElasticTrainerAdapter, ShardsTrainerAdapter):
 class MSTopKElasticFSDPFabricMixin(ElasticFabricAdapter, ShardsFabricAdapter):
     """``mstopk_elastic_fsdp`` for Fabric. It takes the options of ``MSTopKElasticFSDPStrategy`` for a Trainer.
 
-    A node joins when its optimizer is set up. Load a checkpoint between ``fabric.setup_module`` and
+    A node joins when its optimizers are set up. Load a checkpoint between ``fabric.setup_module`` and
     ``fabric.setup_optimizers``.
 
     Args:

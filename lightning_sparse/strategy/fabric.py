@@ -13,7 +13,7 @@ Fabric has no epochs and no estimate of its steps, so ``"mstopk_hier"`` has no d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,19 +118,23 @@ class UpdatesFabricAdapter(FabricAdapter):
         return optimizer
 
     def _exchange_updates(self, optimizer: Optimizer) -> None:
-        stepped = set(map(id, parameters_of(optimizer)))
-        modules = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
-        if not modules:
-            raise ValueError(
-                f"{type(optimizer).__name__} has no parameters of a module that was set up. Call fabric.setup_module() "
-                f"with its module first, or fabric.setup(module, optimizer)."
-            )
+        module = self._module_of([optimizer])
         self._drop(optimizer)
-        module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         engine = self._new_updates(module, [optimizer])
         self.engines.append(engine)
         if self._side_files.loaded:
             self._restore_engine(engine, self._side_files.loaded.pop(0))
+
+    def _module_of(self, optimizers: Sequence[Optimizer]) -> nn.Module:
+        """Return the module, or a list of the modules, that have parameters of these optimizers."""
+        stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+        modules = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
+        if not modules:
+            raise ValueError(
+                f"{type(optimizers[0]).__name__} has no parameters of a module that was set up. Call "
+                f"fabric.setup_module() with its module first, or fabric.setup(module, optimizer)."
+            )
+        return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
     def _drop(self, optimizer: Optimizer) -> None:
         stepped = set(map(id, parameters_of(optimizer)))

@@ -73,6 +73,11 @@ class ShardsAdapter(Adapter):
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
         return {"optimizers": [optimizer_state.state_of(each.optimizers, each.names).to_dict() for each in engines]}
 
+    def _is_file(self, path: Any) -> bool:
+        """Return whether a checkpoint is a file. Lightning's load of a file takes the optimizer's state for the state
+        of the module's first parameters, which is wrong with frozen layers and with several optimizers."""
+        return Path(self._main_path(path)).is_file()
+
     def _load_rank_state(self, entries: dict[str, Any]) -> None:
         engines = (each for each in self.engines if isinstance(each, LocalUpdates))
         for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
@@ -81,6 +86,8 @@ class ShardsAdapter(Adapter):
 
 class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
     """Common part of the Trainer's strategies with FSDP2."""
+
+    _optimizers: list[Optimizer]  # of Lightning's strategy
 
     @property
     def _gradients(self) -> ShardedGradients | None:
@@ -175,13 +182,31 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         distributed.check_sharded(Path(self._main_path(path)), *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        optimizers = self._optimizers
+        if self._is_file(checkpoint_path):
+            self._optimizers = []
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            if not self._optimizers:
+                self._load_whole(optimizers, checkpoint.get("optimizer_states", []))
+        finally:
+            self._optimizers = optimizers
         if self.engine is not None and self._fitting:
             self.engine.restart()
             self._restore(self.engine)
             self._show()
         self._side_files.loaded = []
         return checkpoint
+
+    def _load_whole(self, optimizers: list[Optimizer], saved: list[dict[str, Any]]) -> None:
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        if saved and len(saved) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint has the states of {len(saved)} optimizers, and the model has {len(optimizers)}. "
+                f"Resume with the optimizers that were saved, or continue from the weights alone."
+            )
+        for optimizer, state in zip(optimizers, saved, strict=False):
+            optimizer_state.load_whole(optimizer, names, state)
 
 
 class MSTopKFSDPMixin(ShardsTrainerAdapter):
@@ -303,6 +328,22 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
                 whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
             yield whole
             self._wait_for_writers()
+
+    def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        entries = state.items() if isinstance(state, MutableMapping) and self._is_file(path) else ()
+        optimizers = {name: each for name, each in entries if isinstance(each, Optimizer)}
+        for name in optimizers:
+            del state[name]
+        try:
+            rest = super()._load_main(path, state, *args, **kwargs)
+        finally:
+            if optimizers:
+                state.update(optimizers)
+        names = {id(p): name for module in self._modules for name, p in module.named_parameters()}
+        for name, optimizer in optimizers.items():
+            if name in rest:
+                optimizer_state.load_whole(optimizer, names, rest.pop(name))
+        return rest
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         given = dict(state) if isinstance(state, MutableMapping) else {}

@@ -92,7 +92,9 @@ class LocalUpdates(Engine):
         self.exchange.communicator.broadcast_from_rank0([*module.parameters(), *module.buffers()])
         self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.optimizers = [
-            LocalOptimizer(each, module, self.names, self.exchange, inside, config, self._make_state)
+            LocalOptimizer(
+                each, module, self.names, self.exchange, inside, config, self._make_state, self._before_change
+            )
             for each in optimizers
         ]
 
@@ -101,6 +103,9 @@ class LocalUpdates(Engine):
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
         return state_of(slices, exchange, config)
+
+    def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None:
+        """Prepare for other parameters of an optimizer, whose state will be ``after``."""
 
     def _stepped(self) -> set[int]:
         return {id(p) for one in self.optimizers for p in one.parameters}
@@ -160,10 +165,13 @@ class LocalUpdates(Engine):
             for one in self.optimizers:  # all, before a flush uses their process group
                 one.state.receive()
             self.exchange.runner.wait()  # for other modules with this topology
-            for one in self.optimizers:
-                one.flush()
+            self._flush()
             self.buffers.average()
         self._all_sent = True
+
+    def _flush(self) -> None:
+        for one in self.optimizers:
+            one.flush()
 
     def warn_of_no_step(self) -> None:
         self.log_once(

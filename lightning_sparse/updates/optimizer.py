@@ -43,6 +43,7 @@ class LocalOptimizer:
     Args:
         optimizer: optimizer of this node; its parameters hold the global weights.
         make_state: returns the state of a device's slice.
+        before_change: called before the state of other parameters replaces the state, with both.
 
     Attributes:
         division: how the node's devices divide the step.
@@ -58,6 +59,7 @@ class LocalOptimizer:
         inside: HierCommunicator,
         config: UpdatesConfig,
         make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState] = state_of,
+        before_change: Callable[[LocalOptimizer, UpdateState], None] = lambda *_: None,
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self.has_unsent_step = False  # of this optimizer, or of an optimizer that it wraps
@@ -70,6 +72,7 @@ class LocalOptimizer:
             ]
         self.division = partition_of(optimizer, module, inside, names, config.shard_optimizer)
         self._exchange, self._config, self._make_state = exchange, config, make_state
+        self._before_change = before_change
         self.state = self._new_state()
         self._frozen: set[int] = set()  # ``id()`` of frozen parameters that are exchanged
         self._own: list[Tensor] | None = None  # this node's weights while the global weights are shown
@@ -168,10 +171,14 @@ class LocalOptimizer:
             self.gather()
 
     def flush(self) -> None:
-        if self.probe is not None:
-            self.probe.cancel()  # in case an exception ended the step
+        self.cancel_probe()
         self.state.flush()
         self.gather()
+
+    def cancel_probe(self) -> None:
+        """Remove the probe's change of the parameters, in case an exception ended the step."""
+        if self.probe is not None:
+            self.probe.cancel()
 
     def gather(self) -> None:
         self.division.gather()
@@ -310,9 +317,10 @@ class LocalOptimizer:
         self._drop_pending(ids - set(map(id, now)))
         self.division.follow_groups()
         self._exchange.communicator.broadcast_from_rank0(p for p in now if id(p) not in ids)
-        before = self.state
-        self.state = self._new_state()
-        self.state.migrate_from(before)
+        before, after = self.state, self._new_state()
+        self._before_change(self, after)
+        self.state = after
+        after.migrate_from(before)
         self.gather()
 
     def _leave_frozen(self) -> None:

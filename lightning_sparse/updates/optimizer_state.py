@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.checkpoint.state import Piece, State, layout_of, read_slice
-from lightning_sparse.sharding import Part, flat_view, flat_view_of_part, flatten_like, local_of
+from lightning_sparse.sharding import Part, flat_view, flat_view_of_part, flatten_like, local_of, part_of
 from lightning_sparse.updates.optimizer import LocalOptimizer
 
 Stepped = Sequence[tuple[Optimizer, Sequence[tuple[Tensor, Part]]]]
@@ -89,6 +89,41 @@ def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -
             optimizer.state.pop(parameter, None)
             if found:
                 optimizer.state[parameter] = placed(found, optimizer, parameter)
+
+
+@torch.no_grad()
+def load_whole(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
+    """Load ``state_dict()`` of an optimizer without shards into an optimizer whose parameters may be sharded.
+
+    Its keys are indices in the order of the optimizer's groups, or names. Parameters without saved state get none, as
+    in ``Optimizer.load_state_dict``.
+
+    Raises:
+        ValueError: if the groups differ in number or size.
+    """
+    groups, found = optimizer.param_groups, saved["param_groups"]
+    sizes, saved_sizes = ([len(each["params"]) for each in of] for of in (groups, found))
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"{type(optimizer).__name__} was saved with groups of {saved_sizes} parameters, and has groups of {sizes} "
+            f"now. Give it the groups that it had, or continue from the weights alone."
+        )
+    by_name = {key: key for group in found for key in group["params"] if isinstance(key, str)}
+    for group, options in zip(groups, found, strict=True):
+        for parameter, key in zip(group["params"], options["params"], strict=True):
+            values = saved["state"].get(by_name.get(names[id(parameter)], key), {})
+            part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
+            own = {name: _cut(value, parameter, part) for name, value in values.items()}
+            optimizer.state.pop(parameter, None)
+            if own:
+                optimizer.state[parameter] = placed(own, optimizer, parameter)
+        group.update({name: value for name, value in options.items() if name != "params"})
+
+
+def _cut(value: Any, parameter: Tensor, part: Part) -> Any:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return as_stepped(flatten_like(parameter, value)[part.begin : part.end], parameter, part)
 
 
 def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:

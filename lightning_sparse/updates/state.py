@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,40 @@ from lightning_sparse.kernels.wire import read_step_ids, write_step_id
 from lightning_sparse.updates.agreement import UpdateCorrelation
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
+
+JobKind = TypeVar("JobKind", bound=Job)
+
+
+class InFlight(Generic[JobKind]):
+    """The exchange that runs during the next step.
+
+    Args:
+        delay: 0 runs each job at once.
+    """
+
+    def __init__(self, delay: int) -> None:
+        self._delay = delay
+        self._running: tuple[TensorFuture, JobKind] | None = None
+
+    def start(self, exchange: Exchange, job: JobKind, result: Tensor) -> JobKind | None:
+        """Start a job that has selected. Return it if it has finished."""
+        if self._delay:
+            self._running = exchange.runner.start(job, result, job.select()), job
+            return None
+        with exchange.communicator.waiting():
+            job.transfer()
+        job.apply()
+        return job
+
+    def wait(self, exchange: Exchange) -> JobKind | None:
+        """Wait for the running job, and return it; None without a running job."""
+        if self._running is None:
+            return None
+        future, job = self._running
+        with nullcontext() if future.done() else exchange.communicator.waiting():
+            exchange.runner.finish(future)
+        self._running = None
+        return job
 
 
 class UpdateState(ABC):
@@ -50,7 +84,7 @@ class UpdateState(ABC):
         spec = exchange.choice.work(slices.numel * exchange.topology.num_devices, torch.float32)
         self._path = exchange.choice.path(spec, config.density)
         self.local_fraction = config.ahead(exchange.topology.num_nodes)
-        self._running: tuple[TensorFuture, Any] | None = None  # future and job of the exchange in flight
+        self._flight: InFlight[Any] = InFlight(config.delay)
 
     @property
     @abstractmethod
@@ -106,22 +140,15 @@ class UpdateState(ABC):
 
     def _start(self, job: Job) -> None:
         """Run a job that has selected: during the next step, or at once if ``delay=0``."""
-        if self._config.delay:
-            self._running = self._exchange.runner.start(job, self.global_S, job.select()), job
-            return
-        with self._exchange.communicator.waiting():
-            job.transfer()
-        job.apply()
-        self._store_received(job)
+        self._store(self._flight.start(self._exchange, job, self.global_S))
 
     def receive(self) -> None:
         """Wait for the messages in flight. The result does not depend on when this is called."""
-        if self._running is not None:
-            future, job = self._running
-            with nullcontext() if future.done() else self._exchange.communicator.waiting():
-                self._exchange.runner.finish(future)
-            self._running = None
-            self._store_received(job)
+        self._store(self._flight.wait(self._exchange))
+
+    def _store(self, finished: Any) -> None:
+        if finished is not None:
+            self._store_received(finished)
 
     @abstractmethod
     def _store_received(self, job: Any) -> None:
@@ -384,13 +411,23 @@ class SparseUpdateState(UpdateState):
         if not self.slices.numel:
             return
         self._check_step_ids()
+        transfer, sent = self.begin_exchange(step_id)
+        self.receive()
+        self._start(transfer)
+        self.end_exchange(sent)
+
+    def begin_exchange(self, step_id: int = 0) -> tuple[Transfer, Tensor]:
+        """Select the updates to send. Return their transfer, whose payload may have a sample behind the message, and
+        the message, uint8 [1, B]."""
         self._take_local_change()
         self._update_local_fraction()
         transfer = self._select(step_id)
         sent = transfer.payload.view(1, -1)
         self._append_sample(transfer)
-        self.receive()
-        self._start(self._job(transfer))
+        return transfer, sent
+
+    def end_exchange(self, sent: Tensor) -> None:
+        """Write this node's model into the parameters, after the exchange has started."""
         if self._config.delay:
             self._apply_received()
             self._sent = sent
@@ -415,9 +452,6 @@ class SparseUpdateState(UpdateState):
             sample_B = self._correlation.sample(self._exchanges, self.local_S, self.global_S)
             transfer.payload = torch.cat([transfer.payload, sample_B])
             self._exchange.stats.count_bytes((self._exchange.topology.num_nodes - 1) * sample_B.nbytes)
-
-    def _job(self, transfer: Transfer) -> Job:
-        return transfer
 
     def _settle(self, due: bool, since: int) -> None:
         if due:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,19 @@ class Nodes:
         os.kill(self._processes[name].pid, number)
 
     def kill(self, name: str) -> None:
-        """Kill the node, and wait for its end."""
-        self.send(name, signal.SIGKILL)
+        """Kill the node, unless it has ended, and wait for its end."""
+        self._processes[name].kill()
         self._processes[name].join()
+
+    def wait_for_death(self, names: Sequence[str], timeout: float = 60) -> str:
+        """Wait until one of these processes is killed, and return its name."""
+        until = time.monotonic() + timeout
+        while time.monotonic() < until:
+            for name in names:
+                if self._processes[name].exitcode == -signal.SIGKILL:
+                    return name
+            time.sleep(0.02)
+        raise AssertionError("\n\n".join(["no process was killed", *map(self._state, names)]))
 
     def join(self, name: str, timeout: float = 60) -> int:
         """Wait for the end of the node, and return its exit status."""

@@ -12,13 +12,16 @@ import os
 import signal
 import sys
 import time
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_sparse.elastic import ElasticSampler
@@ -27,6 +30,7 @@ from lightning_sparse.flavours.pytorch_lightning import CommStatsCallback, Token
 from tests.fsdp.runs import whole
 from tests.helpers.lines import raised
 
+log = logging.getLogger(__name__)
 SAMPLES, BATCH = 1024, 32
 PAUSE_S = 0.02
 
@@ -81,12 +85,15 @@ class Toy(pl.LightningModule):
     Args:
         release: a file. Validation waits until it exists.
         begins_with: the value that a hook gives all weights.
+        frozen: do not train the first layer. The optimizer gets the other layers.
     """
 
-    def __init__(self, release: str | None, begins_with: float | None) -> None:
+    def __init__(self, release: str | None, begins_with: float | None, frozen: bool = False) -> None:
         super().__init__()
         self.release, self.begins_with = release, begins_with
         self.net = new_net()
+        if frozen:
+            self.net[0].requires_grad_(False)  # type: ignore[index]
 
     def on_train_start(self) -> None:
         if self.begins_with is not None:
@@ -95,7 +102,10 @@ class Toy(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, self.drawn = batch
-        return nn.functional.mse_loss(self.net(x), y)
+        return nn.functional.mse_loss(self.predict(x), y)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.net(x))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
@@ -103,11 +113,51 @@ class Toy(pl.LightningModule):
             report_trainer(self.trainer, validates=True)
             while not Path(self.release).exists():
                 time.sleep(PAUSE_S)
-        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+        self.log("val_loss", nn.functional.mse_loss(self.predict(x), y))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
+
+
+class Finetuned(Toy):
+    """Has a backbone, which `BackboneFinetuning` trains later."""
+
+    def __init__(self, release: str | None, begins_with: float | None, frozen: bool = False) -> None:
+        super().__init__(release, begins_with, frozen)
+        self.backbone, *head = self.net.children()
+        self.net = nn.Sequential(*head)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return super().predict(self.backbone(x))
+
+
+class TwoOptimizers(Toy):
+    """Trains its layers with two optimizers; the second steps every second time."""
+
+    def __init__(self, release: str | None, begins_with: float | None, frozen: bool = False) -> None:
+        super().__init__(release, begins_with, frozen)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        self.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:  # type: ignore[index]
+            optimizer.step()
+        if self.trainer.is_last_batch:
+            for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
+                scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = two_optimizers(self.net)
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(each, 0.99) for each in optimizers]
+
+
+def two_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
+    first, norm, _, last = net.children()
+    adamw = torch.optim.AdamW([*first.parameters(), *norm.parameters()], lr=1e-2)
+    return [adamw, torch.optim.SGD(last.parameters(), lr=0.01, momentum=0.9)]
 
 
 class Reader(pl.LightningModule):
@@ -128,12 +178,34 @@ class Reader(pl.LightningModule):
 
 
 class Report(pl.Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        states = trainer.optimizers[0].state.values()
+        moments = [float(whole_tensor(each["exp_avg"]).norm()) for each in states if "exp_avg" in each]
+        if trainer.is_global_zero:
+            log.info("moments %s", json.dumps(moments))
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         time.sleep(PAUSE_S)
-        report_trainer(trainer, epoch=trainer.current_epoch, drawn=pl_module.drawn.tolist())
+        more = {"epoch": trainer.current_epoch, "drawn": pl_module.drawn.tolist(), "alike": are_alike(pl_module)}
+        report_trainer(trainer, **more)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         report_trainer(trainer)
+
+
+def are_alike(module: nn.Module) -> bool:
+    """Return whether all devices of the node hold equal parameters, if these are not sharded."""
+    parameters = list(module.parameters())
+    if any(isinstance(each, DTensor) for each in parameters):
+        return True
+    sums: list[Any] = [[float(each.double().sum()) for each in parameters]] * dist.get_world_size()
+    dist.all_gather_object(sums, sums[0])
+    return all(each == sums[0] for each in sums)
+
+
+def whole_tensor(tensor: Any) -> Tensor:
+    """Return all elements of a tensor that the devices may shard."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def report_trainer(trainer: Any, **more: Any) -> None:
@@ -147,7 +219,10 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     """Run a node with Trainer."""
     setup(options)
     folder, tokens = Path(options.pop("folder")), options.pop("tokens", None)
-    toy = Toy(options.pop("release", None), options.pop("begins_with", None))
+    unfreezes_at = options.pop("unfreezes_at", None)
+    kind: type[Toy] = Toy if unfreezes_at is None else Finetuned
+    kind = TwoOptimizers if options.pop("optimizers", 1) == 2 else kind
+    toy = kind(options.pop("release", None), options.pop("begins_with", None), options.pop("frozen", False))
     data: Any = samples()
     if options.pop("short", False) and os.environ["LOCAL_RANK"] == "1":
         data = Subset(data, range(3 * SAMPLES // 4))
@@ -155,17 +230,22 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     saver = pl.callbacks.ModelCheckpoint(
         folder, save_last=True, every_n_train_steps=options.pop("every", 10), save_top_k=1
     )
-    stopper = [pl.callbacks.EarlyStopping("val_loss", patience=10**6)] if options.pop("stops_early", False) else []
+    callbacks: list[pl.Callback] = []
+    if options.pop("stops_early", False):
+        callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=10**6))
+    if unfreezes_at is not None:
+        callbacks.append(pl.callbacks.BackboneFinetuning(unfreezes_at, train_bn=False))
     trainer = pl.Trainer(
         accelerator="cpu",
         precision=options.pop("precision", "32-true"),
         devices=options.pop("devices", 1),
         max_steps=options.pop("steps", -1),
+        limit_train_batches=options.pop("limit", 1.0),
         max_epochs=options.pop("epochs", -1),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Report(), CommStatsCallback(), *stopper, saver],
+        callbacks=[Report(), CommStatsCallback(), *callbacks, saver],
         strategy=new_strategy(pytorch_lightning, name, lighthouse, options),
     )
     saved = folder / "last.ckpt"
@@ -188,6 +268,7 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         options.pop("devices", 1),
         options.pop("every", 10),
     )
+    two, limit = options.pop("optimizers", 1) == 2, options.pop("limit", sys.maxsize)
     strategy = new_strategy(lightning_fabric, name, lighthouse, options)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
@@ -198,12 +279,16 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     torch.manual_seed(int.from_bytes(name.encode(), "big"))  # each node begins with its own weights
     net = new_net()
     model = fabric.setup_module(net)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
-    state: dict[str, Any] = {"model": model, "optimizer": adam, "scheduler": scheduler, "global_step": 0, "epoch": 0}
+    optimizers: Any = two_optimizers(net) if two else [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.99)
+    state: dict[str, Any] = {"model": model, "scheduler": scheduler, "global_step": 0, "epoch": 0}
+    named = {f"optimizer{place}": each for place, each in enumerate(optimizers)}
+    state |= named
     if path.exists():
         fabric.load(path, state)
-    optimizer = state["optimizer"] = fabric.setup_optimizers(adam)
+    optimizers = fabric.setup_optimizers(*optimizers)
+    optimizers = optimizers if two else [optimizers]
+    state |= zip(named, optimizers, strict=True)
     strategy.sync_state(state)
     strategy.shard_loader(loader)
 
@@ -212,10 +297,11 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
 
     while not ends():
         loader.sampler.set_epoch(state["epoch"])
-        for inputs, targets, drawn in loader:
+        for inputs, targets, drawn in islice(loader, limit):
             fabric.backward(nn.functional.mse_loss(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers[: 1 + state["global_step"] % 2]:
+                optimizer.step()
+            model.zero_grad()
             state["global_step"] += 1
             time.sleep(PAUSE_S)
             if state["global_step"] % every == 0:

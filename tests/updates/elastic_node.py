@@ -15,6 +15,8 @@ device, devices of this process, and of its node; the devices shard the model wi
 port            of the node's store
 data            seed of the batches; by default it differs between nodes
 joining         number of nodes that must have the weights before the first step
+unfreezes_at    step until which the last layer is frozen; None for ever
+optimizers      number of optimizers: the second trains the last layer with SGD, and steps every second time
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
-        self.state: Any = None
+        self.rounds: Any = None
         self.tokens: set[str] = set()  # of these rounds
         count, reconcile = RoundProtocol._count, RoundProtocol.reconcile
 
@@ -73,15 +75,17 @@ class Sent:
     def add(self, token: str, held: Tensor) -> None:
         if token not in self.tokens:
             self.tokens.add(token)
-            self.total = self.total + self.dense(held)
+            sent = self.dense(held)
+            self.total = padded(self.total, sent) + sent
 
     def dense(self, held: Tensor) -> Tensor:
         if held.dtype != torch.uint8:
             return held.double()
-        path = self.state._path
-        sent = torch.zeros(path.work.shard_numel)
-        path.add(held[: path.message_bytes].view(1, -1), sent, 1.0)
-        return sent.double()
+        parts = []
+        for state, part in zip(self.rounds.states, self.rounds._split(held), strict=True):
+            parts.append(torch.zeros(state.slices.numel))
+            state._path.add(part[: state.message_bytes].view(1, -1), parts[-1], 1.0)
+        return torch.cat(parts).double()
 
 
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
@@ -104,26 +108,42 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     topology = discover(node_name="here")
     if devices > 1:
         shard(model, mesh_of(topology))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+    if options.pop("optimizers", 1) == 2:
+        last = list(model[2].parameters())  # type: ignore[index]
+        optimizers = [torch.optim.AdamW(model[0].parameters(), lr=1e-2), torch.optim.SGD(last, lr=0.1, momentum=0.9)]  # type: ignore[index]
+    unfreezes_at = options.pop("unfreezes_at", 0)
+    if unfreezes_at != 0:
+        model[2].requires_grad_(False)  # type: ignore[index, operator]
+        optimizers = [torch.optim.AdamW(model[0].parameters(), lr=1e-2)]  # type: ignore[index, operator]
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
     sent = Sent()
     config = ElasticConfig(lighthouse=lighthouse, **options)
     loaded = None if version is None else Version(*version)
-    updates = ElasticUpdates(model, optimizer, config, topology, name=name, version=loaded)
-    state = sent.state = updates._state
+    updates = ElasticUpdates(model, optimizers, config, topology, name=name, version=loaded)
+    rounds = sent.rounds = updates._rounds
     if data_seed is None:
         data_seed = int.from_bytes(hashlib.sha1(updates.peers.name.encode()).digest()[:4])
     data = torch.Generator().manual_seed(data_seed)
-    made = torch.zeros(state.slices.numel, dtype=torch.float64)
+
+    def weights() -> Tensor:
+        return torch.cat([state.slices.read() for state in rounds.states]).double()
+
+    def global_weights() -> Tensor:
+        return torch.cat([state.read_global() for state in rounds.states])
+
+    made = torch.zeros_like(weights())
 
     def report(**more: Any) -> None:
         token, number, *_ = updates.version
-        digest = hashlib.sha1(state.read_global().numpy().tobytes()).hexdigest()[:12]
-        off = (made - sent.total - pending(state, updates, sent)).abs().max().item()
-        left = state.pending_S.abs().max().item()
+        shown = global_weights()
+        digest = hashlib.sha1(shown.numpy().tobytes()).hexdigest()[:12]
+        kept = pending(updates, sent)
+        off = (padded(made, kept) - padded(sent.total, kept) - kept).abs().max().item()
+        left = torch.cat([state.pending_S for state in rounds.states]).abs().max().item()
         told = {"token": token, "number": number, "digest": digest, "off": off, "left": left}
-        told["finite"] = bool(state.read_global().isfinite().all())
+        told["finite"] = bool(shown.isfinite().all())
         told["received"] = updates.exchange.stats.bytes_between_nodes
         print(json.dumps({**more, **told, **updates.gauges(), **used()}), flush=True)
 
@@ -135,15 +155,20 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         updates._stop_watching()
         updates.serve(partial(dict, step=step))
     while step < steps and not updates._from_first(lambda: bool(leaving)):
-        optimizer.zero_grad()
+        if step == unfreezes_at != 0:
+            model[2].requires_grad_(True)  # type: ignore[index, operator]
+            optimizers[0].add_param_group({"params": list(model[2].parameters()), "lr": 1e-3})  # type: ignore[index, operator]
+        model.zero_grad()
         loss_of(model, teacher, data).backward()
-        before = state.slices.read().double()
-        optimizer.step()
-        made += before - state.slices.read().double()
         step += 1
-        if step in breaks_at:
-            local_of(next(model.parameters())).data[0, 0] = float("nan")
-        updates.step()
+        for optimizer in optimizers[: 1 + step % 2] if len(optimizers) > 1 else optimizers:
+            updates.before_step(optimizer)
+            before = weights()
+            optimizer.step()
+            made = padded(made, before) + before - weights()
+            if step in breaks_at:
+                local_of(next(model.parameters())).data[0, 0] = float("nan")
+            updates.step(optimizer)
         updates.serve(partial(dict, step=step))
         time.sleep(pause)
         report(step=step)
@@ -173,9 +198,23 @@ def toy(seed: int, width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 4))
 
 
-def pending(state: Any, updates: ElasticUpdates, sent: Sent) -> Tensor:
-    """Return the sum of pending updates and of messages in rounds that may or may not count."""
-    total, peers = state.pending_S.double(), updates.peers
+def padded(sums: Tensor | float, like: Tensor) -> Tensor:
+    """Add zeros for parameters that were unfrozen since."""
+    sums = torch.as_tensor(sums).view(-1)
+    return torch.cat([sums, torch.zeros(len(like) - len(sums), dtype=sums.dtype)]) if len(sums) < len(like) else sums
+
+
+def pending(updates: ElasticUpdates, sent: Sent) -> Tensor:
+    """Return the sum of pending updates, of steps that wait for a round, and of messages in rounds that may or may not
+    count."""
+    rounds, peers = updates._rounds, updates.peers
+    total = torch.cat([state.pending_S for state in rounds.states]).double()
+    for place, state in enumerate(rounds.states):
+        if any(each is state for each in rounds._requested):
+            sizes = [each.slices.numel for each in rounds.states]
+            written = state.slices.between(state.local_S, state.global_S, state.local_fraction)
+            change = written - state.slices.read()
+            torch.split(total, sizes)[place].add_(change.double())
     held = [] if peers._unsettled is None else [peers._unsettled[1]]
     held += [each.tensor for each in peers._ledger if not each.is_pending and each.token not in sent.tokens]
     for message in held:

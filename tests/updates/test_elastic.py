@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -178,7 +179,17 @@ def test_step_ahead_is_measured_soon_after_a_node_has_joined(trio: Nodes) -> Non
 # -- nodes with other options ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"delay": 0}, {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay": 0},
+        {"sync_every": 3, "delay": 2, "step_ahead": 0.5, "outer_lr": 1.5},
+        {"optimizers": 2},
+        {"optimizers": 2, "delay": 0, "flush_every": 5},
+        {"optimizers": 2, "sync_every": 3, "delay": 2, "step_ahead": 0.5},
+    ],
+    ids=str,
+)
 def test_nodes_lose_no_updates_when_one_of_them_is_killed(nodes: Nodes, options: dict[str, Any]) -> None:
     begin(nodes, "ab", **STANDARD, **options)
     begun = nodes.wait_for("b", of(2))["number"]
@@ -189,6 +200,36 @@ def test_nodes_lose_no_updates_when_one_of_them_is_killed(nodes: Nodes, options:
     tokens = finish(nodes, "ab")
     assert set(tokens["a"]) & set(tokens["b"])
     assert nodes.reports("a")[-1]["left"] < 1e-6
+
+
+def test_nodes_unfreeze_parameters_together_and_a_node_joins_later(nodes: Nodes) -> None:
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "unfreezes_at": 60}
+    begin(nodes, "ab", **options)
+    nodes.wait_for("b", of(2))
+    nodes.start("c", **options)
+    for name in "abc":
+        nodes.wait_for(name, lambda report: report.get("nodes") == 3 and report.get("step", 0) > 70, timeout=90)
+    nodes.kill("c")
+    begun = nodes.reports("a")[-1]["number"]
+    nodes.start("c", seed=7, **options)  # joins after the change
+    back = nodes.wait_for("c", of(3, begun))["number"]
+    nodes.wait_for("a", of(3, back + 20))
+    tokens = finish(nodes, "abc")
+    assert set(tokens["a"]) & set(tokens["b"]) & set(tokens["c"])
+    assert "adds or unfreezes parameters, as the other nodes did before" in nodes.output("c")
+
+
+@pytest.mark.parametrize("changing", ["c", "ab"], ids=["one of three nodes", "two of three nodes"])
+def test_nodes_of_the_minority_end_when_not_all_nodes_unfreeze_parameters(nodes: Nodes, changing: str) -> None:
+    for name in "abc":
+        nodes.start(name, timeout=3, density=0.1, unfreezes_at=120 if name in changing else None)
+    assert nodes.join("c", timeout=120) == 1
+    where = "only on the other nodes, not on this node" if changing == "ab" else "not on a, b"
+    assert re.search(f"parameters were added or unfrozen .*but {where}", nodes.output("c"))
+    number = nodes.reports("a")[-1]["number"]
+    for name in "ab":
+        nodes.wait_for(name, of(2, number + 10))
+    finish(nodes, "ab")
 
 
 def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
@@ -326,10 +367,10 @@ def ip(words: str) -> None:
 
 
 def main_in_namespace(name: str, lighthouse: str, options: dict[str, Any]) -> None:
-    """The same node, in the namespace of its name."""
-    with open(f"/run/netns/ls-{name}") as namespace:
+    """The same device, in the namespace of its node, the first letter of its name."""
+    with open(f"/run/netns/ls-{name[0]}") as namespace:
         assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
-    os.environ["GLOO_SOCKET_IFNAME"] = f"ls-{name}-1"
+    os.environ["GLOO_SOCKET_IFNAME"] = f"ls-{name[0]}-1"
     main(name, lighthouse, options)
 
 
@@ -367,3 +408,26 @@ def test_node_comes_back_with_its_updates_after_a_link_cut(apart: Nodes) -> None
     apart.wait_for("c", of(3, without), timeout=90)
     assert "has missed rounds" in apart.output("c")
     finish(apart, "abc")
+
+
+@pytest.mark.root
+@pytest.mark.timeout(240)
+def test_node_of_two_devices_comes_back_with_its_updates_after_a_link_cut(apart: Nodes) -> None:
+    for name in "abc":
+        for device in range(2):  # each namespace has its own ports
+            options: dict[str, Any] = {"timeout": 5, "density": 0.1, "pause": 0.05, "width": 67}
+            apart.start(f"{name}{device}", device=device, devices=2, port=29400, **options)
+    begun = apart.wait_for("c0", of(3))["number"]
+    ip("link set ls-c-0 down")
+    without = apart.wait_for("a0", of(2, begun))["number"]
+    time.sleep(CUT_SECONDS)
+    ip("link set ls-c-0 up")
+    apart.wait_for("c0", of(3, without), timeout=90)
+    for device in "01":
+        assert "has missed rounds" in apart.output(f"c{device}")
+    for name in "abc":
+        apart.send(f"{name}0", signal.SIGTERM)
+    for device in "01":
+        names = [f"{name}{device}" for name in "abc"]
+        assert [apart.join(name) for name in names] == [0] * 3
+        check(apart, names)  # type: ignore[arg-type]

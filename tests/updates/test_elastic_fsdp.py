@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +20,14 @@ import torch
 
 pytest.importorskip("torchft", reason="needs torchft")
 
+from torchft.coordination import LighthouseClient
+
+from lightning_sparse.elastic.snapshots import Snapshot
 from lightning_sparse.fsdp import mesh_of, shard
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.helpers.distributed import run_ranks
-from tests.helpers.nodes import Nodes, nodes_of
+from tests.helpers.nodes import Main, Nodes, nodes_of
 from tests.helpers.ports import free_port
 from tests.updates.elastic_node import loss_of, main, toy
 from tests.updates.test_elastic import check, of
@@ -34,11 +43,11 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
 
 
-def start(nodes: Nodes, name: str, **more: Any) -> None:
+def start(nodes: Nodes, name: str, entry: Main = main, **more: Any) -> None:
     """Start both devices of a node."""
     port = free_port()
     for device in range(DEVICES):
-        nodes.start(f"{name}{device}", device=device, devices=DEVICES, port=port, **OPTIONS, **more)
+        nodes.start(f"{name}{device}", entry, device=device, devices=DEVICES, port=port, **OPTIONS, **more)
 
 
 def kill(nodes: Nodes, name: str) -> None:
@@ -101,18 +110,18 @@ def test_nodes_without_a_fault_match_the_weights_of_fixed_nodes(nodes: Nodes, op
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nodes_of_two_devices_killed_at_random_moments_rejoin(nodes: Nodes, dtype: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"optimizers": 2}], ids=str)
+def test_nodes_of_two_devices_killed_at_random_moments_rejoin(nodes: Nodes, options: dict[str, Any]) -> None:
     generator = random.Random(3)
     for name in "abc":
-        start(nodes, name, dtype=dtype)
+        start(nodes, name, **options)
     nodes.wait_for("a0", of(3))
     for _ in range(20):
         name = generator.choice("abc")
         time.sleep(generator.uniform(0, 1))
         kill(nodes, name)
         time.sleep(generator.uniform(0, 2))
-        start(nodes, name, dtype=dtype)  # while another may die
+        start(nodes, name, **options)  # while another may die
     for name in "abc":
         nodes.wait_for(f"{name}1", of(3), timeout=120)
     finish(nodes, "abc")
@@ -131,4 +140,99 @@ def test_stopped_node_of_two_devices_misses_rounds_and_rejoins(nodes: Nodes, sto
         nodes.send(each, signal.SIGCONT)
     nodes.wait_for("c0", of(3, without))
     assert "has missed rounds" in nodes.output("c0")
+    finish(nodes, "abc")
+
+
+# -- wrong nodes, and deaths at the worst moment -----------------------------------------------------------------------
+
+
+def with_another_torch(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    torch.__version__ = "2.0.0"
+    main(name, lighthouse, options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"density": 0.2}, "density=0.2, theirs 0.1"),
+        ({"width": 70}, "module='4 tensors, .*, theirs '4 tensors, "),
+        ({"devices": 1}, "devices=1, theirs 2"),
+        ({"optimizers": 2}, r"optimizers=\['AdamW', 'SGD'\], theirs \['AdamW'\]"),
+        ({"torch": "2.0.0"}, "torch='2.0.0', theirs '2"),
+    ],
+    ids=["options", "model", "devices", "optimizers", "torch"],
+)
+def test_node_that_differs_is_refused_and_nodes_of_two_devices_continue(
+    nodes: Nodes, wrong: dict[str, Any], said: str
+) -> None:
+    for name in "ab":
+        start(nodes, name)
+    begun = nodes.wait_for("b0", of(2))["number"]
+    wrong, entry = dict(wrong), with_another_torch if "torch" in wrong else main
+    wrong.pop("torch", None)
+    port, devices = free_port(), wrong.pop("devices", DEVICES)
+    for device in range(devices):
+        nodes.start(f"d{device}", entry, device=device, devices=devices, port=port, **{**OPTIONS, **wrong})
+    for device in range(devices):
+        assert nodes.join(f"d{device}") == 1
+        assert re.search(f"this node differs from the training nodes: .*{said}", nodes.output(f"d{device}"))
+    number = nodes.reports("a0")[-1]["number"]
+    for name in "ab":
+        nodes.wait_for(f"{name}1", of(2, max(begun, number) + 5))
+    finish(nodes, "ab")
+
+
+def garbage(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """A program that is no node, in each quorum."""
+    client = LighthouseClient(lighthouse, timedelta(seconds=5))
+    status = {"token": 7, "number": "many", "facts": [], "sizes": 3, "progress": "x", "change": {}, **options}
+    print(json.dumps({"begins": 0}), flush=True)
+    while True:
+        with suppress(RuntimeError, TimeoutError):
+            client.quorum(name, timedelta(seconds=5), store_address="10.0.0.1:9", step=3, world_size=1, data=status)
+
+
+@pytest.mark.parametrize("status", [{}, {"token": "x", "number": 10**9, "run": "y", "trains": True}], ids=str)
+def test_nodes_of_two_devices_ignore_a_program_that_sends_garbage(nodes: Nodes, status: dict[str, Any]) -> None:
+    for name in "ab":
+        start(nodes, name)
+    begun = nodes.wait_for("b0", of(2))["number"]
+    nodes.start("d", garbage, **status)
+    nodes.wait_for("a1", of(2, begun + 30))
+    start(nodes, "c")
+    nodes.wait_for("c1", of(3))
+    nodes.kill("d")
+    finish(nodes, "abc")
+
+
+def dies_while_serving(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """The first device that serves a snapshot once the folder exists is killed during the download."""
+    folder, read = Path(options.pop("folder")), Snapshot.read
+
+    def dies(snapshot: Snapshot, begin: int) -> Iterator[memoryview]:
+        yield next(read(snapshot, begin))[:100]
+        if folder.exists():
+            with suppress(FileExistsError):
+                (folder / "dead").open("x").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        yield from read(snapshot, begin + 100)
+
+    Snapshot.read = dies  # type: ignore[method-assign]
+    main(name, lighthouse, options)
+
+
+def test_node_joins_although_the_node_that_serves_its_snapshot_dies(nodes: Nodes, tmp_path: Path) -> None:
+    folder = tmp_path / "armed"
+    for name in "ab":
+        start(nodes, name, dies_while_serving, folder=str(folder))
+    nodes.wait_for("b0", of(2))
+    folder.mkdir()
+    start(nodes, "c")
+    dead = nodes.wait_for_death(["a0", "a1", "b0", "b1"])[0]
+    kill(nodes, dead)
+    (alive,) = {"a", "b"} - {dead}
+    joined = nodes.wait_for("c1", of(2))
+    start(nodes, dead)
+    nodes.wait_for(f"{dead}1", of(3, joined["number"]))
+    nodes.wait_for(f"{alive}1", of(3, joined["number"]))
     finish(nodes, "abc")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ pytest.importorskip("torchft", reason="needs torchft")
 
 from lightning_fabric import Fabric
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]  # re-exported, unannounced
 from torch.utils.data import DataLoader
 
 from lightning_sparse.elastic import ElasticSampler
@@ -23,7 +27,7 @@ from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.flavours import lightning_fabric
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
 from lightning_sparse.strategy.elastic import ELASTIC_KEY
-from tests.helpers.nodes import Nodes, nodes_of
+from tests.helpers.nodes import Main, Nodes, nodes_of
 from tests.helpers.ports import free_port
 from tests.updates.elastic_hosts import BATCH, SAMPLES, loop, train, two_runs
 from tests.updates.test_elastic import end, of, tokens_of
@@ -73,6 +77,32 @@ def test_node_that_joins_takes_progress_and_its_share_of_samples(nodes: Nodes, t
         drawn = drawn_in(epoch, reports)
         assert len(drawn) == len(set(drawn))
         assert len(drawn) == size or epoch != back["epoch"] + 1
+
+
+@pytest.mark.slow
+@each_host
+def test_node_that_joins_draws_no_sample_twice_with_a_limit_of_batches(nodes: Nodes, tmp_path: Path) -> None:
+    """Each epoch leaves out samples, so nodes jump to the next epoch, several times per second."""
+    options: dict[str, Any] = {**OPTIONS, "limit": 3}
+    for name in "ab":
+        nodes.start(name, folder=str(tmp_path / name), **options)
+    for times in range(3):
+        begun = nodes.wait_for("b", of(2))
+        nodes.wait_for("a", lambda report, begun=begun: report.get("epoch", 0) > begun["epoch"] + 2)
+        nodes.kill("b")
+        nodes.wait_for("a", of(1, begun["number"]))
+        nodes.start("b", folder=str(tmp_path / f"{times}"), **options)
+    last = nodes.wait_for("b", of(2, begun["number"]))["epoch"]
+    nodes.wait_for("b", lambda report: report.get("epoch", 0) > last + 2)
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
+    assert "has drawn more samples" not in nodes.output("a") + nodes.output("b")
+    reports = [*nodes.reports("a"), *nodes.reports("b")]
+    for epoch in range(last + 2):
+        drawn = drawn_in(epoch, reports)
+        assert len(set(drawn)) == len(drawn)
+        of_a = drawn_in(epoch, nodes.reports("a"))
+        assert len(of_a) == 3 * BATCH
 
 
 @pytest.mark.slow
@@ -182,35 +212,42 @@ def test_node_that_joins_keeps_the_weights_of_its_peers_whatever_its_hooks_set(n
     end(nodes, "ab")
 
 
-def start_node(nodes: Nodes, name: str, folder: Path, **options: Any) -> None:
+def start_node(nodes: Nodes, name: str, folder: Path, entry: Main | None = None, **options: Any) -> None:
     """Start a node of two devices, as the processes name0 and name1."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     for device in range(2):
         place = {**env, "LOCAL_RANK": str(device), "RANK": str(device)}
-        nodes.start(f"{name}{device}", devices=2, env=place, node=name, folder=str(folder), **OPTIONS, **options)
+        nodes.start(f"{name}{device}", entry, devices=2, env=place, node=name, folder=str(folder), **OPTIONS, **options)
 
 
 @pytest.mark.slow
 @each_host
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
-def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(nodes: Nodes, fsdp: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(
+    nodes: Nodes, fsdp: bool, optimizers: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"flush_every": 4, "fsdp": fsdp, "optimizers": optimizers}
     for name in "ab":
-        start_node(nodes, name, tmp_path / name, flush_every=4, fsdp=fsdp)
+        start_node(nodes, name, tmp_path / name, **options)
     begun = nodes.wait_for("b0", of(2))
     nodes.wait_for("a0", of(2, begun["number"] + 10))
     for device in range(2):
         nodes.kill(f"b{device}")
     alone = nodes.wait_for("a0", lambda report: report.get("nodes") == 1 and report["epoch"] > begun["epoch"] + 1)
-    start_node(nodes, "b", tmp_path / "again", flush_every=4, fsdp=fsdp)
+    start_node(nodes, "b", tmp_path / "again", **options)
     back = nodes.wait_for("b0", of(2, alone["number"]))
     assert back["step"] > alone["step"]
     nodes.wait_for("a0", of(2, back["number"] + 10))
     nodes.send("b1", signal.SIGTERM)  # one device of the node
     assert [nodes.join(f"b{device}") for device in range(2)] == [0, 0]
     nodes.wait_for("a0", of(1, back["number"]))
-    assert "are not sent" not in nodes.output("b0") + nodes.output("b1")
+    output = nodes.output("b0") + nodes.output("b1")
+    assert "are not sent" not in output
+    assert "has drawn more samples" not in output
     tokens = tokens_of(nodes, ("a0", "b0"))
     assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
+    assert all(each.get("alike", True) for name in ("a0", "b0") for each in nodes.reports(name))
 
 
 @pytest.mark.slow
@@ -242,6 +279,86 @@ def test_killed_fsdp_job_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> N
     assert {each["digest"] for each in after}.isdisjoint({before[0]["digest"]})
     nodes.wait_for("a0", of(2, first["number"] + 10))
     tokens_of(nodes, ("a0", "b0"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_nodes_train_a_backbone_later_and_a_node_joins_after_that(nodes: Nodes, fsdp: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"unfreezes_at": 2, "fsdp": fsdp}
+    for name in "ab":
+        start_node(nodes, name, tmp_path / name, **options)
+    begun = nodes.wait_for("b0", lambda report: report.get("nodes") == 2 and report.get("epoch", 0) > 3)["number"]
+    for device in range(2):
+        nodes.kill(f"b{device}")
+    nodes.wait_for("a0", of(1, begun))
+    start_node(nodes, "b", tmp_path / "again", **options)
+    back = nodes.wait_for("b0", of(2, begun))
+    nodes.wait_for("a0", of(2, back["number"] + 10))
+    end(nodes, ("a0", "a1", "b0", "b1"))  # type: ignore[arg-type]
+    assert nodes.output("a0").count("waits until the other nodes do the same") == 1
+    assert nodes.output("b0").count("as the other nodes did before") == 1
+    tokens = tokens_of(nodes, ("a0", "b0"))
+    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 20
+
+
+def dies_in_a_save(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """A device of the first node is killed while it writes the files of a checkpoint."""
+    save, write_data, folder = torch.save, FileSystemWriter.write_data, Path(options["folder"])
+
+    def kill_if_armed() -> None:
+        if (folder / "armed").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def saved(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        if isinstance(args[0], dict) and "state_dict" in args[0]:
+            kill_if_armed()
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        output = write_data(*args, **kwargs)
+        kill_if_armed()
+        return output
+
+    torch.save, FileSystemWriter.write_data = saved, written  # type: ignore[method-assign]
+    train(name, lighthouse, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_node_that_dies_in_a_save_leaves_a_readable_checkpoint(nodes: Nodes, fsdp: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fsdp": fsdp, "every": 10}
+    start_node(nodes, "a", tmp_path, dies_in_a_save, **options)
+    nodes.wait_for("a0", lambda report: report.get("step", 0) > 12)
+    start_node(nodes, "b", tmp_path / "b", **options)
+    begun = nodes.wait_for("b0", of(2))
+    (tmp_path / "armed").touch()
+    nodes.wait_for_death(["a0", "a1"])
+    for device in range(2):
+        nodes.kill(f"a{device}")
+    (tmp_path / "armed").unlink()
+    alone = nodes.wait_for("b0", of(1, begun["number"]))
+    start_node(nodes, "a", tmp_path, **options)
+    back = nodes.wait_for("a0", of(2, alone["number"]))
+    nodes.wait_for("b0", of(2, back["number"] + 5))
+    end(nodes, ("a0", "a1", "b0", "b1"))  # type: ignore[arg-type]
+    tokens_of(nodes, ("a0", "b0"))
+    # the job also resumes from the file alone
+    start_node(nodes, "c", tmp_path, steps=back["step"] + 1000, **options)
+    assert nodes.wait_for("c0", lambda report: "step" in report)["step"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"frozen": True}, {"optimizers": 2}], ids=str)
+def test_file_of_nodes_without_shards_resumes_with_fsdp(nodes: Nodes, more: dict[str, Any], tmp_path: Path) -> None:
+    nodes.start("a", folder=str(tmp_path), steps=20, **more, **OPTIONS)
+    assert nodes.join("a") == 0, nodes.output("a")[-2000:]
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    moments = [value["exp_avg"].norm() for value in saved["optimizer_states"][0]["state"].values()]
+    start_node(nodes, "b", tmp_path, fsdp=True, steps=30, every=10**6, **more)
+    assert [nodes.join(f"b{device}") for device in range(2)] == [0, 0], nodes.output("b0")[-2000:]
+    (begins,) = re.findall(r"moments (\[.*\])", nodes.output("b0"))
+    assert json.loads(begins) == pytest.approx([float(each) for each in moments], rel=1e-5)
+    assert nodes.reports("b0")[-1]["step"] >= 30
 
 
 # -- without other nodes -----------------------------------------------------------------------------------------------
@@ -289,7 +406,7 @@ def test_fabric_calls_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"shard_loader\(loader\)"):
         strategy.process_dataloader(loader)
     strategy.engines.append(object())
-    with pytest.raises(ValueError, match="after another optimizer"):
+    with pytest.raises(ValueError, match="after the node has joined the others with its other optimizers"):
         strategy.setup_optimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     with pytest.raises(ValueError, match="has joined other nodes"):
         strategy.load_checkpoint(tmp_path / "any.ckpt", {})

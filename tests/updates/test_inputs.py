@@ -381,9 +381,6 @@ def test_elastic_frozen_parameters_may_have_any_dtype_and_stay_frozen() -> None:
     frozen.requires_grad_(True)
     with pytest.raises(ValueError, match="parameters have dtype torch.float64"):
         elastic._check([optimizer], one_node)
-    state: Any = object()
-    with pytest.raises(ValueError, match="unfrozen during the run"):
-        elastic.ElasticUpdateState.migrate_from(state, None)
 
 
 def test_elastic_node_leaves_sigterm_to_lightning_after_the_fit() -> None:

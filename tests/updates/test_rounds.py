@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
-from lightning_sparse.elastic.rounds import Outcome, Round, RoundProtocol, _refusal, quorum_of
+from lightning_sparse.elastic.rounds import Layout, Outcome, Round, RoundProtocol, Sizes, _refusal, quorum_of
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
-from lightning_sparse.elastic.updates import ElasticConfig, ElasticUpdateState
+from lightning_sparse.elastic.state import ElasticUpdateState
+from lightning_sparse.elastic.updates import ElasticConfig
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.paths import Sparse, TensorSpec
 from lightning_sparse.kernels import compress
@@ -110,6 +111,41 @@ def test_node_that_loaded_equal_weights_leaves_the_shares_of_others() -> None:
     assert [*assigner.share(range(44), 0, device=0, devices=1)] == [*range(40), 41, 43]
 
 
+@pytest.mark.parametrize(
+    ("changes", "impatient", "expected"),
+    [
+        ("xxx", "", "x"),
+        ("xx-", "", ""),
+        ("xx-", "b", "x"),
+        ("x--", "a", ""),
+        ("x-", "a", ""),
+        ("xy-", "ab", ""),
+        ("xxyy", "abcd", ""),
+        ("xxxy", "d", ""),
+        ("xxxy", "a", "x"),
+    ],
+)
+def test_quorum_changes_parameters_if_all_nodes_agree_or_most_have_waited(
+    changes: str, impatient: str, expected: str
+) -> None:
+    members = [
+        member(name, "token", 5, change=change.strip("-"), impatient=name in impatient, observes=change != "-")
+        for name, change in zip("abcd", changes, strict=False)
+    ]
+    found = quorum_of(members)
+    assert found.change == expected
+    assert found.contributors == ([] if expected else [each for each in members if not each.status.change])
+
+
+def test_quorum_has_joining_nodes_with_other_parameters_and_no_training_nodes() -> None:
+    training = [member(name, "token", 5, trained="x", trains=True) for name in "ab"]
+    behind = member("c", "older", 4, trained="y", trains=True)
+    joining = member("d", "", 0, trained="y", observes=True)
+    found = quorum_of([*training, behind, joining])
+    assert names(found.members) == ["a", "b", "d"]
+    assert found.trained == "x"
+
+
 class Silent(Lighthouse):
     """A lighthouse that never forms a quorum."""
 
@@ -124,7 +160,7 @@ class Silent(Lighthouse):
 def rounds() -> RoundProtocol:
     pytest.importorskip("torchft", reason="needs torchft")
     rounds = RoundProtocol(Silent(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
-    rounds.fit(8, 0, 4)
+    rounds.fit(Layout("", Sizes(8, 0, 4), ()))
     rounds.token, rounds.history = "0", deque(["0"])
     return rounds
 
@@ -194,7 +230,7 @@ class Alone(Silent):
 def test_node_that_finds_no_weights_trains_its_own_and_asks_again() -> None:
     pytest.importorskip("torchft")
     rounds = RoundProtocol(Alone(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
-    rounds.fit(8, 0, 4)
+    rounds.fit(Layout("", Sizes(8, 0, 4), ()))
     rounds.ask()
     asked = rounds.wants
     rounds.round()
@@ -205,6 +241,12 @@ def test_unknown_fields_of_a_status_are_ignored() -> None:
     assert _status_of({"token": "t", "colour": "red"}) == NodeStatus(token="t")
     assert _status_of({"progress": {"end": 3, "colour": "red"}}) == NodeStatus(progress=SampleProgress(3))
     assert _status_of(None) == NodeStatus()
+
+
+def test_values_of_other_types_in_a_status_are_ignored() -> None:
+    assert _status_of({"token": 7, "number": "many", "run": "x", "sizes": 3}) == NodeStatus(run="x")
+    assert _status_of({"progress": {"end": "x", "reached": 3}}) == NodeStatus(progress=SampleProgress(reached=3))
+    assert _status_of({"progress": [1], "trains": 1}) == _status_of([]) == NodeStatus()
 
 
 # -- shares of samples -------------------------------------------------------------------------------------------------
@@ -296,6 +338,36 @@ def test_assigner_knows_whether_an_epoch_has_samples_left() -> None:
     assert [assigner.has_left(0, samples) for samples in (3, 4)] == [True, False], "1, 3 and 5 of 0 to 6"
     assert assigner.has_left(1, 4), "7, 9, 11 and 13"
     assert list(drawn) == [3, 5]
+
+
+def test_node_that_leaves_out_the_rest_of_an_epoch_draws_no_sample_of_a_joining_node() -> None:
+    """It draws from the next epoch while the quorum is formed in which another node joins."""
+    size = 10 * AHEAD
+    a, b = Node("a"), Node("b")
+    a.assigner.expect(size)
+    quorum({"a": a}, random.Random(0))
+    a.draw(3)
+    assert not a.assigner.skip_to(0, 1)
+    assert a.assigner.skip_to(1, 1)
+    assert not a.assigner.skip_to(1, 1), "the others know"
+    a.place = size
+    a.assigner.update(["a"], [a.assigner.report()])
+    reports = [a.assigner.report(), b.assigner.report()]
+    a.draw(AHEAD)
+    for node in (a, b):
+        node.assigner.update(["a", "b"], reports)
+    b.place = size
+    for node in (a, b):
+        node.draw(size // 3)
+    drawn = a.drawn + b.drawn
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_node_that_draws_a_whole_epoch_leaves_out_nothing() -> None:
+    assigner = SampleAssigner("a")
+    assigner.update(["a", "b"], [assigner.report()] * 2)
+    list(assigner.share(range(8), 0, device=0, devices=3))
+    assert not assigner.skip_to(1, 3), "a rest that is smaller than a batch"
 
 
 def test_epochs_of_several_sizes_are_refused() -> None:

@@ -140,6 +140,7 @@ class TrainLoader(_Loader):
         self._loaded: dict[str, Any] = {}
         self._corrected: int | None = None  # batches that are done, as this run counts them
         self._share: Share | None = None
+        self.before_epoch: Callable[[int], None] = lambda _: None
         self.batch_size = sampler.config.batch_size
         self.prefetch_depth = pipeline.prefetch_depth
 
@@ -156,6 +157,7 @@ class TrainLoader(_Loader):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator. Lightning calls this; a custom training loop must, too."""
+        self.before_epoch(epoch)
         if epoch != self._epoch:
             self._epoch, self._before, self._done, self._resumes = epoch, (), 0, False
         elif self._corrected is not None:  # now, when Lightning has restored its own count

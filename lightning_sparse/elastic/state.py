@@ -1,0 +1,405 @@
+"""The update states of one device of an elastic node, and the rounds that exchange all of them.
+
+Each optimizer has its own state. A round is one exchange of the node: its payload is the concatenation of the payloads
+of all states. So all optimizers have the same version of the global weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol, Sizes
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.kernels.wire import nonfinite_of
+from lightning_sparse.messages import log
+from lightning_sparse.updates.agreement import UpdateCorrelation
+from lightning_sparse.updates.config import UpdatesConfig
+from lightning_sparse.updates.slices import Slices
+from lightning_sparse.updates.state import InFlight, SparseUpdateState, UpdateState
+
+TRIES_TO_FLUSH = 3
+
+
+class ElasticUpdateState(SparseUpdateState):
+    """The state of one optimizer on one device of an elastic node."""
+
+    def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig, rounds: OptimizerRounds) -> None:
+        super().__init__(slices, exchange, config)
+        self.exchange, self._rounds = exchange, rounds
+        self._returned: list[Tensor] = []  # messages or updates of this node that no node counted
+        if config.measures_ahead(3):
+            self._correlation, self.local_fraction = UpdateCorrelation(max(1, slices.numel)), 1.0
+
+    @property
+    def message_bytes(self) -> int:
+        return self._path.message_bytes if self.slices.numel else 0
+
+    @property
+    def sample_bytes(self) -> int:
+        return self._correlation.sample_bytes if self._correlation is not None and self.slices.numel else 0
+
+    @property
+    def exchanges(self) -> int:
+        return self._exchanges
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the models lack received or returned updates."""
+        return bool(self._received or self._returned)
+
+    def exchange_step(self, step_id: int = 0) -> None:
+        self._rounds.request(self)
+
+    def may_settle(self, since: int) -> bool:
+        return True
+
+    def receive(self) -> None:
+        self._rounds.receive()
+
+    def add_to_models(self) -> None:
+        """Add received updates, and write this node's model into the parameters."""
+        self._apply_received()
+        self.write_model()
+
+    def take(self, rounds: Sequence[Round], returned: Sequence[Tensor], *, observed: bool) -> None:
+        """Store this slice's part of rounds, and of returned updates, until the next exchange adds them.
+
+        Args:
+            observed: this node did not contribute, so it does not measure ``step_ahead``.
+        """
+        self._returned += returned
+        self._received += rounds if observed else rounds[:-1]
+        if rounds and not observed:
+            self._store_round(rounds[-1])
+
+    def sample_soon(self) -> None:
+        """Sample often after a change of the nodes."""
+        self._exchanges = 0
+
+    def count_exchanges(self, exchanges: int) -> None:
+        self._exchanges = max(self._exchanges, exchanges)
+
+    def start_from(self, weights_S: Tensor, rounds: Sequence[Round]) -> None:
+        """Set the global weights to the weights after these rounds. Call ``go_on`` afterwards."""
+        self._samples = None
+        self.global_S.copy_(weights_S)
+        for each in rounds:
+            self._add_round(each, self.global_S)
+
+    def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
+        """Continue from ``global_S``, and write this node's model into the parameters.
+
+        Args:
+            returned: sent tensors that no node counted; they become pending, too.
+            counted: sent tensors in ``pending_S`` that the global weights contain already.
+        """
+        self.set_pending(pending_S)
+        self._return_unsent(returned, self.local_S)
+        self._return_unsent(counted, self.local_S, -1.0)
+        self.write_model()
+
+    @property
+    def pending_S(self) -> Tensor:
+        if not self._returned:
+            return super().pending_S
+        local_S = self.local_S.clone()
+        self._add_sent(local_S)
+        self._return_unsent(self._returned, local_S)
+        return self.global_S - local_S
+
+    def set_pending(self, pending_S: Tensor) -> None:
+        super().set_pending(pending_S)
+        self._returned = []
+
+    def _update_local_fraction(self) -> None:
+        nodes = self._rounds.num_nodes
+        if self._correlation is not None and nodes and not self._config.measures_ahead(nodes):
+            self.local_fraction, self._samples = self._config.ahead(nodes), None
+        else:
+            super()._update_local_fraction()
+
+    def _apply_received(self) -> None:
+        super()._apply_received()
+        self._return_unsent(self._returned, self.local_S)
+        self._returned = []
+
+    def _return_unsent(self, returned: Sequence[Tensor], local_S: Tensor, times: float = 1.0) -> None:
+        """Make sent messages or updates pending again, in ``local_S``."""
+        for each in returned:
+            if each.dtype == torch.uint8:
+                self._path.add(each[: self._path.message_bytes].view(1, -1).to(local_S.device), local_S, -times)
+            else:
+                local_S.sub_(each, alpha=times)
+
+
+class OptimizerRounds:
+    """Exchanges the updates of all optimizers of a device in common rounds.
+
+    A round begins once every optimizer has stepped, or once an optimizer has stepped twice. So with two optimizers that
+    step in turn, nodes make one round for both steps.
+
+    Args:
+        flush_every: number of rounds after which nodes send all pending updates; None for never.
+        states: returns the states, in the order of the optimizers.
+
+    Attributes:
+        num_nodes: M of the last round; 0 if other nodes have counted rounds without this node.
+        alone: no other node took part in the last round.
+        behind: the global weights have moved on without this node.
+        left_out: updates of this node were not finite, and so not sent.
+        written: a round has written the models of all states. The engine gathers them, and resets it.
+        open_requests: names of the snapshots that nodes request.
+        requests_for_me: names of snapshots that other nodes request from this node.
+        answered: names of requested snapshots that this node has served.
+    """
+
+    def __init__(
+        self,
+        peers: RoundProtocol,
+        delay: int,
+        flush_every: int | None,
+        states: Callable[[], Sequence[ElasticUpdateState]],
+    ) -> None:
+        self._peers, self._flush_every, self._all_states = peers, flush_every, states
+        self._flight: InFlight[RoundJob] = InFlight(delay)
+        self._requested: list[ElasticUpdateState] = []
+        self.num_nodes, self._changed = 0, False  # whether M differed from M of the round before
+        self._number = self._seen = 0  # of the last round, and of the last round before the last exchange
+        self.alone = self.behind = self.left_out = self.written = False
+        self.open_requests: list[str] | None = None
+        self.requests_for_me: list[str] = []
+        self.answered: list[str] = []
+
+    @property
+    def states(self) -> list[ElasticUpdateState]:
+        """States with elements. Devices of a node may have no element of a small optimizer."""
+        return [each for each in self._all_states() if each.slices.numel]
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._all_states()[0].exchange
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def request(self, state: ElasticUpdateState) -> None:
+        """Exchange after a step, together with the other optimizers."""
+        repeats = any(each is state for each in self._requested)
+        self._requested.append(state)
+        if repeats or len(self._requested) == len(self._all_states()):
+            self._requested, self.written = [], True
+            self._exchange()
+
+    def _exchange(self) -> None:
+        every, before, self._seen = self._flush_every, self._seen, self._number
+        states = self.states
+        # By the number of rounds, so that all nodes flush in the same round.
+        due = every is not None and self._number // every > before // every
+        if due or (self.alone and not any(each.has_news for each in states)):
+            self._flush()
+            return
+        transfers = [each.begin_exchange() for each in states]
+        job = RoundJob([each.payload for each, _ in transfers], self._message_sizes(), self._peers, states[0].exchanges)
+        self.receive()
+        self._take(self._flight.start(self.exchange, job, states[0].global_S))
+        for state, (_, sent) in zip(states, transfers, strict=True):
+            state.end_exchange(sent)
+
+    def receive(self) -> None:
+        """Wait for the round in flight. The result does not depend on when this is called."""
+        self._take(self._flight.wait(self.exchange))
+
+    def flush(self) -> None:
+        """Send all pending updates to the present nodes. If rounds fail, some updates stay pending."""
+        for _ in range(TRIES_TO_FLUSH):
+            self._peers.try_again()
+            if self._flush(leaves=True):
+                return
+            if self.left_out:
+                self.drop()
+                return
+        norm = torch.stack([torch.linalg.vector_norm(each.pending_S) for each in self.states]).norm().item()
+        log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
+
+    def _flush(self, leaves: bool = False) -> bool:
+        states = self.states
+        for each in states:
+            each.absorb()
+        pending = [each.pending_S for each in states]
+        for each, pending_S in zip(states, pending, strict=True):
+            each.local_S.add_(pending_S)
+        payload = _joined(pending)
+        outcome = self._peers.round(Payload(payload, is_last=leaves), finite=bool(payload.isfinite().all()))
+        self._record(outcome, payload.nbytes)
+        for each in states:
+            each.add_to_models()
+        return not outcome.returned and self._peers.settled
+
+    def _take(self, job: RoundJob | None) -> None:
+        if job is not None:
+            rounds = job.outcome.rounds
+            self._record(job.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
+
+    def _record(self, outcome: Outcome, own_bytes: int) -> None:
+        """Store the updates of a round, this node's included, until they are added."""
+        self.alone, self.behind, self.open_requests = outcome.alone, outcome.behind, outcome.open_requests
+        self.left_out |= outcome.left_out
+        self.requests_for_me += outcome.requests_for_me
+        self._hand_out(outcome, observed=False)
+        if not outcome.rounds:
+            return
+        last = outcome.rounds[-1]
+        self._number = last.number
+        nbytes = last.messages_MB.nbytes + sum(each.nbytes for each in last.dense)
+        self.exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
+        changed = last.num_nodes != self.num_nodes
+        for each in self._all_states():
+            if changed:
+                each.sample_soon()
+            elif not self._changed:  # a round that began before the change counts from before
+                each.count_exchanges(outcome.exchanges)
+        self.num_nodes, self._changed = last.num_nodes, changed
+
+    def _hand_out(self, outcome: Outcome, *, observed: bool) -> None:
+        rounds = [self._split_round(each) for each in outcome.rounds]
+        returned = [self._split(each) for each in outcome.returned]
+        for place, each in enumerate(self.states):
+            each.take([of[place] for of in rounds], [of[place] for of in returned], observed=observed)
+
+    # -- the weights of other nodes ------------------------------------------------------------------------------------
+
+    def absorb(self) -> list[Tensor]:
+        """Return the pending updates of each state, after all received updates."""
+        for each in self.states:
+            each.absorb()
+        return [each.pending_S for each in self.states]
+
+    def drop(self) -> None:
+        """Continue from the global weights without pending updates."""
+        self.absorb()
+        self.left_out = False
+        for each in self.states:
+            each.set_pending(torch.zeros_like(each.global_S))
+            each.write_model()
+
+    def start_from(
+        self,
+        weights: Sequence[Tensor],
+        rounds: Sequence[Round],
+        pending: Sequence[Tensor] | None,
+        returned: Sequence[Tensor],
+        counted: Sequence[Tensor],
+    ) -> None:
+        """Continue from global weights plus later rounds. See `go_on` for the other arguments."""
+        self.receive()
+        parts = [self._split_round(each) for each in rounds]
+        for place, (state, weights_S) in enumerate(zip(self.states, weights, strict=True)):
+            state.start_from(weights_S, [of[place] for of in parts])
+        zeros = [torch.zeros_like(each.global_S) for each in self.states] if pending is None else pending
+        self.go_on(zeros, returned, counted)
+
+    def go_on(self, pending: Sequence[Tensor], returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
+        """Continue from the global weights of the states.
+
+        Args:
+            pending: pending updates of each state.
+            returned: sent payloads that no node counted; they become pending, too.
+            counted: sent payloads in ``pending`` that the global weights contain already.
+        """
+        self.behind = self.alone = False
+        self.num_nodes = 0
+        self._number = self._seen = self._peers.number
+        back, there = ([self._split(each) for each in payloads] for payloads in (returned, counted))
+        for place, (state, pending_S) in enumerate(zip(self.states, pending, strict=True)):
+            state.go_on(pending_S, [of[place] for of in back], [of[place] for of in there])
+
+    def arrive(self, seen: Outcome) -> None:
+        """Let the next exchange add rounds that this node has only observed."""
+        self.requests_for_me += seen.requests_for_me
+        if seen.rounds or seen.returned:
+            self.receive()
+            self.num_nodes = 0
+            self._hand_out(seen, observed=True)
+
+    # -- payloads ------------------------------------------------------------------------------------------------------
+
+    def _message_sizes(self) -> list[int]:
+        return [each.message_bytes for each in self.states]
+
+    def _split_round(self, round_: Round) -> list[Round]:
+        """Return the part of a round for each state."""
+        messages, dense = self._split(round_.messages_MB), [self._split(each) for each in round_.dense]
+        return [
+            replace(round_, messages_MB=messages_MB, dense=tuple(of[place] for of in dense))
+            for place, messages_MB in enumerate(messages)
+        ]
+
+    def _split(self, payload: Tensor) -> list[Tensor]:
+        """Return the part of a payload, or of rows of payloads, for each state."""
+        states = self.states
+        if len(states) == 1:
+            return [payload]
+        if payload.dtype != torch.uint8:
+            return list(torch.split(payload, [each.slices.numel for each in states], dim=-1))
+        messages = self._message_sizes()
+        sampled = payload.shape[-1] > sum(messages)
+        samples = [each.sample_bytes if sampled else 0 for each in states]
+        parts = torch.split(payload[..., : sum(messages) + sum(samples)], [*messages, *samples], dim=-1)
+        pairs = zip(parts[: len(states)], parts[len(states) :], strict=True)
+        return [torch.cat(pair, dim=-1) for pair in pairs]  # new memory, which kernels may read as 32-bit words
+
+
+class RoundJob:
+    """The job of one round.
+
+    Args:
+        payloads: the message of each state, perhaps with a sample behind it.
+        sizes: bytes of the messages.
+
+    Attributes:
+        outcome: of the round, after ``transfer``.
+    """
+
+    outcome: Outcome
+
+    def __init__(self, payloads: Sequence[Tensor], sizes: Sequence[int], peers: RoundProtocol, exchanges: int) -> None:
+        self._payloads, self._sizes, self._peers, self._exchanges = payloads, sizes, peers, exchanges
+
+    def select(self) -> Sequence[Tensor]:
+        return self._payloads
+
+    def transfer(self) -> Sequence[Tensor]:
+        samples = [each[size:] for each, size in zip(self._payloads, self._sizes, strict=True)]
+        messages = [each[:size] for each, size in zip(self._payloads, self._sizes, strict=True)]
+        payload = self._payloads[0] if len(self._payloads) == 1 else torch.cat([*messages, *samples])
+        finite = not any(map(nonfinite_of, self._payloads))
+        self.outcome = self._peers.round(Payload(payload, self._exchanges), finite=finite)
+        return self._payloads
+
+    def apply(self) -> Sequence[Tensor]:
+        return ()
+
+
+def sizes_of(states: Sequence[UpdateState]) -> Sizes:
+    """Return the sizes of this device's payloads.
+
+    Raises:
+        ValueError: if this device has nothing to exchange.
+    """
+    found = [each for each in states if isinstance(each, ElasticUpdateState) and each.slices.numel]
+    if not found:
+        raise ValueError(
+            "this device has no parameters to exchange, because the model is too small. Use fewer devices per node."
+        )
+    return Sizes(
+        sum(each.message_bytes for each in found),
+        sum(each.sample_bytes for each in found),
+        sum(each.slices.numel for each in found),
+    )
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
