@@ -1,8 +1,8 @@
 """Where `import torch` enters: torch calls `autoload` of every installed package of the group ``torch.backends``.
 
-It lies beside the package, and an editable install copies it (pyproject.toml): the metadata of an editable install
-outlives a checkout that is moved or removed, and ``import torch`` raises for an entry point that it cannot load. So
-this one always loads, and says what is missing.
+This file is next to the package, and an editable install copies it (pyproject.toml). The metadata of an editable
+install stays when the checkout is moved or removed, and ``import torch`` raises if it cannot load an entry point. So
+this module always loads, and reports missing parts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 
 
 def autoload() -> None:
-    """Register our strategies with Lightning. Raises nothing, whatever state the package is in."""
+    """Register our strategies with Lightning. It never raises, even if the package is damaged."""
     try:
         from lightning_sparse._autoload import autoload as register
 

@@ -95,7 +95,7 @@ def test_recipe_trains_on_two_nodes(image_folder: Path, environment: dict[str, s
         "`Trainer.fit` stopped: `max_epochs=2` reached",
         "val_top1",
         "2 ranks share the step of Lars",
-        "what one device exchanged with other nodes, in 6 steps",
+        "traffic of one device with other nodes, in 6 steps",
         "samples by tier and epoch",
     ):
         assert said in outputs[0], outputs[0][-3000:]

@@ -113,7 +113,7 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
     more = f", {ddp / here:,.1f} times the bytes" if here else ""
     paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
     lines = [
-        f"what one device exchanged with other nodes, in {stats.rounds:,} steps, "
+        f"traffic of one device with other nodes, in {stats.rounds:,} steps, "
         "dense exchanges at start and end included:",
         f"  received per step   {human_bytes(here)}; plain DDP {human_bytes(ddp)}{more}",
         f"  paths               {paths} (share of entries)",

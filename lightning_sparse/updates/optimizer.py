@@ -345,13 +345,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer whose updates cannot be exchanged."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS builds its search direction from earlier parameters, and those of a node change with what other "
-            "nodes send: use a first-order optimizer, or strategy='ddp'."
+            "LBFGS builds its search direction from earlier parameters, but the updates of other nodes change these "
+            "parameters. Use a first-order optimizer, or strategy='ddp'."
         )
     if callable(getattr(optimizer, "consolidate_state_dict", None)):
         raise ValueError(
-            f"the step of {type(optimizer).__name__} is shared already (PTOCallback, ZeroRedundancyOptimizer): remove "
-            f"that; with shard_optimizer=True each device steps its slice anyway."
+            f"{type(optimizer).__name__} is already sharded (by PTOCallback or ZeroRedundancyOptimizer). Remove the "
+            f"callback or wrapper, because this strategy shards the optimizer step itself (shard_optimizer=True)."
         )
 
 

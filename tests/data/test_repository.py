@@ -125,7 +125,7 @@ def test_warming_finds_the_splits_and_a_new_file_is_noticed(tmp_path: Path, capl
         (files_of("test", 1), "train", "has no train/, and Parquet files of test only"),
         (files_of("train", 1), "val", "has no val/, and Parquet files of train only"),
         ([*files_of("val", 1), *files_of("validation", 1)], "val", "has files of validation and of val: remove one"),
-        ([*files_of("train", 1), *files_of("train", 1, ".")], "train", "has Parquet files in data/ and beside it"),
+        ([*files_of("train", 1), *files_of("train", 1, ".")], "train", "has Parquet files in the folder and in data/"),
         (
             files_of("train", 3)[::2],
             "train",

@@ -420,7 +420,7 @@ def test_stats_of_a_fit_exclude_earlier_rounds() -> None:
     assert (late.rounds, late.bytes_between_nodes, late.dense_equivalent_bytes) == (2, 8, 800)
     assert late.paths == {"sparse": 200}
     assert table(late, 0.5, unsent=3.0, ratio=2.0).splitlines() == [
-        "what one device exchanged with other nodes, in 2 steps, dense exchanges at start and end included:",
+        "traffic of one device with other nodes, in 2 steps, dense exchanges at start and end included:",
         "  received per step   4 B; plain DDP 400 B, 100.0 times the bytes",
         "  paths               100.0% sparse (share of entries)",
         "  density             1.00% sent, at most 2.00% applied",

@@ -68,7 +68,7 @@ def refused() -> None:
     one_step.consolidate_state_dict = lambda to=0: None  # type: ignore[attr-defined]
     for optimizers, said in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS"),
-        (one_step, "is shared already"),
+        (one_step, "is already sharded"),
         (torch.optim.SGD([*model.parameters(), torch.zeros(3)]), r"shape \(3,\) that the module does not hold"),
         ([sgd(model), adamw(model[0])], r"parameter 0\.weight is stepped twice"),
     ):

@@ -573,7 +573,7 @@ def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -
         _check_no_configurations(storage, folders)
         return None
     if len(found) > 1:
-        raise ValueError(f"source={storage.source} has Parquet files in data/ and beside it: remove one of them.")
+        raise ValueError(f"source={storage.source} has Parquet files in the folder and in data/: remove one set.")
     ((folder, files),) = found.items()
     prefixes = [prefix for prefix in _prefixes(split) if prefix in files]
     if not prefixes:

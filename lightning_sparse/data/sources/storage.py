@@ -120,7 +120,7 @@ class Storage:
         self._reader: ReaderProcess | None = None
         self._waiting = 0  # threads that wait for an answer
         self._silent_since = 0.0
-        self._starting_since: float | None = None  # until the reader says hello
+        self._starting_since: float | None = None  # until the reader reports READY
         self._restart_after = self._restart_at = 0.0
         self._warned_since: float | None = None  # when the silence that was logged began
         self._last_error = ""
@@ -175,8 +175,8 @@ class Storage:
             if status != OK and kind in ("list", "stamp"):
                 raise MissingFolderError(
                     f"source={self.source} has no folder {path}/ to read ({result}{self._similar_names()}). "
-                    f"Expected train/<class>/<image> or train/<shard>.tar, and likewise in val/. Check the path, and "
-                    "that it is mounted."
+                    f"Expected train/<class>/<image> or train/<shard>.tar, and the same layout in val/. Check the "
+                    "path, and that it is mounted."
                 )
             if status != OK:
                 what = f"the shard {path}" if kind == "members" else path
