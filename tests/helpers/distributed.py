@@ -53,6 +53,7 @@ RunRanks = Callable[..., list[Any]]  # `KeptRanks.run`, as the fixture `ranks` g
 # Imports that would take each rank seconds. Both Lightning packages are loaded, so tests of a single package, such as
 # tests/test_autoload.py, start their own interpreters.
 PRELOAD = [
+    "tests.helpers.entry_points_once",  # before Lightning imports the function
     "torch._dynamo",  # imported by DDP's constructor
     "torch._dynamo.backends.debugging",  # imported by the first compilation
     "s3fs",  # if installed, imported by Lightning to save a checkpoint

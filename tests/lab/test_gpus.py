@@ -174,9 +174,9 @@ for accelerator in ("gpu", "auto"):
 PLACE = dict(RANK="3", LOCAL_RANK="1", GROUP_RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="lab")
 PACKAGES = [
     ("pytorch_lightning", "Trainer"),
-    ("lightning.pytorch", "Trainer"),
-    ("lightning_fabric", "Fabric"),
     ("lightning.fabric", "Fabric"),
+    pytest.param("lightning.pytorch", "Trainer", marks=pytest.mark.slow),
+    pytest.param("lightning_fabric", "Fabric", marks=pytest.mark.slow),
 ]
 
 
