@@ -182,6 +182,8 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         distributed.check_sharded(Path(self._main_path(path)), *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # Lightning would match the states in a file with the first parameters of the module, which is wrong with frozen
+        # layers or several optimizers.
         optimizers = self._optimizers
         if self._is_file(checkpoint_path):
             self._optimizers = []
