@@ -28,6 +28,8 @@ def compress_random(
     To use it, replace ``compress`` in ``Sparse.select`` (lightning_sparse/exchange/paths.py). A selector sends exactly
     ``k`` pairs with ascending indices, writes the unsent part to ``next_residual_S``, and counts non-finite elements. A
     residual must not contain non-finite elements: ``compress`` writes zeros there, which this example leaves out.
+
+    A real selector needs its own generator, saved in checkpoints. Here, torch's global generator draws the entries.
     """
     acc_S = grad_S.float() if scale is None else grad_S.float() * scale
     acc_S = acc_S if residual_S is None else acc_S + residual_S

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_sparse import options
-from lightning_sparse.exchange.paths import PATHS, Exchange, Path
+from lightning_sparse.exchange.paths import PATHS, ExchangeName, Path
 from lightning_sparse.kernels.wire import TWO_BIT
 
 ValueDtype = Literal["float32", "bfloat16", "2bit"]
@@ -40,14 +40,14 @@ class ExchangeConfig:
     """
 
     density: float = 0.01
-    exchange: Exchange = "auto"
+    exchange: ExchangeName = "auto"
     value_dtype: ValueDtype = "bfloat16"
     overlap: bool = True
     inter_gbps: float | None = None
 
     def __post_init__(self) -> None:
         options.number(self, "density", above=0, high=1, hint="0.01 sends 1% of the entries, exchange='dense' all")
-        options.one_of(self, "exchange", get_args(Exchange))
+        options.one_of(self, "exchange", get_args(ExchangeName))
         hint = "use 'bfloat16', which has as many bytes" if str(self.value_dtype) == "float16" else ""
         options.one_of(self, "value_dtype", get_args(ValueDtype), hint=hint)
         options.number(self, "inter_gbps", above=0, optional=True, hint="a rate in Gbit/s; None measures it")

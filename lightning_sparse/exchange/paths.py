@@ -1,4 +1,4 @@
-"""Paths: ways of summing a shard over nodes. To add a path, add a class here, and a row to ``PATHS`` and ``Exchange``.
+"""Paths: ways of summing a shard over nodes. To add a path, add a class, and a row to ``PATHS`` and ``ExchangeName``.
 
 M nodes have L devices each. Device l of each node holds shard l of a tensor of N elements: S = N / L elements, summed
 over the node. With P = M * L ranks, w bytes per element, and K pairs of p bytes in a message, a path costs:
@@ -420,7 +420,7 @@ def num_selected(density: float, shard_numel: int) -> int:
     return min(shard_numel, max(1, math.ceil(density * shard_numel)))
 
 
-Exchange = Literal["auto", "sparse", "regional", "dense", "dense16"]
+ExchangeName = Literal["auto", "sparse", "regional", "dense", "dense16"]
 """Values of the option ``exchange``."""
 PATHS: tuple[type[Path], ...] = (Dense, Flat, Dense16, Sparse, Regional)
 """All paths. ``exchange="auto"`` prefers earlier paths, which leave out less."""

@@ -337,7 +337,7 @@ class HierState(Engine):
 
     def _load_metadata(self, metadata: Mapping[str, Any]) -> None:
         self.restart()
-        self.round = self.exchange.stats.rounds = metadata["round"]
+        self.round = metadata["round"]
         # Split again, because the run may now exclude other parameters. regroup() then moves the residuals.
         self.layout.fix(self.layout.split_excluded(checkpoint.groups_of(metadata["settled"])))
         self.layout.previous = self.layout.split_excluded(checkpoint.groups_of(metadata["previous"]))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_sparse import options
 from lightning_sparse.exchange.config import ExchangeConfig, ValueDtype
-from lightning_sparse.exchange.paths import Exchange
+from lightning_sparse.exchange.paths import ExchangeName
 
 StepAhead = float | Literal["auto"]
 LEAST_AHEAD = 0.001  # sent / step_ahead is added to the model, so a smaller value would lose bits to rounding
@@ -42,7 +42,7 @@ class UpdatesConfig(ExchangeConfig):
         ValueError: with the value, the rule and the fix.
     """
 
-    exchange: Exchange = "sparse"
+    exchange: ExchangeName = "sparse"
     value_dtype: ValueDtype = "2bit"
     step_ahead: StepAhead = "auto"
     delay: int = 1

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_sparse.exchange import CommStats, Path, TensorSpec
 from lightning_sparse.exchange.communicator import Stopwatch
 from lightning_sparse.exchange.cost import PathChoice
-from lightning_sparse.exchange.paths import PATHS, Exchange, num_selected
+from lightning_sparse.exchange.paths import PATHS, ExchangeName, num_selected
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import Warmup
@@ -243,7 +243,7 @@ def test_number_of_applied_entries_per_path() -> None:
 
 
 def test_exchange_options_match_the_paths() -> None:
-    assert set(get_args(Exchange)) == {"auto", *(kind.name for kind in PATHS if kind.reduces_shards)}
+    assert set(get_args(ExchangeName)) == {"auto", *(kind.name for kind in PATHS if kind.reduces_shards)}
 
 
 def test_rates_survive_a_checkpoint() -> None:
@@ -256,7 +256,7 @@ def test_invalid_inter_gbps_is_refused(gbps: object) -> None:
         HierConfig(inter_gbps=gbps)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("exchange", [each for each in get_args(Exchange) if each != "auto"])
+@pytest.mark.parametrize("exchange", [each for each in get_args(ExchangeName) if each != "auto"])
 def test_inter_gbps_with_a_fixed_exchange_is_refused(exchange: Any) -> None:
     with pytest.raises(ValueError, match=f"exchange='{exchange}'. Omit inter_gbps"):
         HierConfig(exchange=exchange, inter_gbps=1.0)
