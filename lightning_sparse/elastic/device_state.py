@@ -90,7 +90,6 @@ class OtherParameters(RuntimeError):
 
 
 def with_elements(optimizers: Sequence[LocalOptimizer]) -> list[LocalOptimizer]:
-    """Return the optimizers of which this device has elements."""
     return [one for one in optimizers if one.state.slices.numel]
 
 

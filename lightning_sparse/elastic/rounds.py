@@ -9,8 +9,8 @@ with the weights of another run are refused. A round has three steps:
 3. The nodes all-gather an empty row. A node that completes it knows that all nodes are prepared, and the round counts.
 
 If a node fails in step 2, the round counts nowhere, and each node gets back its sent updates. A node that fails in step
-3 keeps the messages until the next quorum. The round counts if a node of that quorum has its token, otherwise nowhere.
-So all nodes that continue apply a round, or none does.
+3 keeps the messages. The round counts if a node of the next quorum has its token, otherwise nowhere. So all nodes that
+continue apply a round, or none does.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class Sent(NamedTuple):
-    """A tensor that this node sent in a round that other nodes may have counted differently."""
+    """A tensor of a round that other nodes may have counted differently."""
 
     base: str
     token: str
@@ -112,20 +112,13 @@ class Payload(NamedTuple):
 
 @dataclass
 class RoundStats:
-    """Statistics of one device.
-
-    Attributes:
-        lost: number of rounds that failed.
-        left_out: number of rounds without this node's updates, because they were not finite.
-        waited_s: seconds of waiting for other nodes.
-        healing_s: seconds until the device had the weights of other nodes, after it joined or missed rounds.
-    """
+    """Statistics of one device."""
 
     nodes: int = 0
-    lost: int = 0
-    left_out: int = 0
-    waited_s: float = 0.0
-    healing_s: float = 0.0
+    lost: int = 0  # rounds that failed
+    left_out: int = 0  # rounds without this node's updates, because they were not finite
+    waited_s: float = 0.0  # waiting for other nodes
+    healing_s: float = 0.0  # until it had the weights of others, after it joined or missed rounds
 
 
 class RoundProtocol:
@@ -135,8 +128,7 @@ class RoundProtocol:
         lighthouse: on the first device of a node, None on the others.
         devices: group of the node's devices. Nothing else may use it.
         facts: values that must be equal on all nodes.
-        min_nodes: with fewer nodes, a node with updates waits for others, up to the timeout.
-        timeout: of collectives, in seconds.
+        timeout: seconds of collectives, and of waiting for ``min_nodes``.
         servers: addresses of the snapshots of this node's devices.
         host: address of this machine for other nodes, on the first device; empty: from the host name.
     """
@@ -167,7 +159,7 @@ class RoundProtocol:
         # Rounds from ``observed_from`` to the current weights, while this device has other weights.
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)  # tokens of the last rounds
-        self.stats, self.first = RoundStats(), True  # first: of the last quorum's nodes without missed rounds
+        self.stats, self.first = RoundStats(), True  # first: of the nodes that missed no round
         self.assigner = SampleAssigner(self.name)
         self._tries = self._broken = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
@@ -187,11 +179,10 @@ class RoundProtocol:
         self._layout = layout
 
     def propose(self, layout: Layout, change: str) -> None:
-        """Exchange these parameters once all nodes make the same change. ``changed`` tells when."""
+        """Exchange these parameters once all nodes make the same change."""
         self._next, self._change, self.impatient, self.changed = layout, change, False, False
 
     def try_again(self) -> None:
-        """Ask for the next quorum at once, even after a failed request."""
         if self._lighthouse is not None:
             self._lighthouse.ask_again()
 
@@ -201,7 +192,6 @@ class RoundProtocol:
         return self._unsettled is None
 
     def first_device_wants(self, wanted: bool) -> bool:
-        """Return the value of the node's first device. A collective of the node."""
         return bool(self._from_first(lambda: wanted))
 
     # -- a round -------------------------------------------------------------------------------------------------------
@@ -360,7 +350,7 @@ class RoundProtocol:
             log.warning("%s cannot take part: %s", names, _refusal_of_place(here))
 
     def _transfer(self, sent: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the messages and dense updates of all contributors; None unless all devices of this node have them."""
+        # The result is None unless all devices of this node have all messages and dense updates.
         sparse = [each for each in quorum.contributors if not each.status.flushes]
         row_B = quorum.row_of(sent, self._sizes_in(quorum))
         try:
@@ -485,24 +475,19 @@ class RoundProtocol:
         return [] if token == self._now else None
 
     def set_version(self, token: str, number: int, history: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
-        """Continue with the weights ``token``. Return the result of ``reconcile``."""
         self.history = deque([*history, token], maxlen=REMEMBERED)
         self.token, self.number, self.wants, self.observed = token, number, "", []
         return self.reconcile()
 
     def reconcile(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return two lists of sent tensors.
-
-        The weights lack the rounds of the first, which become pending. The weights contain the rounds of the second,
-        which are
-        pending now because the rounds did not count here, but on another node.
-        """
+        """Return sent tensors that become pending, and sent tensors that are pending but counted elsewhere."""
         returned, counted, known = list[Tensor](), list[Tensor](), set(self.history)
         for each in self._ledger:
-            # Rounds on top of a lost round are lost, too.
+            # The weights lack its round. Rounds on top of a lost round are lost, too.
             if each.base in known and not each.is_pending and each.token not in self.history:
                 returned.append(each.tensor)
                 known.add(each.token)
+            # The round did not count here, but another node counted it, so the weights contain it.
             elif each.is_pending and each.token in self.history:
                 counted.append(each.tensor)
         kept = [each for each in self._ledger if each.token in self.history and not each.is_pending]

@@ -48,18 +48,15 @@ class Assignment:
 
 
 class SampleAssigner:
-    """The assignments that a node knows. At each position, the latest assignment counts.
-
-    Attributes:
-        ahead: number of samples that the node may draw between two quorums.
-        reached: end of the samples drawn before the last quorum.
-    """
+    """The assignments that a node knows. At each position, the latest assignment counts."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._assignments: tuple[Assignment, ...] = ()  # replaced as a whole: threads read it
         self._size = 0  # samples per epoch
         self._limit = 0  # limit of the last quorum: no node draws at or after it before the next quorum
+        # ``ahead``: number of samples that the node may draw between two quorums. ``reached``: end of the samples drawn
+        # before the last quorum.
         self._end = self.ahead = self.reached = 0
         self._reported, self._warned = 0, False  # the limit that this node reported
 
@@ -105,7 +102,8 @@ class SampleAssigner:
         return mine
 
     def has_left(self, epoch: int, samples: int) -> bool:
-        """Return whether this node has that many samples of an epoch left, if the length of epochs is known."""
+        """Return whether this node has that many samples of an epoch left."""
+        # True if the length of epochs is unknown.
         return not self._size or self._holds(epoch * self._size, (epoch + 1) * self._size, samples)
 
     def skip_to(self, epoch: int, samples: int) -> bool:
@@ -156,7 +154,7 @@ class SampleAssigner:
         self._size = self._size or size
 
     def share(self, order: Sequence[int], first: int, device: int, devices: int) -> Iterator[int]:
-        """Yield the samples of an epoch that are assigned to a device of this node. All devices get the same number.
+        """Yield the samples of an epoch for a device of this node. All devices get the same number.
 
         Args:
             order: all samples of the epoch.
@@ -194,15 +192,10 @@ Share = Callable[[list[int], int], Iterator[int]]
 
 
 class ElasticSource(Protocol):
-    """A sampler or loader that draws the samples of one device.
+    """A sampler or loader that draws the samples of one device."""
 
-    Attributes:
-        prefetch_depth: number of batches that it may draw in advance.
-        before_epoch: ``set_epoch`` calls it first, with the epoch. Every device of the node calls ``set_epoch``.
-    """
-
-    prefetch_depth: int
-    before_epoch: Callable[[int], None]
+    prefetch_depth: int  # number of batches that it may draw in advance
+    before_epoch: Callable[[int], None]  # set_epoch() calls it first, on every device of the node
 
     def set_share(self, share: Share) -> None: ...
 
@@ -234,7 +227,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     Pass it to a DataLoader as ``sampler``, without ``shuffle``; ``strategy="mstopk_elastic"`` finds it there. It has no
     length, because that depends on the nodes that will be present. All devices of a node draw the same number of
-    samples; a remainder at the end of its share is left out.
+    samples; a remainder is left out.
 
     Args:
         dataset: the data set to draw from.

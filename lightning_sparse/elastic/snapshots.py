@@ -31,7 +31,7 @@ ONLY_NODES = "Make sure that only nodes of this run use the lighthouse."
 
 
 class Entry(NamedTuple):
-    """A tensor of a snapshot: its name, its dtype (such as "float32"), and its number of elements."""
+    """A tensor of a snapshot: name, dtype (such as "float32"), and number of elements."""
 
     name: str
     dtype: str
@@ -39,14 +39,10 @@ class Entry(NamedTuple):
 
 
 class Snapshot:
-    """A state to download.
+    """A state to download, of ``size`` bytes.
 
     Args:
-        head: plain values and small tensors.
         tensors: flat tensors by name, in the order of the download. They may change during a download.
-
-    Attributes:
-        size: number of bytes.
     """
 
     def __init__(self, head: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -71,11 +67,7 @@ class Snapshot:
 
 
 class SnapshotServer:
-    """Serves snapshots by name.
-
-    Args:
-        host: the address of this machine that other nodes reach.
-    """
+    """Serves snapshots by name, on the address of this machine that other nodes reach."""
 
     def __init__(self, host: str) -> None:
         self._offered: dict[str, Snapshot] = {}
@@ -129,15 +121,11 @@ Kind = TypeVar("Kind", bound=Receiver)
 
 
 class Download(Generic[Kind]):
-    """A download of one snapshot, which resumes where it stopped.
-
-    Attributes:
-        problem: reason that the snapshot is incomplete, for the log.
-        heard, advanced: time of the last answer, and of the last bytes, by ``time.monotonic()``.
-    """
+    """A download of one snapshot, which resumes where it stopped."""
 
     def __init__(self, address: str, name: str, make_receiver: Callable[[], Kind]) -> None:
         self.address, self.name = address, name
+        # The reason that the snapshot is incomplete, and the monotonic times of the last answer and of the last bytes.
         self.problem, self.heard, self.advanced = "no answer", time.monotonic(), 0.0
         self._make_receiver = make_receiver
         self._begin(0)

@@ -61,19 +61,14 @@ class ElasticUpdateState(SparseUpdateState):
         self._rounds.receive()
 
     def add_to_models(self) -> None:
-        """Add received updates, and write this node's model into the parameters."""
         self._apply_received()
         self.write_model()
 
     def take(self, rounds: Sequence[Round], returned: Sequence[Tensor], *, observed: bool) -> None:
-        """Store this slice's part of rounds, and of returned updates, until the next exchange adds them.
-
-        Args:
-            observed: this node did not contribute, so it does not measure ``step_ahead``.
-        """
+        """Store this slice's part of rounds, and of returned updates, until the next exchange adds them."""
         self._returned += returned
-        # Only the last round belongs to this exchange, and may carry samples. Rounds before it were uncertain until
-        # now.
+        # A node that only observed does not measure ``step_ahead``. Only the last round belongs to this exchange, and
+        # may carry samples. Rounds before it were uncertain until now.
         self._received += rounds if observed else rounds[:-1]
         if rounds and not observed:
             self._store_round(rounds[-1])
@@ -142,12 +137,8 @@ class ElasticUpdateState(SparseUpdateState):
 class OptimizerRounds:
     """Exchanges the updates of all optimizers of a device in common rounds.
 
-    A round begins once every optimizer has stepped, or once an optimizer has stepped twice. So with two optimizers that
-    step in turn, nodes make one round for both steps.
-
     Args:
         flush_every: number of rounds after which nodes send all pending updates; None for never.
-        states: returns the states, in the order of the optimizers.
     """
 
     def __init__(
@@ -173,7 +164,7 @@ class OptimizerRounds:
 
     @property
     def states(self) -> list[ElasticUpdateState]:
-        """States with elements. Devices of a node may have no element of a small optimizer."""
+        # Devices of a node may have no element of a small optimizer.
         return [each for each in self._all_states() if each.slices.numel]
 
     @property
@@ -183,7 +174,8 @@ class OptimizerRounds:
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def request(self, state: ElasticUpdateState) -> None:
-        """Exchange after a step, together with the other optimizers."""
+        # A round begins once every optimizer has stepped, or once an optimizer has stepped twice. So with two
+        # optimizers that step in turn, nodes make one round for both steps.
         repeats = any(each is state for each in self._requested)
         self._requested.append(state)
         if repeats or len(self._requested) == len(self._all_states()):
@@ -207,7 +199,6 @@ class OptimizerRounds:
             state.end_exchange(sent)
 
     def receive(self) -> None:
-        """Wait for the round in flight. The result does not depend on when this is called."""
         self._take(self._flight.wait(self.exchange))
 
     def flush(self) -> None:
@@ -294,7 +285,6 @@ class OptimizerRounds:
         returned: Sequence[Tensor],
         counted: Sequence[Tensor],
     ) -> None:
-        """Continue from global weights plus later rounds. See `go_on` for the other arguments."""
         self.receive()
         # Nothing is in flight from here on.
         parts = [self._split_round(each) for each in rounds]
@@ -304,10 +294,7 @@ class OptimizerRounds:
         self.go_on(zeros, returned, counted)
 
     def go_on(self, pending: Sequence[Tensor], returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
-        """Continue from the global weights of the states.
-
-        The arguments hold those of `ElasticUpdateState.go_on` for each state, or as whole payloads.
-        """
+        """Continue from the global weights of the states. See `ElasticUpdateState.go_on`."""
         self.behind = self.alone = False
         self.num_nodes = 0
         self._number = self._seen = self._peers.number
@@ -352,12 +339,7 @@ class OptimizerRounds:
 
 
 class RoundJob:
-    """The job of one round.
-
-    Args:
-        payloads: the message of each state, perhaps with a sample behind it.
-        sizes: bytes of the messages.
-    """
+    """The job of one round: the message of each state, perhaps with a sample behind it."""
 
     outcome: Outcome  # of the round, after ``transfer``
 

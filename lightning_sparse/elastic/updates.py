@@ -1,10 +1,6 @@
 """Updates between elastic nodes: `LocalUpdates` with the rounds of `lightning_sparse.elastic.rounds`.
 
-The algorithm is that of fixed nodes, with the number of nodes M of each round. If a round does not count, its sent
-updates become pending again. A node that is alone in a round sends everything. Each node has its own process group.
-
-Rounds use the process group ``_devices``. They run on the thread of the exchange, on the main thread for a flush, or on
-the thread of `RoundObserver`; never on two at once. All other collectives of the node use ``_main``.
+The algorithm is that of fixed nodes, with the number of nodes M of each round. Each node has its own process group.
 """
 
 from __future__ import annotations
@@ -165,6 +161,8 @@ class ElasticUpdates(LocalUpdates):
             servers=_gather(self._devices, self._server.address),
             host=host,
         )
+        # Rounds use the group ``_devices``. They run on the thread of the exchange, on the main thread for a flush, or
+        # on the thread of `RoundObserver`; never on two at once. All other collectives of the node use ``_main``.
         self._watch = RoundObserver(self.peers)
         self._rounds = OptimizerRounds(self.peers, config.delay, config.flush_every, self._states)
         self._least = 0  # number of samples that the node needs for a batch
@@ -254,7 +252,7 @@ class ElasticUpdates(LocalUpdates):
 
     @property
     def version(self) -> Version:
-        """Version of the global weights for a checkpoint; while the module holds them, the version of these weights."""
+        """Version of the global weights for a checkpoint; of the shown weights while the module holds them."""
         if self._shown:
             return self._shows
         self._stop_watching()
@@ -317,7 +315,8 @@ class ElasticUpdates(LocalUpdates):
         """Let a loader draw the samples that are assigned to this device. Every device of the node calls it.
 
         It works for a DataLoader of torch with an `ElasticSampler`, and for the loaders of the bundled DataModules.
-        Other loaders stay unchanged. It waits until the other nodes know how far the loader may draw.
+        Other
+        loaders stay unchanged.
 
         Args:
             batches: number of batches between two steps.
@@ -338,7 +337,7 @@ class ElasticUpdates(LocalUpdates):
         batch_size = loader.batch_size or 1
         assigner, devices = self.peers.assigner, self._devices
         self._least = max(self._least, min_samples_per_round(loader) * devices.size)
-        # Of several optimizers, one may make two steps before a round.
+        # With several optimizers, one may make two steps before a round.
         batches *= self.config.sync_every * min(2, len(self.optimizers))
         ahead = (1 + 2 * batches + source.prefetch_depth) * batch_size * devices.size
         # The other nodes must know a higher limit before the loader draws: a round that begins from now on reports it.
