@@ -4,10 +4,9 @@
 tensors    content                                                                       during the download
 ========== ============================================================================= =======================
 weights    this device's slice of the global weights, fp32 [S], one tensor per optimizer a copy, of one version
-optimizer  the optimizer state that this device has, one tensor per parameter and        may change: it differs
-           quantity, such as "exp_avg"                                                   between nodes anyway
-module     frozen parameters, or this device's shards of them, and buffers               frozen: the tensors
-                                                                                         themselves; buffers: copies
+optimizer  this device's optimizer state: one tensor per parameter and quantity          may change
+module     frozen parameters, or this device's shards of them                            not copied
+module     buffers                                                                       a copy
 ========== ============================================================================= =======================
 """
 
@@ -33,21 +32,23 @@ def snapshot_of(
     """Return a snapshot of this device. The module must hold the global weights.
 
     Args:
-        names: names of the parameters by ``id()``.
         head: plain values for the joining device.
     """
     weights = [one.state.read_global().to("cpu", copy=True) for one in with_elements(optimizers)]
+    # The weights come first: a node that has only missed rounds downloads this prefix.
     tensors = [(WEIGHTS, each) for each in weights]
     rest = {}
     for one in optimizers:
         for parameter, part in one.stepped():
             name = names[id(parameter)]
             flats, rest[name] = optimizer_state.split(one.optimizer, parameter, part)
+            # Not a copy: optimizer states differ between nodes anyway, so a step during the download does no harm.
             tensors += [(f"{OPTIMIZER}/{name}/{quantity}", flat) for quantity, flat in flats.items()]
     others, parameters = {}, {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, value in not_exchanged(optimizers, module).items():
         if isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
             flat = local_of(value).detach().contiguous().view(-1)
+            # Frozen parameters do not change, so they are not copied. Buffers change in each forward pass.
             tensors.append((f"{MODULE}/{name}", flat if name in parameters else flat.to("cpu", copy=True)))
         else:
             others[name] = value
@@ -68,7 +69,6 @@ def trained_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -
 
 
 def places_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> list[list[Any]]:
-    """Return the pieces of parameters that this device exchanges."""
     return [[list(place) for place in one.state.slices.named(names)] for one in optimizers]
 
 
@@ -90,7 +90,6 @@ class OtherParameters(RuntimeError):
 
 
 def with_elements(optimizers: Sequence[LocalOptimizer]) -> list[LocalOptimizer]:
-    """Return the optimizers of which this device has elements."""
     return [one for one in optimizers if one.state.slices.numel]
 
 
@@ -106,9 +105,6 @@ class DeviceReceiver(Receiver):
 
     Args:
         joins: if True, receive all tensors; otherwise only the weights.
-
-    Attributes:
-        weights: this device's slice of the global weights of each optimizer, fp32 on the CPU.
     """
 
     def __init__(
@@ -118,19 +114,14 @@ class DeviceReceiver(Receiver):
         self._stepped = {names[id(p)]: (one.optimizer, p, part) for one in optimizers for p, part in one.stepped()}
         self._found: dict[str, dict[str, Any]] = {name: {} for name in self._stepped}
         self._others = not_exchanged(optimizers, module)
-        self.weights: list[Tensor] = []
+        self.weights: list[Tensor] = []  # this device's slice of the global weights per optimizer, fp32, CPU
 
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
-        """Store the head, and return the number of tensors to receive.
-
-        Raises:
-            OtherParameters: if the peer exchanges other parameters.
-            RuntimeError: if it has another model, or divides its parameters differently.
-        """
         missing = {"version", "run", "history", "trained", "places", "optimizer", "groups", "module"} - set(head)
         mine = trained_of(self._optimizers, self._names)
         if not missing and head["trained"] != mine:
             raise OtherParameters(mine, head["trained"])
+        # Indices in messages refer to the slice, so counterparts must own the same pieces.
         if not missing and head["places"] != places_of(self._optimizers, self._names):
             raise RuntimeError(
                 "the devices of a training node divide the parameters differently, because some parameters were added "
@@ -147,7 +138,6 @@ class DeviceReceiver(Receiver):
         return len(layout) if self._joins else len(weights)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Store a tensor, flat and on the CPU."""
         kind, _, rest = name.partition("/")
         if kind == WEIGHTS:
             self.weights.append(tensor)
@@ -163,6 +153,7 @@ class DeviceReceiver(Receiver):
         """Load everything except the weights."""
         for name, (optimizer, parameter, _) in self._stepped.items():
             found = {**self.head["optimizer"].get(name, {}), **self._found[name]}
+            # State that the peer lacks would belong to other weights.
             optimizer.state.pop(parameter, None)
             if found:
                 optimizer.state[parameter] = optimizer_state.placed(found, optimizer, parameter)

@@ -20,7 +20,7 @@ RESOLVE_SECONDS = 4.0
 
 
 def own_address(address: str) -> str:
-    """Return the address from which this machine reaches a URL, for other nodes to reach this machine.
+    """Return the address of this machine in the network of a URL, for other nodes.
 
     Raises:
         ValueError: if the URL has no host, or its host name does not resolve in time.
@@ -56,7 +56,7 @@ def place_of(address: str) -> tuple[str, int]:
 
 
 def _resolved(address: str, host: str, port: int) -> Any:
-    """Resolve the name in a thread, because the resolver has no timeout."""
+    # In a thread, because the resolver has no timeout.
     found: list[Any] = []
 
     def look_up() -> None:
@@ -88,6 +88,7 @@ def is_loopback(place: str) -> bool:
         address = ipaddress.ip_address(place.rpartition(":")[0].strip("[]"))
     except ValueError:
         return False
+    # IPv6 sockets show 127.0.0.1 as ::ffff:127.0.0.1.
     mapped = getattr(address, "ipv4_mapped", None)
     return address.is_loopback or (mapped is not None and mapped.is_loopback)
 
@@ -101,7 +102,7 @@ def network_name() -> str:
 
 
 def open_page(url: str, timeout: float) -> Any:
-    """Open a page of a node or of the lighthouse."""
+    # The empty handler ignores http_proxy: nodes reach each other directly.
     return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout)
 
 

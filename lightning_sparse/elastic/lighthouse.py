@@ -1,7 +1,7 @@
 """The members of a round, from torchft's lighthouse.
 
-Each node sends its status with its request, and receives the statuses of all nodes. So each decision about a round is a
-function of one list that all members share (see `rounds`).
+Each node sends its status with its request, and receives all statuses. Each decision about a round is a function of
+this list (see `rounds`), so all members decide alike.
 """
 
 from __future__ import annotations
@@ -33,70 +33,40 @@ PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """The status of one node.
+    """The status of one node, sent as JSON in the lighthouse's request."""
 
-    Args:
-        token: name of its global weights; empty for none yet.
-        number: number of rounds that led to them.
-        run: name of the node's run; empty for the first node, and for nodes that join.
-        trains: the node was in a quorum with weights of that run.
-        prepared: token of a round whose messages the node has, without knowing whether it counts.
-        tries: number of attempted rounds, so that no two have the same token.
-        broken: number of failed groups, so that all nodes make a new group.
-        observes: the node receives, and sends nothing.
-        flushes: the node sends all pending updates.
-        leaves: the node leaves after this round.
-        sampled: its message carries a sample.
-        exchanges: number of its exchanges, which decides when samples are due.
-        wants: name of the snapshot that it requests; empty for none.
-        servers: addresses of the snapshots of its devices.
-        network: name of the network in which other nodes reach it by a loopback address.
-        progress: samples that it has drawn.
-        facts: values that must be equal on all nodes.
-        trained: description of the parameters that it exchanges. It must be equal on all nodes that train.
-        sizes: sizes of the payloads of each of its devices.
-        change: description of the parameters that it wants to exchange from now on; empty for no change.
-        impatient: it has waited for the same change of other nodes as long as it may.
-    """
-
-    token: str = ""
-    number: int = 0
-    run: str = ""
-    trains: bool = False
-    prepared: str = ""
-    tries: int = 0
-    broken: int = 0
-    observes: bool = True
-    flushes: bool = False
-    leaves: bool = False
-    sampled: bool = False
-    exchanges: int = 0
-    wants: str = ""
-    servers: tuple[str, ...] = ()
-    network: str = ""
+    token: str = ""  # name of its global weights; empty for none yet
+    number: int = 0  # of rounds that led to them
+    run: str = ""  # name of the node's run; empty for the first node, and for nodes that join
+    trains: bool = False  # it was in a quorum with weights of that run
+    prepared: str = ""  # token of a round whose messages it has, without knowing whether the round counts
+    tries: int = 0  # number of attempted rounds, so that no two have the same token
+    broken: int = 0  # number of failed groups, so that all nodes make a new group
+    observes: bool = True  # it receives, and sends nothing
+    flushes: bool = False  # it sends all pending updates
+    leaves: bool = False  # after this round
+    sampled: bool = False  # its message carries a sample
+    exchanges: int = 0  # number of its exchanges, which decides when samples are due
+    wants: str = ""  # name of the snapshot that it requests; empty for none
+    servers: tuple[str, ...] = ()  # addresses of the snapshots of its devices
+    network: str = ""  # in which other nodes reach it by a loopback address
     progress: SampleProgress = SampleProgress()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    trained: str = ""
-    sizes: Sequence[Sequence[int]] = ()
-    change: str = ""
-    impatient: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)  # values that must be equal on all nodes
+    trained: str = ""  # description of the exchanged parameters, equal on all nodes that train
+    sizes: Sequence[Sequence[int]] = ()  # `Sizes` of each of its devices
+    change: str = ""  # description of the parameters that it wants to exchange from now on; empty for none
+    impatient: bool = False  # it has waited for the same change of other nodes as long as it may
 
 
 class Member(NamedTuple):
-    """A node of a quorum.
+    """A node of a quorum."""
 
-    Args:
-        name: unique for each start of the node.
-        store: address of its TCPStore.
-    """
-
-    name: str
-    store: str
+    name: str  # unique for each start of the node
+    store: str  # address of its TCPStore
     status: NodeStatus
 
     @property
     def is_local(self) -> bool:
-        """Whether nodes on other machines cannot reach it."""
         return is_loopback(self.store)
 
 
@@ -105,7 +75,6 @@ class Lighthouse:
 
     Args:
         address: such as ``http://host:port``; default: the environment variable TORCHFT_LIGHTHOUSE.
-        node: name of the node.
         timeout: seconds that a request waits for other nodes.
 
     Attributes:
@@ -126,6 +95,7 @@ class Lighthouse:
         self.name = f"{node}:{uuid.uuid4().hex[:12]}"
         self.host = own_address(self.address)
         self._network = network_name()
+        # Heartbeats have their own connection, so that they do not wait for a request.
         self._client, beats = _connect(self.address), _connect(self.address)
         self._store = _store_on(self.host)
         self._timeout = timedelta(seconds=timeout)
@@ -135,7 +105,7 @@ class Lighthouse:
         self._thread.start()
 
     def quorum(self, status: NodeStatus) -> list[Member] | None:
-        """Return the members of the next quorum, sorted by name, with this node among them; None after the timeout.
+        """Return the members of the next quorum, sorted by name, or None after the timeout.
 
         The lighthouse answers once all living nodes of the last quorum have asked.
         """
@@ -151,6 +121,7 @@ class Lighthouse:
                 data=asdict(replace(status, network=self._network)),
             )
         except (RuntimeError, TimeoutError) as error:
+            # Until then, rounds fail at once: a lost lighthouse must not slow down every step.
             self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
             if self._is_answered:
                 log.warning("no quorum from the lighthouse at %s: this node continues alone (%s)", self.address, error)
@@ -158,6 +129,7 @@ class Lighthouse:
             return None
         self._is_answered = True
         members = (Member(each.replica_id, each.store_address, _status_of(each.data)) for each in quorum.participants)
+        # All nodes get the same order, which decides ranks and the order of sums.
         return sorted(members, key=lambda each: each.name)
 
     def ask_again(self) -> None:
@@ -170,7 +142,7 @@ class Lighthouse:
 
 
 def read_quorum(address: str) -> list[tuple[str, int]]:
-    """Return the name and the number of rounds of each node in a lighthouse's last quorum, from its status page.
+    """Return the name and the number of rounds of each node in a lighthouse's last quorum.
 
     Raises:
         OSError, ValueError, http.client.HTTPException: if no lighthouse answers.
@@ -186,8 +158,8 @@ def _with_scheme(address: str) -> str:
 
 
 def _status_of(data: Any) -> NodeStatus:
-    """Return the status of a node. Ignore fields of another version, whose facts differ anyway, and values of other
-    types, which only other programs send."""
+    # Other programs may use the lighthouse, so ignore values of other types. Ignore fields of other versions: their
+    # facts differ anyway, so this node refuses them.
     if not isinstance(data, dict):
         return NodeStatus()
     progress = data.get("progress")
@@ -224,7 +196,7 @@ def _heartbeat(client: Any, name: str, left: threading.Event) -> None:
 
 
 def _store_on(host: str) -> Any:
-    """Return a store that listens only on the node's address. By default, torch's store listens on all addresses."""
+    # By default, torch's store listens on all addresses.
     listens = listener(host)
     port = listens.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]

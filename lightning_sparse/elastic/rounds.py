@@ -3,21 +3,14 @@
 The global weights have a name, a *token*. Each round that counts changes it. The first token names the *run*; nodes
 with the weights of another run are refused. A round has three steps:
 
-1. All nodes ask the lighthouse. Nodes with the newest token contribute. All other nodes observe: they receive, and send
-   nothing.
-2. The nodes all-gather their messages. The token of the next weights precedes each message. A node is *prepared* once
-   all of its devices have all messages.
+1. All nodes ask the lighthouse. Nodes with the newest token contribute. All other nodes observe: they only receive.
+2. The nodes all-gather their messages, each after the token of the next weights. A node is *prepared* once all of its
+   devices have all messages.
 3. The nodes all-gather an empty row. A node that completes it knows that all nodes are prepared, and the round counts.
 
 If a node fails in step 2, the round counts nowhere, and each node gets back its sent updates. A node that fails in step
-3 keeps the messages until the next quorum. The round counts if a node of that quorum has its token, otherwise nowhere.
-So all nodes that continue apply a round, or none does.
-
-If nodes add or unfreeze parameters, each of them observes until all nodes want the same change. Then one quorum changes
-the parameters on all nodes, and the token.
-
-A node that joins, or has missed rounds, observes while it downloads the weights of a peer. Then it applies the rounds
-that it observed since. The other nodes do not wait for it.
+3 keeps the messages. The round counts if a node of the next quorum has its token, otherwise nowhere. So all nodes that
+continue apply a round, or none does.
 """
 
 from __future__ import annotations
@@ -49,84 +42,53 @@ IDLE_SECONDS = 0.1  # between quorums without a round
 
 @dataclass(frozen=True)
 class Round:
-    """A round that counts.
-
-    Args:
-        base, token: the global weights before and after it.
-        number: number of rounds from the start to ``token``.
-        num_nodes: M, number of contributing nodes.
-        messages_MB: messages of the nodes that sent one, in node order, uint8.
-        dense: updates of the nodes that sent all entries, fp32 [S].
-    """
+    """A round that counts."""
 
     base: str
     token: str
-    number: int
-    num_nodes: int
-    messages_MB: Tensor
-    dense: tuple[Tensor, ...] = ()
+    number: int  # of rounds from the start to ``token``
+    num_nodes: int  # M, number of contributing nodes
+    messages_MB: Tensor  # of the nodes that sent a message, in node order, uint8
+    dense: tuple[Tensor, ...] = ()  # updates of the nodes that sent all entries, fp32 [S]
 
 
 @dataclass
 class Outcome:
-    """The result of a round on one node.
+    """The result of a round on one node."""
 
-    Args:
-        rounds: rounds that count from now on, in order.
-        returned: messages or updates of this node that no node counted.
-        requests_for_me: names of snapshots that other nodes request from this node.
-        open_requests: names of all requested snapshots; None without a quorum.
-        alone: no other node took part.
-        behind: the round changed other weights than this node's.
-        left_out: this node's updates were not finite. They were returned and not sent.
-        exchanges: largest number of exchanges of a contributor.
-    """
-
-    rounds: list[Round] = field(default_factory=list)
-    returned: list[Tensor] = field(default_factory=list)
-    requests_for_me: list[str] = field(default_factory=list)
-    open_requests: list[str] | None = None
-    alone: bool = False
-    behind: bool = False
-    left_out: bool = False
-    exchanges: int = 0
+    rounds: list[Round] = field(default_factory=list)  # they count from now on, in order
+    returned: list[Tensor] = field(default_factory=list)  # messages or updates of this node that no node counted
+    requests_for_me: list[str] = field(default_factory=list)  # names of snapshots to serve to other nodes
+    open_requests: list[str] | None = None  # names of all requested snapshots; None without a quorum
+    alone: bool = False  # no other node took part
+    behind: bool = False  # the round changed other weights than this node's
+    left_out: bool = False  # this node's updates were not finite: returned, and not sent
+    exchanges: int = 0  # largest number of exchanges of a contributor
 
 
 class Sent(NamedTuple):
-    """A tensor that this node sent in a round that other nodes may have counted differently.
-
-    Args:
-        base, token: the global weights before and after the round.
-        tensor: a message, or all pending updates.
-        is_pending: the round did not count here, and the tensor is pending again.
-    """
+    """A tensor of a round that other nodes may have counted differently."""
 
     base: str
     token: str
-    tensor: Tensor
-    is_pending: bool = False
+    tensor: Tensor  # a message, or all pending updates
+    is_pending: bool = False  # the round did not count here, and the tensor is pending again
 
 
 class Sizes(NamedTuple):
-    """Bytes of a message, bytes of a sample, and elements of the slice of one device."""
+    """Sizes of the payloads of one device."""
 
-    message_bytes: int = 0
+    message_bytes: int = 0  # without a sample
     sample_bytes: int = 0
-    numel: int = 0
+    numel: int = 0  # of the slice
 
 
 class Layout(NamedTuple):
-    """The exchanged parameters.
+    """The exchanged parameters."""
 
-    Args:
-        trained: their description, equal on all nodes.
-        sizes: of this device.
-        everywhere: sizes of each device of the node.
-    """
-
-    trained: str
-    sizes: Sizes
-    everywhere: Sequence[Sequence[int]]
+    trained: str  # description of the parameters, equal on all nodes
+    sizes: Sizes  # of this device
+    everywhere: Sequence[Sequence[int]]  # `Sizes` of each device of the node
 
     @property
     def stated(self) -> str:
@@ -134,17 +96,11 @@ class Layout(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """The tensor that a device sends in a round.
+    """The tensor that a device sends in a round."""
 
-    Args:
-        tensor: a message, uint8, perhaps with a sample behind it; or all pending updates, fp32 [S].
-        exchanges: number of exchanges of this node so far.
-        is_last: the node leaves. The round then counts even with fewer than ``min_nodes``.
-    """
-
-    tensor: Tensor
-    exchanges: int = 0
-    is_last: bool = False
+    tensor: Tensor  # a message, uint8, perhaps with a sample behind it; or all pending updates, fp32 [S]
+    exchanges: int = 0  # of this node so far
+    is_last: bool = False  # the node leaves: the round counts even with fewer than ``min_nodes``
 
     @property
     def is_dense(self) -> bool:
@@ -156,49 +112,25 @@ class Payload(NamedTuple):
 
 @dataclass
 class RoundStats:
-    """Statistics of one device.
-
-    Attributes:
-        nodes: number of nodes in the last round.
-        lost: number of rounds that failed.
-        left_out: number of rounds without this node's updates, because they were not finite.
-        waited_s: seconds of waiting for other nodes.
-        healing_s: seconds until the device had the weights of other nodes, after it joined or missed rounds.
-    """
+    """Statistics of one device."""
 
     nodes: int = 0
-    lost: int = 0
-    left_out: int = 0
-    waited_s: float = 0.0
-    healing_s: float = 0.0
+    lost: int = 0  # rounds that failed
+    left_out: int = 0  # rounds without this node's updates, because they were not finite
+    waited_s: float = 0.0  # waiting for other nodes
+    healing_s: float = 0.0  # until it had the weights of others, after it joined or missed rounds
 
 
 class RoundProtocol:
-    """The rounds of one device.
+    """The rounds of one device. One thread at a time may call `round`.
 
     Args:
         lighthouse: on the first device of a node, None on the others.
         devices: group of the node's devices. Nothing else may use it.
         facts: values that must be equal on all nodes.
-        min_nodes: with fewer nodes, a node with updates waits for others, up to the timeout.
-        timeout: of collectives, in seconds.
+        timeout: seconds of collectives, and of waiting for ``min_nodes``.
         servers: addresses of the snapshots of this node's devices.
         host: address of this machine for other nodes, on the first device; empty: from the host name.
-
-    Attributes:
-        name: name of this node.
-        sizes: sizes of this device's messages, equal on all nodes.
-        token, number: weights of this device once all outcomes so far are applied.
-        run: name of the run of these weights; empty until the node has joined a run.
-        in_step: the next round changes these weights.
-        observed: rounds from ``observed_from`` to the current weights, while this device has other weights.
-        wants, sources: name of the snapshot that this node requests, and its address for each device of this node;
-            empty for none.
-        history: tokens of the last rounds.
-        first: this node is the first node of the last quorum that had missed no round.
-        assigner: assigns samples to nodes.
-        impatient: this node has waited as long as it may for the same change of other nodes.
-        changed: a quorum has changed the exchanged parameters.
     """
 
     def __init__(
@@ -218,19 +150,24 @@ class RoundProtocol:
         self._group: Group | None = None
         self._group_of: object = None
         self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
+        # The weights of this device once all outcomes so far are applied; whether the next round changes them.
         self.token, self.number, self.in_step = "", 0, False
+        # The run of these weights; empty until the node has joined a run.
         self.run, self._trains = "", False
-        self.wants = self.observed_from = self._now = ""
-        self.sources: tuple[str, ...] = ()
+        self.wants = self.observed_from = self._now = ""  # ``wants``: name of the requested snapshot
+        self.sources: tuple[str, ...] = ()  # address of that snapshot for each device of this node
+        # Rounds from ``observed_from`` to the current weights, while this device has other weights.
         self.observed: list[Round] = []
-        self.history: deque[str] = deque(maxlen=REMEMBERED)
-        self.stats, self.first = RoundStats(), True
+        self.history: deque[str] = deque(maxlen=REMEMBERED)  # tokens of the last rounds
+        self.stats, self.first = RoundStats(), True  # first: of the nodes that missed no round
         self.assigner = SampleAssigner(self.name)
         self._tries = self._broken = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
-        self._ledger: deque[Sent] = deque(maxlen=LEDGER)
+        self._ledger: deque[Sent] = deque(maxlen=LEDGER)  # sent in rounds that may have to be reconciled
         self._names: tuple[str, ...] = ()
         self._next = self._layout = Layout("", Sizes(), ())
+        # ``impatient``: this node has waited for the same change of other nodes as long as it may. ``changed``: a
+        # quorum has changed the exchanged parameters.
         self._change, self.impatient, self.changed = "", False, False
         self._told_place = False
 
@@ -239,15 +176,13 @@ class RoundProtocol:
         return self._layout.sizes
 
     def fit(self, layout: Layout) -> None:
-        """Exchange these parameters."""
         self._layout = layout
 
     def propose(self, layout: Layout, change: str) -> None:
-        """Exchange these parameters once all nodes make the same change. ``changed`` tells when."""
+        """Exchange these parameters once all nodes make the same change."""
         self._next, self._change, self.impatient, self.changed = layout, change, False, False
 
     def try_again(self) -> None:
-        """Ask for the next quorum at once, even after a failed request."""
         if self._lighthouse is not None:
             self._lighthouse.ask_again()
 
@@ -257,7 +192,6 @@ class RoundProtocol:
         return self._unsettled is None
 
     def first_device_wants(self, wanted: bool) -> bool:
-        """Return the value of the node's first device. A collective of the node."""
         return bool(self._from_first(lambda: wanted))
 
     # -- a round -------------------------------------------------------------------------------------------------------
@@ -266,12 +200,13 @@ class RoundProtocol:
         """Take part in the next round. All devices of a node call it.
 
         Args:
-            payload: the tensor of this device; None to observe.
+            payload: None to observe.
             finite: whether all sent values are finite. Otherwise the node only observes.
 
         Raises:
             ValueError: if this node differs from the training nodes in a value that must be equal.
         """
+        # All devices decide alike: a slice that is not finite on one device keeps the whole node from sending.
         if payload is None or self._all_devices(finite):
             return self._round(payload)
         outcome = self._round(None)
@@ -286,6 +221,7 @@ class RoundProtocol:
         contributors = [] if quorum is None else quorum.contributors
         contributes = self.name in [member.name for member in contributors]
         sent = payload.tensor if payload is not None and contributes else None
+        # No update is lost: a payload that is not sent returns at once.
         if payload is not None and sent is None:
             outcome.returned.append(payload.tensor)
         if quorum is None or not contributors:
@@ -311,7 +247,7 @@ class RoundProtocol:
         return outcome
 
     def _join_quorum(self, payload: Payload | None, outcome: Outcome) -> Quorum | None:
-        """Return the next quorum, or None if there is no quorum, or if it has no weights or too few nodes."""
+        # Returns None if there is no quorum, or if it has no weights or too few nodes.
         began, is_last = time.monotonic(), payload is not None and payload.is_last
         while True:
             status = NodeStatus(
@@ -336,6 +272,7 @@ class RoundProtocol:
                 change=self._change,
                 impatient=self.impatient,
             )
+            # Only the first device asks, and its answer reaches all devices: they decide alike.
             members, waited = self._from_first(partial(self._ask, status, began))
             quorum = None if members is None else self._quorum_of(members, outcome)
             too_few = self._are_few(members, quorum)  # equal on all devices
@@ -346,13 +283,12 @@ class RoundProtocol:
                 return None if too_few else quorum
 
     def _ask(self, status: NodeStatus, began: float) -> tuple[list[Member] | None, float]:
-        """Return the members of the next quorum, and the seconds since ``began``."""
         members = None if self._lighthouse is None else self._lighthouse.quorum(status)
         return members, time.monotonic() - began
 
     def _are_few(self, members: list[Member] | None, quorum: Quorum | None) -> bool:
-        """Return whether nodes with updates must wait for more nodes. Without a quorum, a node knows only itself."""
         if members is None:
+            # Without a quorum, a node knows only itself.
             return self._min_nodes > 1
         return quorum is not None and quorum.is_too_small(self._min_nodes)
 
@@ -372,6 +308,7 @@ class RoundProtocol:
             raise ValueError(_refusal(self.facts, quorum.facts))
         self._check_place(members, quorum)
         self.assigner.update([each.name for each in quorum.members], quorum.progress)
+        # Before the comparison with ``token``: it may count the uncertain round, which changes this node's token.
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
         if (self.in_step or self._trains) and self._layout.stated != quorum.stated:
@@ -385,7 +322,6 @@ class RoundProtocol:
         return quorum
 
     def _follow_change(self, quorum: Quorum) -> None:
-        """Exchange other parameters, if the quorum agrees. The token changes, so that no node takes older weights."""
         if not quorum.change:
             # As this quorum knows it: all devices of the node decide alike.
             if any(each.name == self.name and each.status.change and each.status.impatient for each in quorum.training):
@@ -395,14 +331,15 @@ class RoundProtocol:
         if self.in_step:
             if self._change != quorum.change:
                 raise ValueError(_refusal_of_change(quorum.change, "only on the other nodes, not on this node"))
+            # The token changes with the parameters, so that no node continues from older weights.
             self._layout, self._change, self.changed = self._next, "", True
             self.token, self.number = _after_change(quorum), quorum.number + 1
             self.history.append(self.token)
-            self._ledger.clear()
+            self._ledger.clear()  # its payloads have the old sizes
         self._now, self.observed, self.observed_from = _after_change(quorum), [], ""
 
     def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
-        """Refuse a node that cannot reach the others."""
+        # A node that cannot reach the others would make every round fail.
         here = next(each for each in members if each.name == self.name)
         local = next((each for each in quorum.training if each.is_local), here)
         if here not in quorum.members:
@@ -413,16 +350,18 @@ class RoundProtocol:
             log.warning("%s cannot take part: %s", names, _refusal_of_place(here))
 
     def _transfer(self, sent: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the messages and dense updates of all contributors; None unless all devices of this node have them."""
+        # The result is None unless all devices of this node have all messages and dense updates.
         sparse = [each for each in quorum.contributors if not each.status.flushes]
         row_B = quorum.row_of(sent, self._sizes_in(quorum))
         try:
             group = self._group_for(quorum.members)
+            # Every node makes these collectives in this order: one all-gather, then a broadcast per node that flushes.
             rows_PB, whole = _gather(torch.cat([tag, row_B]), group, tag)
             dense = tuple(self._dense(each, sent, quorum, group) for each in quorum.contributors if each.status.flushes)
         except RuntimeError as error:
             whole = False
             log.debug("round %d failed before this node had its messages: %s", quorum.number + 1, error)
+        # A node is prepared only if all of its devices are. Otherwise it closes its connections, so that no node waits.
         if not self._all_devices(whole):
             self._abort_group()
             return None
@@ -440,13 +379,12 @@ class RoundProtocol:
         return updates_S
 
     def _sizes_in(self, quorum: Quorum) -> Sizes:
-        """Return the sizes of the training nodes. A row of another length would make Gloo end the receiver's
-        process."""
+        # The sizes of the training nodes: a row of another length would make Gloo end the receiver's process.
         return Sizes(*quorum.sizes[self._devices.place]) if quorum.sizes else self.sizes
 
     def _all_are_prepared(self, tag: Tensor) -> bool:
-        """Return whether all nodes have all messages. False: a node may lack some."""
         try:
+            # False only says that a node may lack messages: others may have counted the round.
             _, prepared = _gather(tag, self._group, tag)
         except RuntimeError as error:
             prepared = False
@@ -459,26 +397,25 @@ class RoundProtocol:
     def _count(self, round_: Round, sent: Tensor | None, outcome: Outcome) -> None:
         self.stats.nodes = round_.num_nodes
         if sent is not None:
+            # Even a round that counts here may be lost with its weights. ``reconcile`` then returns the updates.
             self._remember(Sent(round_.base, round_.token, sent))
         if self.token == round_.base:
             outcome.rounds.append(round_)
             self.token, self.number = round_.token, round_.number
             self.history.append(round_.token)
             return
+        # Only an unbroken chain of rounds leads from a snapshot to the current weights.
         if not self.observed or self.observed[-1].token != round_.base:
             self.observed, self.observed_from = [], round_.base
         self.observed.append(round_)
 
     def _settle(self, token: str, outcome: Outcome) -> None:
-        """Decide whether the last uncertain round counts.
-
-        Args:
-            token: the weights that the next round changes.
-        """
         if self._unsettled is None:
             return
         round_, sent = self._unsettled
         self._unsettled = None
+        # A node that has the token has counted the round, so it counts here, too. With the old token, no
+        # remaining node counted it. With another token, only the history of a snapshot can tell: see ``reconcile``.
         if token == round_.token:
             self._count(round_, sent, outcome)
         elif sent is not None:
@@ -493,13 +430,14 @@ class RoundProtocol:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def _group_for(self, members: Sequence[Member]) -> Group | None:
-        """Return the group of these nodes, reused until a node has seen it fail; None for one node."""
+        # Reused until a node has seen the group fail: ``broken`` is part of the key, and of the store prefix.
         key = [(each.name, each.status.broken) for each in members]
         if key != self._group_of:
             self._group, self._group_of = None, None
             if len(members) > 1:
                 names = [each.name for each in members]
                 prefix = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
+                # Each device has its own group with its counterparts on the other nodes.
                 store = f"{members[0].store}/{prefix}/{self._devices.place}"
                 self._process_group.configure(store, self.name, names.index(self.name), len(names))
                 ranks = tuple(range(len(names)))
@@ -508,7 +446,7 @@ class RoundProtocol:
         return self._group
 
     def _abort_group(self) -> None:
-        """Close the connections, so that other nodes notice."""
+        # Closes the connections, so that the other nodes notice at once.
         self._broken += 1
         self._group = self._group_of = None
         self._process_group.abort(errored=False)
@@ -526,7 +464,7 @@ class RoundProtocol:
     # -- nodes that join -----------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Request a snapshot, from the next quorum on."""
+        """Request a snapshot, from the next quorum on. A collective of the node."""
         self.sources, self.wants = (), str(self._from_first(lambda: uuid.uuid4().hex[:16]))
 
     def since(self, token: str) -> list[Round] | None:
@@ -537,19 +475,19 @@ class RoundProtocol:
         return [] if token == self._now else None
 
     def set_version(self, token: str, number: int, history: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
-        """Continue with the weights ``token``. Return the result of ``reconcile``."""
         self.history = deque([*history, token], maxlen=REMEMBERED)
         self.token, self.number, self.wants, self.observed = token, number, "", []
         return self.reconcile()
 
     def reconcile(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return two lists of sent tensors. The first become pending: the weights do not contain their rounds. The
-        second are pending now, although the weights contain them: the round did not count here, but on another node."""
+        """Return sent tensors that become pending, and sent tensors that are pending but counted elsewhere."""
         returned, counted, known = list[Tensor](), list[Tensor](), set(self.history)
         for each in self._ledger:
+            # The weights lack its round. Rounds on top of a lost round are lost, too.
             if each.base in known and not each.is_pending and each.token not in self.history:
                 returned.append(each.tensor)
                 known.add(each.token)
+            # The round did not count here, but another node counted it, so the weights contain it.
             elif each.is_pending and each.token in self.history:
                 counted.append(each.tensor)
         kept = [each for each in self._ledger if each.token in self.history and not each.is_pending]
@@ -561,6 +499,7 @@ class RoundProtocol:
         offering = quorum.contributors or [each for each in quorum.training if not each.status.wants]
         for member in quorum.members:
             if member.status.wants and offering:
+                # The random name of a request spreads requests over nodes. All nodes choose the same source.
                 source = offering[int(member.status.wants[:8], 16) % len(offering)]
                 if source.name == self.name:
                     outcome.requests_for_me.append(member.status.wants)
@@ -575,7 +514,6 @@ class RoundProtocol:
             self._lighthouse.leave()
 
     def _log_membership(self, quorum: Quorum) -> None:
-        """Log the nodes that have joined and left."""
         names = tuple(each.name for each in quorum.training)  # with nodes that only observe, such as in a validation
         self.first = quorum.training[0].name == self.name
         if self._devices.place > 0 or names == self._names:
@@ -589,7 +527,7 @@ class RoundProtocol:
 
 
 def _process_group(host: str, timeout: timedelta) -> Any:
-    """Return torchft's Gloo group. It uses the node's own address, unless the user names an interface."""
+    # torchft's Gloo group, on the node's own address unless the user names an interface.
     from torchft.process_group import ProcessGroupGloo
 
     class OnAddress(ProcessGroupGloo):  # type: ignore[misc]
@@ -621,30 +559,19 @@ def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Quorum:
-    """The nodes of a round.
+    """The nodes of a round."""
 
-    Args:
-        members: nodes that take part, in rank order.
-        training: members with the weights ``token``, which ``number`` rounds led to.
-        contributors: training nodes that send updates.
-        facts: values that all members have in common.
-        run: name of the run that all members belong to or join.
-        unreached: nodes that are left out because of loopback addresses.
-        trained, sizes: of the training nodes, see `NodeStatus`.
-        change: the change of the exchanged parameters that this quorum makes; empty for none.
-    """
-
-    members: list[Member]
-    training: list[Member]
-    contributors: list[Member]
+    members: list[Member]  # in rank order
+    training: list[Member]  # members with the weights ``token``, which ``number`` rounds led to
+    contributors: list[Member]  # training nodes that send updates
     token: str
     number: int
-    facts: Mapping[str, Any]
-    run: str
-    unreached: list[Member]
+    facts: Mapping[str, Any]  # common to all members
+    run: str  # all members belong to it, or join it
+    unreached: list[Member]  # left out because of loopback addresses
     trained: str = ""
     sizes: Sequence[Sequence[int]] = ()
-    change: str = ""
+    change: str = ""  # of the exchanged parameters, which this quorum makes; empty for none
 
     @property
     def stated(self) -> str:
@@ -660,6 +587,8 @@ class Quorum:
     def row_of(self, sent: Tensor | None, sizes: Sizes) -> Tensor:
         """Return a member's bytes, padded with zeros to a length that follows from the statuses of all members."""
         statuses = [each.status for each in self.contributors if not each.status.flushes]
+        # Samples are comparable only if all contributors took them at the same exchange. Otherwise, the row ends before
+        # them.
         sampled = all(each.sampled for each in statuses) and len({each.exchanges for each in statuses}) == 1
         row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
         if sent is not None and sent.dtype == torch.uint8:
@@ -673,12 +602,15 @@ class Quorum:
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
     """Return the quorum that all members conclude from their statuses. At least one member must have weights."""
+    # Every tie is broken by a token or name, because all nodes must compute the same result.
     run = _run_of(members)
     members = [each for each in members if each.status.run in ("", run)]
     named = [each.status for each in members if each.status.token and each.status.run == run]
+    # The newest weights continue, and of several the weights that most nodes have, or are prepared for.
     votes = Counter(token for each in members for token in {each.status.token, each.status.prepared})
     _, _, token = max((status.number, votes[status.token], status.token) for status in named)
     training = [each for each in members if token in (each.status.token, each.status.prepared)]
+    # A prepared node still has the number of the round before.
     number = max(each.status.number + (each.status.token != token) for each in training)
     stated = Counter(_all_stated(each.status) for each in training).most_common(1)[0][0]
     model = next(each.status for each in training if _all_stated(each.status) == stated)
@@ -692,6 +624,7 @@ def quorum_of(members: Sequence[Member]) -> Quorum:
     ]
     near = _near(alike, [each for each in training if each in alike])
     training = [each for each in training if each in near]
+    # A quorum that changes the parameters has no contributors, so no round mixes two layouts.
     change = _agreed_change(training)
     contributors = [each for each in training if not each.status.observes and not change]
     unreached = [each for each in alike if each not in near]
@@ -721,8 +654,8 @@ def _after_change(quorum: Quorum) -> str:
 
 
 def _near(members: list[Member], training: list[Member]) -> list[Member]:
-    """Return the members that can reach each other. If a training node has a loopback address, these are the nodes on
-    its machine. Otherwise, if there are several machines, they are the nodes without a loopback address."""
+    # If a training node has a loopback address, only the nodes on its machine take part. Otherwise, if there are
+    # several machines, nodes with a loopback address are left out.
     if len({each.status.network for each in members}) == 1:
         return members
     local = next((each for each in training if each.is_local), None)
@@ -732,8 +665,8 @@ def _near(members: list[Member], training: list[Member]) -> list[Member]:
 
 
 def _run_of(members: Sequence[Member]) -> str:
-    """Return the run that most nodes train, even if another run has more rounds. If no node trains yet, return the run
-    that most nodes name, or an empty string."""
+    # The run that most nodes train continues, even if another run has more rounds. If no node trains yet, it is the run
+    # that most nodes name.
     runs = {each.status.run for each in members} - {""}
 
     def votes(run: str) -> tuple[int, int, int, str]:
@@ -744,13 +677,12 @@ def _run_of(members: Sequence[Member]) -> str:
 
 
 def _after(quorum: Quorum) -> str:
-    """Return the token that a round leads to. Every attempt has a different token."""
+    # With ``tries``, so that every attempt has a different token, and rows of two attempts cannot mix.
     attempt = repr((quorum.token, [(each.name, each.status.tries) for each in quorum.contributors]))
     return hashlib.sha1(attempt.encode()).hexdigest()[:16]
 
 
 def _tag(token: str) -> Tensor:
-    """Return a token as bytes, to precede each message."""
     return torch.frombuffer(bytearray.fromhex(token), dtype=torch.uint8)
 
 

@@ -1,13 +1,9 @@
 """Which node draws which samples, while nodes join and leave.
 
-The samples of all epochs form one line: first the samples of epoch 0, then the samples of epoch 1, and so on. The order
-inside an epoch depends on seed and epoch. An *assignment* gives the samples from one position on to the present nodes
-in turn. With each request, a node reports a limit: before the next quorum, no node that it knows of draws past it. When
-nodes join or leave, all nodes make the next assignment begin at the highest limit, and the last assignment holds up to
-there. So no sample is drawn twice. An epoch lacks only the samples that a lost node had not drawn.
-
-With ``limit_train_batches``, a node leaves out the rest of an epoch. The next epoch may be beyond its limit, so the
-node tells the other nodes before it draws from there.
+The samples of all epochs form one line, in an order by seed and epoch. An *assignment* gives the samples from one
+position on to the present nodes in turn. With each request, a node reports a limit: before the next quorum, no node
+that it knows of draws past it. When nodes join or leave, the next assignment begins at the highest limit. So no sample
+is drawn twice, and an epoch lacks only the samples that a lost node had not drawn.
 """
 
 from __future__ import annotations
@@ -28,21 +24,13 @@ REMEMBERED = 64  # assignments
 
 @dataclass(frozen=True)
 class SampleProgress:
-    """The report of one node.
+    """The report of one node."""
 
-    Args:
-        end: limit. As far as the node knows, no node draws at or after it before the next quorum.
-        assignment: name of the last assignment that it knows.
-        number: number of that assignment.
-        reached: end of the drawn samples, as far as the node knows.
-        ahead: number of samples that it may draw before the next quorum.
-    """
-
-    end: int = 0
-    assignment: str = ""
-    number: int = 0
-    reached: int = 0
-    ahead: int = 0
+    end: int = 0  # limit: as far as the node knows, no node draws at or after it before the next quorum
+    assignment: str = ""  # name of the last assignment that it knows
+    number: int = 0  # of that assignment
+    reached: int = 0  # end of the drawn samples, as far as the node knows
+    ahead: int = 0  # number of samples that it may draw before the next quorum
 
 
 @dataclass(frozen=True)
@@ -55,35 +43,28 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """Name of the assignment, equal on all nodes."""
+        # Equal on all nodes, unlike ``hash()`` of a string.
         return hashlib.sha1(repr((self.begin, self.names, self.number)).encode()).hexdigest()[:16]
 
 
 class SampleAssigner:
-    """The assignments that a node knows. At each position, the latest assignment counts.
-
-    Args:
-        node: name of the node.
-
-    Attributes:
-        ahead: number of samples that the node may draw between two quorums.
-        reached: end of the samples drawn before the last quorum.
-    """
+    """The assignments that a node knows. At each position, the latest assignment counts."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._assignments: tuple[Assignment, ...] = ()  # replaced as a whole: threads read it
         self._size = 0  # samples per epoch
         self._limit = 0  # limit of the last quorum: no node draws at or after it before the next quorum
+        # ``ahead``: number of samples that the node may draw between two quorums. ``reached``: end of the samples drawn
+        # before the last quorum.
         self._end = self.ahead = self.reached = 0
         self._reported, self._warned = 0, False  # the limit that this node reported
 
     def start_at(self, place: int) -> None:
-        """Continue at the position of a checkpoint."""
+        # Samples before the position of a checkpoint count as drawn.
         self._limit = self.reached = place
 
     def report(self) -> SampleProgress:
-        """Return the report for the next request."""
         if not self._assignments:
             return SampleProgress(self._limit, reached=self.reached, ahead=self.ahead)
         now = max(self._end, self._assignments[0].begin)
@@ -98,6 +79,7 @@ class SampleAssigner:
 
     def update(self, names: Sequence[str], reports: Sequence[SampleProgress]) -> None:
         """Make a new assignment if nodes have joined or left. All nodes of a quorum make the same assignment."""
+        # The result depends only on the reports of the quorum, so all of its nodes make the same assignment.
         last = self._assignments[-1] if self._assignments else Assignment()
         newest = max(reports, key=lambda each: (each.number, each.assignment))
         self._limit, self.reached = max(each.end for each in reports), max(each.reached for each in reports)
@@ -113,20 +95,21 @@ class SampleAssigner:
         self._reported = max(self._reported, self._limit, self._assignments[-1].begin + len(names) * self.ahead)
 
     def draw(self, place: int, end: int = sys.maxsize) -> int | None:
-        """Return this node's first position in [place, end), and count all positions up to it as drawn; None if it has
-        no position."""
+        """Return this node's first position in [place, end), and count all positions up to it as drawn; or None."""
         mine = self._find(place, end)
         if mine is not None:
             self._mark_drawn(mine)
         return mine
 
     def has_left(self, epoch: int, samples: int) -> bool:
-        """Return whether this node has that many samples of an epoch left, if the length of epochs is known."""
+        """Return whether this node has that many samples of an epoch left."""
+        # True if the length of epochs is unknown.
         return not self._size or self._holds(epoch * self._size, (epoch + 1) * self._size, samples)
 
     def skip_to(self, epoch: int, samples: int) -> bool:
-        """Begin an epoch. If this node leaves out that many samples of earlier epochs, count them as drawn, and return
-        True: the other nodes must know before it draws."""
+        """Begin an epoch. Return True if the other nodes must know before this node draws from it."""
+        # With ``limit_train_batches``, a node leaves out the rest of an epoch. The next epoch may be beyond its limit,
+        # so the other nodes must know before it draws from there.
         place = epoch * self._size
         skips = self._end < place and self._holds(self._end, place, samples)
         if skips:
@@ -134,7 +117,6 @@ class SampleAssigner:
         return skips
 
     def _holds(self, place: int, end: int, samples: int) -> bool:
-        """Return whether that many positions in [place, end) are this node's."""
         for _ in range(samples):
             mine = self._find(place, end)
             if mine is None:
@@ -169,11 +151,10 @@ class SampleAssigner:
             )
 
     def expect(self, size: int) -> None:
-        """Set the number of samples per epoch before the first epoch."""
         self._size = self._size or size
 
     def share(self, order: Sequence[int], first: int, device: int, devices: int) -> Iterator[int]:
-        """Yield the samples of an epoch that are assigned to a device of this node. All devices get the same number.
+        """Yield the samples of an epoch for a device of this node. All devices get the same number.
 
         Args:
             order: all samples of the epoch.
@@ -192,6 +173,7 @@ class SampleAssigner:
         place, end = first, first + len(order)
         while (mine := self.draw(place, end)) is not None:
             turn.append(order[mine - first])
+            # Only whole turns, so that no device makes a step that the others lack.
             if len(turn) == devices:
                 yield turn[device]
                 turn = []
@@ -210,21 +192,14 @@ Share = Callable[[list[int], int], Iterator[int]]
 
 
 class ElasticSource(Protocol):
-    """A sampler or loader that draws the samples of one device.
+    """A sampler or loader that draws the samples of one device."""
 
-    Attributes:
-        prefetch_depth: number of batches that it may draw in advance.
-        before_epoch: ``set_epoch`` calls it first, with the epoch. Every device of the node calls ``set_epoch``.
-    """
+    prefetch_depth: int  # number of batches that it may draw in advance
+    before_epoch: Callable[[int], None]  # set_epoch() calls it first, on every device of the node
 
-    prefetch_depth: int
-    before_epoch: Callable[[int], None]
+    def set_share(self, share: Share) -> None: ...
 
-    def set_share(self, share: Share) -> None:
-        """Draw the samples that ``share`` yields."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw from this epoch in the next iteration."""
+    def set_epoch(self, epoch: int) -> None: ...
 
 
 @runtime_checkable
@@ -252,7 +227,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     Pass it to a DataLoader as ``sampler``, without ``shuffle``; ``strategy="mstopk_elastic"`` finds it there. It has no
     length, because that depends on the nodes that will be present. All devices of a node draw the same number of
-    samples; a remainder at the end of its share is left out.
+    samples; a remainder is left out.
 
     Args:
         dataset: the data set to draw from.

@@ -1,7 +1,6 @@
 """Downloads of a device's state by joining devices, over HTTP, while the device keeps training.
 
-A snapshot is a stream: 8 bytes with the length of the head, the head, and flat tensors. The server reads a tensor when
-a peer downloads it, so it needs no second copy. The receiver handles one tensor at a time.
+A snapshot is a stream: 8 bytes with the length of the head (big-endian), the head (``torch.save``), and flat tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ONLY_NODES = "Make sure that only nodes of this run use the lighthouse."
 
 
 class Entry(NamedTuple):
-    """A tensor of a snapshot: its name, its dtype (such as "float32"), and its number of elements."""
+    """A tensor of a snapshot: name, dtype (such as "float32"), and number of elements."""
 
     name: str
     dtype: str
@@ -40,14 +39,10 @@ class Entry(NamedTuple):
 
 
 class Snapshot:
-    """A state to download.
+    """A state to download, of ``size`` bytes.
 
     Args:
-        head: plain values and small tensors.
         tensors: flat tensors by name, in the order of the download. They may change during a download.
-
-    Attributes:
-        size: number of bytes.
     """
 
     def __init__(self, head: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -66,16 +61,13 @@ class Snapshot:
         begin -= len(self._head)
         for each in self._tensors:
             for first in range(max(begin, 0), len(each), CHUNK):
+                # Read only when a peer downloads it, so that the server needs no second copy.
                 yield each[first : first + CHUNK].cpu().numpy().data
             begin -= len(each)
 
 
 class SnapshotServer:
-    """Serves snapshots by name.
-
-    Args:
-        host: the address of this machine that other nodes reach.
-    """
+    """Serves snapshots by name, on the address of this machine that other nodes reach."""
 
     def __init__(self, host: str) -> None:
         self._offered: dict[str, Snapshot] = {}
@@ -84,7 +76,6 @@ class SnapshotServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def offer(self, names: list[str], snapshot: Snapshot) -> None:
-        """Serve a snapshot under each of these names."""
         self._offered.update(dict.fromkeys(names, snapshot))
 
     def keep(self, names: Collection[str]) -> None:
@@ -109,13 +100,9 @@ def is_safe(value: Any) -> bool:
 
 
 class Receiver(ABC):
-    """Stores a snapshot as it arrives.
+    """Stores a snapshot as it arrives."""
 
-    Attributes:
-        head: head of the snapshot; None until it has arrived.
-    """
-
-    head: Any = None
+    head: Any = None  # until it has arrived
 
     @abstractmethod
     def begin(self, head: Any, layout: Sequence[Entry]) -> int:
@@ -134,19 +121,11 @@ Kind = TypeVar("Kind", bound=Receiver)
 
 
 class Download(Generic[Kind]):
-    """A download of one snapshot, which resumes where it stopped.
-
-    Args:
-        make_receiver: makes the object that stores the snapshot. A download that starts again makes a new one.
-
-    Attributes:
-        receiver: the object that stores the snapshot.
-        problem: reason that the snapshot is incomplete, for the log.
-        heard, advanced: time of the last answer, and of the last bytes, by ``time.monotonic()``.
-    """
+    """A download of one snapshot, which resumes where it stopped."""
 
     def __init__(self, address: str, name: str, make_receiver: Callable[[], Kind]) -> None:
         self.address, self.name = address, name
+        # The reason that the snapshot is incomplete, and the monotonic times of the last answer and of the last bytes.
         self.problem, self.heard, self.advanced = "no answer", time.monotonic(), 0.0
         self._make_receiver = make_receiver
         self._begin(0)
@@ -159,10 +138,10 @@ class Download(Generic[Kind]):
         self._filled = 0
 
     def advance(self, timeout: float, pause: float) -> bool:
-        """Return whether the snapshot is complete. Wait up to ``timeout`` seconds for its first bytes, and up to
-        `LONGEST_SECONDS` in total.
+        """Return whether the snapshot is complete.
 
         Args:
+            timeout: seconds to wait for the first bytes. In total, it waits up to `LONGEST_SECONDS`.
             pause: seconds without a byte after which a started download fails.
 
         Raises:
@@ -196,6 +175,7 @@ class Download(Generic[Kind]):
                 self.problem = "it does not offer its weights yet"
                 return
             size = int(answer.headers["Content-Length"] or 0)
+            # The whole snapshot: a new name, or a server that starts again. A new receiver drops the old tensors.
             if answer.status == HTTPStatus.OK:
                 self._begin(size)
             while not self.complete and time.monotonic() < end and (chunk := answer.read1(CHUNK)):
@@ -214,7 +194,8 @@ class Download(Generic[Kind]):
                 self._part, self._filled = next(self._parts, None), 0
 
     def _memory_of_parts(self) -> Iterator[memoryview]:
-        """Yield the memory of each part, and process the part after its memory is filled."""
+        # Each yielded part is memory to fill. The code after a yield runs once it is full, so that only one tensor is
+        # held at a time.
         length = bytearray(LENGTH_BYTES)
         yield memoryview(length)
         size = int.from_bytes(length, "big")
@@ -223,6 +204,7 @@ class Download(Generic[Kind]):
         packed = bytearray(size)
         yield memoryview(packed)
         try:
+            # Without this check, torch.load would try the older formats of torch.save.
             if not packed.startswith(b"PK"):
                 raise ValueError("its head is not an archive of torch.save")
             content = _loaded(bytes(packed))
@@ -267,11 +249,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(place, handler)
 
     def handle_error(self, *_: Any) -> None:
-        """Ignore it: a node may die while it downloads."""
+        pass  # a node may die while it downloads
 
 
 def _begin_of(wanted: str, size: int) -> int:
-    """Return the first byte of a ``Range`` header; 0 for the whole snapshot."""
+    # The only form that `Download` sends. Anything else gets the whole snapshot, from byte 0.
     found = re.fullmatch(r"bytes=(\d+)-", wanted)
     begin = int(found[1]) if found else 0
     return begin if begin < size else 0

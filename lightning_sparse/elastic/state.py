@@ -1,7 +1,7 @@
 """The update states of one device of an elastic node, and the rounds that exchange all of them.
 
-Each optimizer has its own state. A round is one exchange of the node: its payload is the concatenation of the payloads
-of all states. So all optimizers have the same version of the global weights.
+The payload of a round is the concatenation of the payloads of all optimizers. So all optimizers have the same version
+of the global weights.
 """
 
 from __future__ import annotations
@@ -61,23 +61,20 @@ class ElasticUpdateState(SparseUpdateState):
         self._rounds.receive()
 
     def add_to_models(self) -> None:
-        """Add received updates, and write this node's model into the parameters."""
         self._apply_received()
         self.write_model()
 
     def take(self, rounds: Sequence[Round], returned: Sequence[Tensor], *, observed: bool) -> None:
-        """Store this slice's part of rounds, and of returned updates, until the next exchange adds them.
-
-        Args:
-            observed: this node did not contribute, so it does not measure ``step_ahead``.
-        """
+        """Store this slice's part of rounds, and of returned updates, until the next exchange adds them."""
         self._returned += returned
+        # A node that only observed does not measure ``step_ahead``. Only the last round belongs to this exchange, and
+        # may carry samples. Rounds before it were uncertain until now.
         self._received += rounds if observed else rounds[:-1]
         if rounds and not observed:
             self._store_round(rounds[-1])
 
     def sample_soon(self) -> None:
-        """Sample often after a change of the nodes."""
+        # Samples are frequent at first: the correlation changes with the nodes.
         self._exchanges = 0
 
     def count_exchanges(self, exchanges: int) -> None:
@@ -99,11 +96,13 @@ class ElasticUpdateState(SparseUpdateState):
         """
         self.set_pending(pending_S)
         self._return_unsent(returned, self.local_S)
+        # Otherwise these updates would count twice.
         self._return_unsent(counted, self.local_S, -1.0)
         self.write_model()
 
     @property
     def pending_S(self) -> Tensor:
+        # Returned updates are pending, but ``local_S`` gets them back only in the next exchange.
         if not self._returned:
             return super().pending_S
         local_S = self.local_S.clone()
@@ -128,7 +127,6 @@ class ElasticUpdateState(SparseUpdateState):
         self._returned = []
 
     def _return_unsent(self, returned: Sequence[Tensor], local_S: Tensor, times: float = 1.0) -> None:
-        """Make sent messages or updates pending again, in ``local_S``."""
         for each in returned:
             if each.dtype == torch.uint8:
                 self._path.add(each[: self._path.message_bytes].view(1, -1).to(local_S.device), local_S, -times)
@@ -139,22 +137,8 @@ class ElasticUpdateState(SparseUpdateState):
 class OptimizerRounds:
     """Exchanges the updates of all optimizers of a device in common rounds.
 
-    A round begins once every optimizer has stepped, or once an optimizer has stepped twice. So with two optimizers that
-    step in turn, nodes make one round for both steps.
-
     Args:
         flush_every: number of rounds after which nodes send all pending updates; None for never.
-        states: returns the states, in the order of the optimizers.
-
-    Attributes:
-        num_nodes: M of the last round; 0 if other nodes have counted rounds without this node.
-        alone: no other node took part in the last round.
-        behind: the global weights have moved on without this node.
-        left_out: updates of this node were not finite, and so not sent.
-        written: a round has written the models of all states. The engine gathers them, and resets it.
-        open_requests: names of the snapshots that nodes request.
-        requests_for_me: names of snapshots that other nodes request from this node.
-        answered: names of requested snapshots that this node has served.
     """
 
     def __init__(
@@ -167,16 +151,20 @@ class OptimizerRounds:
         self._peers, self._flush_every, self._all_states = peers, flush_every, states
         self._flight: InFlight[RoundJob] = InFlight(delay)
         self._requested: list[ElasticUpdateState] = []
+        # M of the last round; 0 if other nodes have counted rounds without this node.
         self.num_nodes, self._changed = 0, False  # whether M differed from M of the round before
         self._number = self._seen = 0  # of the last round, and of the last round before the last exchange
+        # ``alone``: no other node took part in the last round. ``behind``: the global weights have moved on without
+        # this node. ``left_out``: updates of this node were not finite, and so not sent. ``written``: a round has
+        # written the models of all states; the engine gathers them, and resets it.
         self.alone = self.behind = self.left_out = self.written = False
-        self.open_requests: list[str] | None = None
-        self.requests_for_me: list[str] = []
-        self.answered: list[str] = []
+        self.open_requests: list[str] | None = None  # snapshots that nodes request
+        self.requests_for_me: list[str] = []  # snapshots that other nodes request from this node
+        self.answered: list[str] = []  # requested snapshots that this node has served
 
     @property
     def states(self) -> list[ElasticUpdateState]:
-        """States with elements. Devices of a node may have no element of a small optimizer."""
+        # Devices of a node may have no element of a small optimizer.
         return [each for each in self._all_states() if each.slices.numel]
 
     @property
@@ -186,7 +174,8 @@ class OptimizerRounds:
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def request(self, state: ElasticUpdateState) -> None:
-        """Exchange after a step, together with the other optimizers."""
+        # A round begins once every optimizer has stepped, or once an optimizer has stepped twice. So with two
+        # optimizers that step in turn, nodes make one round for both steps.
         repeats = any(each is state for each in self._requested)
         self._requested.append(state)
         if repeats or len(self._requested) == len(self._all_states()):
@@ -201,6 +190,7 @@ class OptimizerRounds:
         if due or (self.alone and not any(each.has_news for each in states)):
             self._flush()
             return
+        # As in `SparseUpdateState`: select, wait for the last round, start this round, and then add the last round.
         transfers = [each.begin_exchange() for each in states]
         job = RoundJob([each.payload for each, _ in transfers], self._message_sizes(), self._peers, states[0].exchanges)
         self.receive()
@@ -209,7 +199,6 @@ class OptimizerRounds:
             state.end_exchange(sent)
 
     def receive(self) -> None:
-        """Wait for the round in flight. The result does not depend on when this is called."""
         self._take(self._flight.wait(self.exchange))
 
     def flush(self) -> None:
@@ -230,12 +219,14 @@ class OptimizerRounds:
             each.absorb()
         pending = [each.pending_S for each in states]
         for each, pending_S in zip(states, pending, strict=True):
+            # Nothing is pending now. If the round fails, the outcome returns the payload, and it is pending again.
             each.local_S.add_(pending_S)
         payload = _joined(pending)
         outcome = self._peers.round(Payload(payload, is_last=leaves), finite=bool(payload.isfinite().all()))
         self._record(outcome, payload.nbytes)
         for each in states:
             each.add_to_models()
+        # An uncertain round is settled by the quorum of the next try.
         return not outcome.returned and self._peers.settled
 
     def _take(self, job: RoundJob | None) -> None:
@@ -244,8 +235,8 @@ class OptimizerRounds:
             self._record(job.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)
 
     def _record(self, outcome: Outcome, own_bytes: int) -> None:
-        """Store the updates of a round, this node's included, until they are added."""
         self.alone, self.behind, self.open_requests = outcome.alone, outcome.behind, outcome.open_requests
+        # Kept until ``drop``.
         self.left_out |= outcome.left_out
         self.requests_for_me += outcome.requests_for_me
         self._hand_out(outcome, observed=False)
@@ -254,6 +245,7 @@ class OptimizerRounds:
         last = outcome.rounds[-1]
         self._number = last.number
         nbytes = last.messages_MB.nbytes + sum(each.nbytes for each in last.dense)
+        # Received bytes: this node's own row does not travel.
         self.exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
         changed = last.num_nodes != self.num_nodes
         for each in self._all_states():
@@ -293,8 +285,8 @@ class OptimizerRounds:
         returned: Sequence[Tensor],
         counted: Sequence[Tensor],
     ) -> None:
-        """Continue from global weights plus later rounds. See `go_on` for the other arguments."""
         self.receive()
+        # Nothing is in flight from here on.
         parts = [self._split_round(each) for each in rounds]
         for place, (state, weights_S) in enumerate(zip(self.states, weights, strict=True)):
             state.start_from(weights_S, [of[place] for of in parts])
@@ -302,13 +294,7 @@ class OptimizerRounds:
         self.go_on(zeros, returned, counted)
 
     def go_on(self, pending: Sequence[Tensor], returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
-        """Continue from the global weights of the states.
-
-        Args:
-            pending: pending updates of each state.
-            returned: sent payloads that no node counted; they become pending, too.
-            counted: sent payloads in ``pending`` that the global weights contain already.
-        """
+        """Continue from the global weights of the states. See `ElasticUpdateState.go_on`."""
         self.behind = self.alone = False
         self.num_nodes = 0
         self._number = self._seen = self._peers.number
@@ -330,7 +316,6 @@ class OptimizerRounds:
         return [each.message_bytes for each in self.states]
 
     def _split_round(self, round_: Round) -> list[Round]:
-        """Return the part of a round for each state."""
         messages, dense = self._split(round_.messages_MB), [self._split(each) for each in round_.dense]
         return [
             replace(round_, messages_MB=messages_MB, dense=tuple(of[place] for of in dense))
@@ -344,6 +329,7 @@ class OptimizerRounds:
             return [payload]
         if payload.dtype != torch.uint8:
             return list(torch.split(payload, [each.slices.numel for each in states], dim=-1))
+        # Layout of a row: the messages of all states, and then their samples, or no sample at all.
         messages = self._message_sizes()
         sampled = payload.shape[-1] > sum(messages)
         samples = [each.sample_bytes if sampled else 0 for each in states]
@@ -353,17 +339,9 @@ class OptimizerRounds:
 
 
 class RoundJob:
-    """The job of one round.
+    """The job of one round: the message of each state, perhaps with a sample behind it."""
 
-    Args:
-        payloads: the message of each state, perhaps with a sample behind it.
-        sizes: bytes of the messages.
-
-    Attributes:
-        outcome: of the round, after ``transfer``.
-    """
-
-    outcome: Outcome
+    outcome: Outcome  # of the round, after ``transfer``
 
     def __init__(self, payloads: Sequence[Tensor], sizes: Sequence[int], peers: RoundProtocol, exchanges: int) -> None:
         self._payloads, self._sizes, self._peers, self._exchanges = payloads, sizes, peers, exchanges
@@ -372,9 +350,11 @@ class RoundJob:
         return self._payloads
 
     def transfer(self) -> Sequence[Tensor]:
+        # All samples come last: `Quorum.row_of` cuts them off if they are not comparable.
         samples = [each[size:] for each, size in zip(self._payloads, self._sizes, strict=True)]
         messages = [each[:size] for each, size in zip(self._payloads, self._sizes, strict=True)]
         payload = self._payloads[0] if len(self._payloads) == 1 else torch.cat([*messages, *samples])
+        # A message that is not finite would spoil the weights of all nodes.
         finite = not any(map(nonfinite_of, self._payloads))
         self.outcome = self._peers.round(Payload(payload, self._exchanges), finite=finite)
         return self._payloads

@@ -1,7 +1,6 @@
 """Updates between elastic nodes: `LocalUpdates` with the rounds of `lightning_sparse.elastic.rounds`.
 
-The algorithm is that of fixed nodes, with the number of nodes M of each round. If a round does not count, its sent
-updates become pending again. A node that is alone in a round sends everything. Each node has its own process group.
+The algorithm is that of fixed nodes, with the number of nodes M of each round. Each node has its own process group.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class ElasticUpdates(LocalUpdates):
     """Exchanges this node's updates with the present nodes.
 
     The constructor of a joining node loads the parameters, buffers and optimizer states of another node. Several
-    optimizers exchange their updates in common rounds (see `OptimizerRounds`). In a loop::
+    optimizers exchange their updates in common rounds. In a loop::
 
         updates = ElasticUpdates(model, optimizer, ElasticConfig(lighthouse=...), topology)
         for batch in loader:
@@ -148,6 +147,7 @@ class ElasticUpdates(LocalUpdates):
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         _check(optimizers, topology)
+        # Two groups: collectives of two threads on one Gloo group would pair with each other.
         self._devices, self._main = _own_group(topology), _own_group(topology)
         lighthouse = _connect(self._devices, config, name)
         host = str(from_first(self._devices, lambda: lighthouse.host if lighthouse is not None else ""))
@@ -161,6 +161,8 @@ class ElasticUpdates(LocalUpdates):
             servers=_gather(self._devices, self._server.address),
             host=host,
         )
+        # Rounds use the group ``_devices``. They run on the thread of the exchange, on the main thread for a flush, or
+        # on the thread of `RoundObserver`; never on two at once. All other collectives of the node use ``_main``.
         self._watch = RoundObserver(self.peers)
         self._rounds = OptimizerRounds(self.peers, config.delay, config.flush_every, self._states)
         self._least = 0  # number of samples that the node needs for a batch
@@ -182,37 +184,35 @@ class ElasticUpdates(LocalUpdates):
     def _has_others(self) -> bool:
         return True
 
-    def _make_up(self) -> None:
-        """Do nothing: a node that makes fewer steps misses rounds, and downloads the weights of other nodes."""
+    # A node that makes fewer steps misses rounds, and downloads the weights of other nodes. There is nothing to make
+    # up.
+    def _make_up(self) -> None: ...
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> ElasticUpdateState:
         return ElasticUpdateState(slices, exchange, config, self._rounds)
 
     def _layout_of(self, states: Sequence[UpdateState]) -> Layout:
-        """Return the exchanged parameters, with these states. A collective of the node."""
         sizes, parameters = sizes_of(states), [[self.names[id(p)] for p in one.parameters] for one in self.optimizers]
         digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:8]
         trained = f"{sum(map(len, parameters))} parameters with digest {digest}"
         return Layout(trained, sizes, [list(each) for each in _gather(self._main, sizes)])
 
     def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None:
-        """Wait until all nodes add or unfreeze the same parameters. Rounds that they count meanwhile are observed.
-
-        Raises:
-            ValueError: if most nodes do not make the same change in time.
-        """
         layout = self._layout_of([after if each is one else each.state for each in self.optimizers])
+        # The other nodes have made this change before, so there is nothing to agree on.
         if self._adopts:
             return
         known = {id(p) for p, _ in one.state.slices.pieces}
         added = [
             (self.names[id(p)], int(fingerprint(local_of(p)))) for p, _ in after.slices.pieces if id(p) not in known
         ]
+        # Nodes must add the same values, or their global weights would differ.
         values = repr(_gather(self._main, added))
         change = f"{layout.trained} and values {hashlib.sha256(values.encode()).hexdigest()[:8]}"
         self._stop_watching()
         self._rounds.receive()
         log.info("parameters were added or unfrozen: this node waits until the other nodes do the same")
+        # From here on, this node observes. Once all nodes want the same change, one quorum makes it on all of them.
         self.peers.propose(layout, change)
         self._watch.start()
         until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
@@ -220,6 +220,7 @@ class ElasticUpdates(LocalUpdates):
             if self._from_first(lambda: self._watch.ended):  # it stores a limited number of bytes
                 self._stop_watching()
                 self._watch.start()
+            # After this time, most nodes are enough, and a node without a majority raises ValueError.
             self.peers.impatient = time.monotonic() > until
             time.sleep(WATCH_SECONDS)
         self._stop_watching()
@@ -230,9 +231,9 @@ class ElasticUpdates(LocalUpdates):
         return self.peers.changed
 
     def _adopt(self, trained: list[dict[str, Any]]) -> None:
-        """Train the parameters that the other nodes train. Every device of the node calls it."""
         log.info("this node adds or unfreezes parameters, as the other nodes did before")
         parameters, self._adopts = dict(self.module.named_parameters()), True
+        # Devices have equal ``trained``, so they make the collectives of ``follow_groups`` in the same order.
         for one, theirs in zip(self.optimizers, trained, strict=True):
             groups, optimizer = [[parameters[name] for name in names] for names in theirs["groups"]], one.optimizer
             del optimizer.param_groups[len(groups) :]
@@ -251,7 +252,7 @@ class ElasticUpdates(LocalUpdates):
 
     @property
     def version(self) -> Version:
-        """Version of the global weights for a checkpoint; while the module holds them, the version of these weights."""
+        """Version of the global weights for a checkpoint; of the shown weights while the module holds them."""
         if self._shown:
             return self._shows
         self._stop_watching()
@@ -306,7 +307,7 @@ class ElasticUpdates(LocalUpdates):
         super().swap_in_local_weights()
 
     def _settle_changes(self) -> tuple[bool, bool]:
-        """Other nodes do not take part: a change is an update of this node, except before a new run begins."""
+        # Other nodes take no part: a change is an update of this node, except before a new run begins.
         changed = any(one.is_changed() for one in self.optimizers)
         return changed, not changed or (self.steps == 0 and self._begins)
 
@@ -314,7 +315,8 @@ class ElasticUpdates(LocalUpdates):
         """Let a loader draw the samples that are assigned to this device. Every device of the node calls it.
 
         It works for a DataLoader of torch with an `ElasticSampler`, and for the loaders of the bundled DataModules.
-        Other loaders stay unchanged. It waits until the other nodes know how far the loader may draw.
+        Other
+        loaders stay unchanged.
 
         Args:
             batches: number of batches between two steps.
@@ -335,9 +337,10 @@ class ElasticUpdates(LocalUpdates):
         batch_size = loader.batch_size or 1
         assigner, devices = self.peers.assigner, self._devices
         self._least = max(self._least, min_samples_per_round(loader) * devices.size)
-        # Of several optimizers, one may make two steps before a round.
+        # With several optimizers, one may make two steps before a round.
         batches *= self.config.sync_every * min(2, len(self.optimizers))
         ahead = (1 + 2 * batches + source.prefetch_depth) * batch_size * devices.size
+        # The other nodes must know a higher limit before the loader draws: a round that begins from now on reports it.
         if ahead > assigner.ahead:
             assigner.ahead = ahead
             self.watch()
@@ -347,8 +350,8 @@ class ElasticUpdates(LocalUpdates):
         source.before_epoch = self._begin_epoch
 
     def _begin_epoch(self, epoch: int) -> None:
-        """If this node leaves out the rest of an epoch, wait until the other nodes know."""
         skips = self.peers.assigner.skip_to(epoch, self._least)
+        # The next epoch may be beyond the limit that the other nodes know.
         if self._from_first(lambda: skips):
             self.watch()
             self._from_first(self._watch.wait_for_a_round)
@@ -358,12 +361,11 @@ class ElasticUpdates(LocalUpdates):
         self.shard_loader(loader, batches)
 
     def has_batch(self, epoch: int) -> bool:
-        """Return whether the loaders passed to `shard_loader` have a batch of this epoch left for this node. Every
-        device of the node calls it."""
+        """Return whether sharded loaders have a batch of this epoch left for this node. A collective of the node."""
         return bool(self._from_first(lambda: self.peers.assigner.has_left(epoch, self._least)))
 
     def any_device(self, *conditions: bool) -> list[bool]:
-        """Return for each condition whether it holds on any device of the node. Every device of the node calls it."""
+        """Return for each condition whether it holds on any device of the node. A collective of the node."""
         if self._main.size == 1:
             return list(conditions)
         flags = torch.tensor(conditions, dtype=torch.uint8)
@@ -371,9 +373,11 @@ class ElasticUpdates(LocalUpdates):
         return [bool(each) for each in flags.tolist()]
 
     def watch(self) -> None:
-        """Observe rounds until the next step, so that other nodes do not wait for this node, for example during a
-        validation. Every device of the node calls it."""
-        self._rounds.receive()
+        """Observe rounds until the next step, for example during a validation, so that other nodes do not wait.
+
+        Every device of the node calls it.
+        """
+        self._rounds.receive()  # the round in flight must end before another thread makes rounds
         self._watch.start()
 
     def serve(self, extra: Callable[[], Any] | None = None) -> None:
@@ -397,6 +401,7 @@ class ElasticUpdates(LocalUpdates):
             "run": self.peers.run,
             "history": list(self.peers.history),
         }
+        # All devices come here together, because requests are part of the outcome of a round.
         with self.global_weights():
             snapshot = snapshot_of(self.optimizers, self.module, self.names, head)
         self._server.offer(names, snapshot)
@@ -409,8 +414,8 @@ class ElasticUpdates(LocalUpdates):
         super().finish()
 
     def end(self) -> None:
-        """Leave the other nodes."""
         self._watch.stop()
+        # The runner may still make a round, which uses the peers and their groups.
         if self.optimizers:
             self.exchange.runner.drain()
             super().end()
@@ -430,16 +435,17 @@ class ElasticUpdates(LocalUpdates):
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Load the weights of the present nodes, if there are any."""
+        # Observe rounds during the download, so that the other nodes do not wait.
         began = self.peers.token
+        # Before the thread starts, because both use the group of the devices.
         self.peers.ask()
         self._watch.start()
         if not self._load_snapshot(pending=None):
             log.info("this node starts from %s", "its checkpoint" if began else "its own weights: it is the first node")
 
     def _catch_up(self) -> None:
-        """Load the global weights after rounds that this node has missed. Its unsent updates stay pending."""
         log.info("this node has missed rounds after round %d: it loads the weights of a peer", self.peers.number)
+        # Unsent updates stay pending on top of the downloaded weights.
         pending = self._rounds.absorb()
         self.peers.ask()
         self._watch.start()
@@ -449,7 +455,6 @@ class ElasticUpdates(LocalUpdates):
         self._stop_watching()
 
     def _leave_out(self) -> None:
-        """Continue from the global weights, without updates that are not finite."""
         self.log_once(
             "updates of this node are not finite (NaN or infinity). The other nodes continue without them. This node "
             "continues from the global weights, and resets optimizer state that is not finite. "
@@ -457,6 +462,7 @@ class ElasticUpdates(LocalUpdates):
             logging.WARNING,
         )
         self._rounds.drop()
+        # Otherwise, the optimizer would produce such updates again.
         for state in (state for one in self.optimizers for state in one.optimizer.state.values()):
             tensors = [each for each in state.values() if isinstance(each, Tensor)]
             if not all(bool(each.isfinite().all()) for each in tensors):
@@ -465,16 +471,16 @@ class ElasticUpdates(LocalUpdates):
         self._gather_models()
 
     def _load_snapshot(self, pending: Sequence[Tensor] | None) -> bool:
-        """Load a peer's snapshot and apply the rounds since. Return False if the next round changes this node's own
-        weights."""
         while True:
             began = time.monotonic()
+            # None: the next round changes this node's own weights, so it needs no snapshot.
             received = self._download(joins=pending is None)
             self.peers.stats.healing_s += time.monotonic() - began
             if received is None:
                 self.peers.wants = ""
                 return False
             self._watch.stop()
+            # The rounds from the snapshot to the current weights. If some were not observed, download again.
             rounds = self.peers.since(received.head["version"][0])
             if rounds is not None:
                 self._install(received, rounds, pending)
@@ -484,19 +490,11 @@ class ElasticUpdates(LocalUpdates):
             self._watch.start()
 
     def _download(self, *, joins: bool) -> DeviceReceiver | None:
-        """Download the requested snapshot. Return None once this node needs none. Each device downloads from its
-        counterpart.
-
-        Args:
-            joins: if True, download all tensors; otherwise only the weights.
-
-        Raises:
-            RuntimeError: if no node provides it in time.
-        """
         new = partial(DeviceReceiver, self.optimizers, self.module, self.names, joins=joins)
         wait, adopted = Wait(), False
         download: Download[DeviceReceiver] | None = None
         while True:
+            # Decided by the first device: the devices must download one version, each from its counterpart.
             needs_none, source, name = self._from_first(self._find_source)
             if needs_none:
                 return None
@@ -512,13 +510,12 @@ class ElasticUpdates(LocalUpdates):
             failed = next((each.error for each in reports if each.error), "")
             if failed:
                 raise RuntimeError(failed)
+            # Devices may have begun on different snapshots: continue until all have one version.
             if download is not None and all(each.version == reports[0].version is not None for each in reports):
                 return download.receiver
             time.sleep(WATCH_SECONDS)
 
     def _find_source(self) -> tuple[bool, tuple[str, ...], str]:
-        """Return whether the next round changes this node's own weights, the addresses of the snapshots, and their
-        name."""
         self._watch.check()
         return self.peers.in_step, self.peers.sources, self.peers.wants
 
@@ -543,12 +540,14 @@ class ElasticUpdates(LocalUpdates):
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else head["version"]
         self.peers.run = head["run"]
         history = [*head["history"], *(each.token for each in rounds)]
+        # History of the peer, and then the observed rounds: it decides which sent updates the weights contain.
         returned, counted = self.peers.set_version(token, number, history)
         self._rounds.start_from(received.weights, rounds, pending, returned, counted)
         self._gather_models()
 
     def _stop_watching(self) -> None:
-        """Let the next exchange add the rounds that this node has only observed."""
+        # Rounds that this node has only observed are added by the next exchange. The thread must end first, because it
+        # uses the peers.
         if self._watch.running:
             self._watch.stop()
             self._watch.check()
@@ -559,17 +558,11 @@ class ElasticUpdates(LocalUpdates):
 
 
 class DownloadReport(NamedTuple):
-    """The state of a device's download.
+    """The state of a device's download."""
 
-    Args:
-        version: version of a complete snapshot.
-        error: error message of a failed download; empty otherwise.
-        trained: parameters of a peer that trains other parameters (see `OtherParameters`).
-    """
-
-    version: tuple[Any, ...] | None = None
-    error: str = ""
-    trained: list[dict[str, Any]] | None = None
+    version: tuple[Any, ...] | None = None  # of a complete snapshot
+    error: str = ""  # message of a failed download
+    trained: list[dict[str, Any]] | None = None  # parameters of a peer that trains other parameters
 
 
 class Wait:
@@ -580,9 +573,6 @@ class Wait:
 
     def check(self, download: Download[Any] | None, timeout: float) -> None:
         """Log the wait every 10 s.
-
-        Args:
-            download: None while no node offers weights.
 
         Raises:
             RuntimeError: if the wait has taken too long.
@@ -652,12 +642,13 @@ class RoundObserver:
         return seen
 
     def _goes_on(self, kept: int) -> bool:
-        """Return whether to observe another round. After a change of the parameters, this node must follow first."""
+        # After a change of the parameters, this node must follow first. Stored messages are limited.
         return not (self._stopped.is_set() or self._peers.changed or kept >= WATCHED_BYTES)
 
     def _run(self) -> None:
         kept = 0
         try:
+            # The first device decides for all, because the devices stop at different times.
             while self._peers.first_device_wants(self._goes_on(kept)):
                 self._begun += 1
                 with torch.no_grad():
@@ -672,8 +663,8 @@ class RoundObserver:
 
 
 def _own_group(topology: Topology) -> Group:
-    """Return a new group of the node's devices. Each thread needs its own group."""
     ranks = tuple(range(topology.world_size))
+    # A collective: all devices make their groups in the same order.
     handle = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
     return Group(ranks, topology.rank, handle if isinstance(handle, dist.ProcessGroup) else None)
 
@@ -687,7 +678,7 @@ def _gather(devices: Group, value: Any) -> list[Any]:
 
 
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
-    """Connect to the lighthouse, on the first device of the node. All devices raise its error."""
+    # Only the first device connects. All devices raise its error.
     connected: list[Lighthouse] = []
 
     def connect() -> None:

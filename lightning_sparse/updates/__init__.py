@@ -1,6 +1,6 @@
 """Exchange updates instead of gradients: each node runs its own optimizer, and sends the change of the parameters.
 
-An optimizer that divides by the size of recent gradients, such as Adam, does not work well after a compressor. A
+An optimizer that divides by the size of recent gradients, such as Adam, does not work well after a compressor: a
 gradient entry that arrives once in 100 steps, as a sum, moves its parameter by about 10 steps instead of 100. So here
 the compressor comes after the optimizer. With M nodes of L devices, each device holds a slice S of the parameters:
 
@@ -12,8 +12,7 @@ step action                                                                  whe
 3    message, pending_S = compress(pending_S + u, K)                         lightning_sparse.exchange
 4    global_S -= 1/M * sum over nodes of the messages sent last time         they arrive during a step and a selection
 5    the all-gather of messages between nodes begins                         during the next forward and backward
-6    x = global_S - step_ahead * pending_S - updates in flight; slices are   the node
-     gathered
+6    x = global_S - step_ahead * pending_S - updates in flight               the node gathers its slices
 ==== ======================================================================= ==========================================
 
 The *global* weights are bit-identical on all nodes. Each node trains its own model x. *Pending* updates are not sent

@@ -5,8 +5,7 @@ least-squares estimate of the mean from its own pending updates is a * pending, 
 
     a = M * sum of mean^2 / sum over nodes of the sum of pending^2           over entries, with the mean of M nodes
 
-a is 1 if the pending updates of all nodes are equal, as at the start of training, and 1 / M if they are independent. It
-is measured on a sample of the entries, which nodes exchange with some messages.
+a is 1 if the pending updates of all nodes are equal, and 1 / M if they are independent.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ INTERVAL = 64
 
 @dataclass(frozen=True)
 class UpdateCorrelation:
-    """Measures a for one slice."""
+    """Measures a for one slice, on a sample of its entries."""
 
     numel: int
 
     @staticmethod
     def should_sample(exchanges: int) -> bool:
-        """Return whether exchange number ``exchanges``, counted from 1, carries a sample: often at first, when a falls
-        fast."""
+        """Return whether exchange number ``exchanges``, counted from 1, carries a sample."""
+        # Often at first (1, 2, 4, ...), when a falls fast.
         return exchanges % INTERVAL == 0 or (0 < exchanges < INTERVAL and exchanges.bit_count() == 1)
 
     @property
@@ -46,7 +45,7 @@ class UpdateCorrelation:
         return (global_S[places] - local_S[places]).view(torch.uint8)
 
     def places(self, exchanges: int) -> slice:
-        """Return the indices of a sample. All samples have the same size."""
+        # All samples have the same size, so messages with a sample have the same length.
         stride = self._stride
         return slice(exchanges * 7919 % stride, self.numel // stride * stride, stride)
 
@@ -62,10 +61,10 @@ class UpdateCorrelation:
         apart = _total(reduce(torch.add, pending.square()))
         if not 0 < apart < math.inf:
             return None
+        # Rounded, in fp64 on the CPU, so that all nodes get the same number.
         return min(1.0, max(1.0 / nodes, round(together / apart / nodes, 3)))
 
 
 def _total(values: Tensor) -> float:
-    """Return the sum, rounded once. torch's sum depends on the CPU, and nodes with different results would drift
-    apart."""
+    # Rounds once. torch's sum depends on the CPU, and nodes with different results would drift apart.
     return math.fsum(values.tolist())

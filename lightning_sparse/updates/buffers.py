@@ -32,8 +32,7 @@ class Buffers:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average over all ranks, in place; sharded tensors over nodes. A collective of the world, if there are any
-        buffers."""
+        """Average over all ranks, in place. A collective of the world, if there are any buffers."""
         self._find_drifting()
         self._average(self._tensors())
 
@@ -86,26 +85,26 @@ class Buffers:
         return {**floats, **{name: local_of(p.data) for name, p in drifting.items()}}
 
     def _by_holders(self, names: Iterable[str]) -> Iterator[tuple[list[str], Callable[..., None], int]]:
-        """Return the names of tensors that all ranks hold, and of tensors sharded over a node, each with a collective
-        of the holders and their number. Empty groups are left out."""
+        # All ranks hold a plain tensor, but only the counterparts on other nodes hold the same shard. Each group comes
+        # with the collective of its holders, and with their number.
         comm, names = self._communicator, list(names)
         sharded = {name for name, p in self._module.named_parameters() if isinstance(p, DTensor)}
         for found, reduce, count in (
             ([name for name in names if name not in sharded], comm.flat_all_reduce, comm.topology.world_size),
             ([name for name in names if name in sharded], comm.all_reduce, comm.topology.num_nodes),
         ):
+            # No collective for an empty group: the names are equal on all ranks, so ranks decide alike.
             if found:
                 yield found, reduce, count
 
     def _find_drifting(self) -> None:
-        """Find parameters that no optimizer steps and that differ between ranks. A collective of the world, if there
-        are any."""
         stepped, parameters = self._stepped(), dict(self._module.named_parameters())
         names = [
             name
             for name, p in parameters.items()
             if id(p) not in stepped and name not in self._drifting and p.is_floating_point() and p.numel()
         ]
+        # A collective of the world, if there are any such parameters.
         for found, reduce, _ in self._by_holders(names):
             held = [local_of(parameters[name].data) for name in found]
             self._drifting |= {found[place] for place in differing(held, reduce, held[0].device)}

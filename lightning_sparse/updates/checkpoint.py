@@ -30,6 +30,7 @@ def state_of(optimizers: Sequence[LocalOptimizer], names: Names, buffers: Buffer
     for one in optimizers:
         places, more = one.state.slices.named(names), {}
         for quantity, tensor in one.state_dict().items():
+            # Tensors of the slice are stored by parameter, so that any division can read them.
             if places and tensor.dtype == torch.float32 and tensor.shape == (one.state.slices.numel,):
                 cut = torch.split(tensor, [end - begin for _, begin, end in places])
                 found = [Piece(*place, piece) for place, piece in zip(places, cut, strict=True)]
@@ -75,6 +76,7 @@ def load_from(
     for index, one in enumerate(optimizers):
         one.steps = saved[index] if len(saved) == len(optimizers) else max(saved, default=0)
         state = one.state
+        # A message in flight would be added to the loaded weights.
         state.receive()
         pending_S = torch.zeros_like(state.global_S)
         views = state.slices.of(state.global_S), state.slices.of(pending_S)
@@ -90,7 +92,7 @@ def load_from(
 
 @torch.no_grad()
 def load_alone(module: nn.Module, nodes: Sequence[Sequence[State]]) -> None:
-    """On one node, which exchanges nothing: load the global weights minus the mean of the nodes' pending updates."""
+    """Load the global weights minus the mean pending updates on a single node, which exchanges nothing."""
     for name, parameter in module.named_parameters():
         part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
         found = _taken_up(nodes, name, part.begin, part.end, layout_of(parameter))
@@ -108,7 +110,6 @@ def _taken_up(
 
 
 def _unsent(state: State, name: str, begin: int, end: int) -> Iterator[Piece]:
-    """Yield the unsent updates of a device for elements [begin, end) of a parameter."""
     rows = zip(*state.pieces.values(), strict=True)
     for saved in state.own["optimizers"]:
         at = 0  # offset of the piece in the slice; patches have indices of the slice

@@ -23,9 +23,9 @@ class UpdatesConfig(ExchangeConfig):
             not available, because the exchange overlaps with a whole step.
         step_ahead: Fraction of its own pending updates that a node keeps in its weights, from 0.001 to 1, or
             ``"auto"``. With 1, each node trains its own model, corrected by the received updates. ``"auto"`` measures
-            on a sample how similar the pending updates of the nodes are. Equal updates give 1, and independent updates
-            on M nodes give 1 / M. It is always min(1, 2 / M) with ``exchange="regional"``. It is always 1 if
-            everything is sent, or if two nodes exchange after every step.
+            on a sample how similar the pending updates of the nodes are: 1 if they are equal, and 1 / M if they are
+            independent on M nodes. It is always min(1, 2 / M) with ``exchange="regional"``, and always 1 if everything
+            is sent, or if two nodes exchange after every step.
         delay: Number of steps between sending a message and applying it, from 0 to ``sync_every``. With 1, sending
             overlaps with the next step. With 0, each step waits. Use more if sending takes longer than a step.
         value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``. On
@@ -67,6 +67,7 @@ class UpdatesConfig(ExchangeConfig):
 
     def measures_ahead(self, num_nodes: int) -> bool:
         """Return whether ``step_ahead`` is measured with this number of nodes."""
+        # Two nodes that exchange after every step keep 1. Only sparse messages carry samples.
         parts = num_nodes > 2 or (num_nodes == 2 and self.sync_every > 1)
         return self.step_ahead == "auto" and self.exchange == "sparse" and parts
 
@@ -85,7 +86,6 @@ class UpdatesConfig(ExchangeConfig):
         return float(self.step_ahead)
 
     def describe(self, num_nodes: int) -> str:
-        """Return a line about the exchange for the log."""
         sent = (
             f"nodes exchange the largest {100 * self.density:.3g}% of the updates"
             if self.leaves_entries_out

@@ -79,7 +79,7 @@ class LocalUpdates(Engine):
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
         self._shown = self._waits = False  # the module holds the global weights; with all messages
-        self._all_sent = self._trusted = False
+        self._all_sent = self._trusted = False  # trusted: changes of hooks have not been compared
         if not self.active:
             return
         _check_parameters(self.names, optimizers)
@@ -89,6 +89,7 @@ class LocalUpdates(Engine):
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
         self.buffers = Buffers(module, self.exchange.communicator, self._stepped)
+        # Before the optimizers copy the parameters: these are the first global weights.
         self.exchange.communicator.broadcast_from_rank0([*module.parameters(), *module.buffers()])
         self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.optimizers = [
@@ -104,8 +105,7 @@ class LocalUpdates(Engine):
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
         return state_of(slices, exchange, config)
 
-    def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None:
-        """Prepare for other parameters of an optimizer, whose state will be ``after``."""
+    def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None: ...
 
     def _stepped(self) -> set[int]:
         return {id(p) for one in self.optimizers for p in one.parameters}
@@ -113,15 +113,18 @@ class LocalUpdates(Engine):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Follow parameters that were added to an optimizer. The optimizer calls it before each step. Call it yourself
-        if some nodes may skip a step."""
+        """Follow parameters that were added to an optimizer. The optimizer calls it before each step.
+
+        Call it yourself if some nodes may skip a step.
+        """
         for one in self._of(optimizer):
             one.follow_groups()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer | None = None) -> None:
-        """Exchange the updates of one optimizer, or of all, after its step. Every rank calls it, even if it skipped the
-        step.
+        """Exchange the updates of one optimizer, or of all, after its step.
+
+        Every rank calls it, even if it skipped the step.
 
         Raises:
             CommunicationError: if this exchange failed or, with a delay, an earlier exchange.
@@ -157,6 +160,7 @@ class LocalUpdates(Engine):
         self._name_place(f"at the end, after step {self.steps}")
         comm = self.exchange.communicator
         with comm.waiting():
+            # All ranks decide alike, because the rest is collective.
             if all_agree(self._all_sent, comm.flat_all_reduce, self._device):
                 return
             if self.steps == 0:
@@ -181,8 +185,7 @@ class LocalUpdates(Engine):
         )
 
     def _make_up(self) -> None:
-        """Let nodes with fewer exchanges make the missing exchanges; otherwise nodes would wait for each other. A
-        collective of the world."""
+        # Nodes would otherwise wait forever in collectives that a node with fewer steps never makes.
         mine = [one.exchanges for one in self.optimizers]
         most, least = extremes(mine, self.exchange.communicator.flat_all_reduce, self._device)
         if most == least:
@@ -203,7 +206,6 @@ class LocalUpdates(Engine):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Return a context in which the module holds the global weights and averaged buffers. Every rank enters it."""
         if self._shown and self._waits:
             yield
             return
@@ -216,6 +218,7 @@ class LocalUpdates(Engine):
             return
         self.swap_in_local_weights()
         self._shown, self._waits = True, wait
+        # Nodes do not wait for each other: the weights lack messages in flight, and buffers stay local.
         if not wait:
             for one in self.optimizers:
                 one.swap_in_global_weights(wait=False)
@@ -251,7 +254,6 @@ class LocalUpdates(Engine):
 
     @torch.no_grad()
     def adopt_changes(self) -> None:
-        """Add changes of the shown global weights to the global weights. Every rank calls it."""
         if self._shown and self._waits and self._settle_changes() == (True, True):
             self.swap_in_local_weights()
             self.swap_in_global_weights()
@@ -262,15 +264,13 @@ class LocalUpdates(Engine):
             self._settle_changes()
 
     def _may_be_changed(self) -> bool:
-        """Return whether this rank's parameters may differ from the shown global weights. Does not wait."""
+        # On GPUs, a comparison would make the host wait, so assume a change.
         return self._device.type != "cpu" or any(one.is_changed() for one in self.optimizers)
 
     def _settle_changes(self) -> tuple[bool, bool]:
-        """Return whether any rank changed the shown global weights, and whether the global weights adopt the change.
-
-        If nodes made different changes, write the mean into the parameters. A collective of the world.
-        """
+        """Return whether any rank changed the shown global weights, and whether the global weights adopt the change."""
         changed = any(one.is_changed() for one in self.optimizers)
+        # A collective of the world. If nodes made different changes, the mean is written into the parameters.
         if all_agree(not changed, self.exchange.communicator.flat_all_reduce, self._device):
             return False, True
         alike = self._same_on_all_nodes(
@@ -288,8 +288,8 @@ class LocalUpdates(Engine):
         return True, True
 
     def _check_trusted(self) -> None:
-        """Raise RuntimeError if hooks between batches changed the global weights differently on the nodes. A collective
-        of the world, if such hooks ran."""
+        # Hooks between batches run after a swap without waiting, so their changes are compared only here. All ranks
+        # agree on ``_trusted``, because every rank swaps.
         if not self._trusted:
             return
         self._trusted = False
@@ -301,7 +301,7 @@ class LocalUpdates(Engine):
             )
 
     def _same_on_all_nodes(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether each device has the values of its counterparts on other nodes. A collective of the world."""
+        """Return whether all nodes have equal values. A collective of the world."""
         comm = self.exchange.communicator
         differ = bool(tensors) and bool(differing(tensors, comm.all_reduce, self._device))
         return all_agree(not differ, comm.flat_all_reduce, self._device)
@@ -312,13 +312,13 @@ class LocalUpdates(Engine):
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the module's parameters by ``id()``, with the shards that FSDP2 replaces during an evaluation."""
+        """Names of the module's parameters by ``id()``."""
+        # Old ids stay, for example of shards that FSDP2 replaces during an evaluation.
         self._names.update({id(p): name for name, p in self.module.named_parameters()})
         return self._names
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start from the weights in the module, with nothing pending. Every rank calls it."""
         self._shown = self._all_sent = False
         for one in self.optimizers:
             one.restart()
@@ -332,21 +332,18 @@ class LocalUpdates(Engine):
         return checkpoint.state_of(self.optimizers, self.names, self.buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. It is empty on one node, which is logged."""
         if not self.active:
             said = "a single node exchanges no updates, so this does not save optimizer state: save it separately"
             self.log_once(said, logging.WARNING)
         return super().state_dict()
 
     def device_state(self) -> dict[str, Any]:
-        """Return the state of this device, with the state of its optimizers, which differs between nodes."""
         return {
             **super().device_state(),
             "optimizers": for_folder(optimizer_state.state_of(self.optimizers, self.names)),
         }
 
     def stepped(self) -> optimizer_state.Stepped:
-        """Return, by optimizer, the part of each parameter that this device steps."""
         return [(one.optimizer, one.stepped()) for one in self.optimizers]
 
     def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
@@ -367,14 +364,12 @@ class LocalUpdates(Engine):
             checkpoint.load_alone(self.module, nodes)
 
     def global_parts(self) -> list[Tensor]:
-        """Return the global weights of this device's slices."""
         return [one.state.read_global() for one in self.optimizers]
 
     def norms(self) -> dict[str, Tensor]:
         return {"pending_norm": self.pending_norm()}
 
     def gauges(self) -> dict[str, float]:
-        """Return ``step_ahead``, the fraction of its pending updates that this device's weights keep."""
         return {"step_ahead": self.step_ahead}
 
     def end(self) -> None:
@@ -395,7 +390,7 @@ class LocalUpdates(Engine):
 
     @property
     def step_ahead(self) -> float:
-        """The fraction of its pending updates that this device's weights keep, averaged over optimizers."""
+        """The fraction of its pending updates in the weights of this device, averaged over optimizers."""
         return sum(one.state.local_fraction for one in self.optimizers) / max(1, len(self.optimizers))
 
     def pending_norm(self) -> Tensor:
@@ -413,7 +408,6 @@ def _check_topology(topology: Topology) -> None:
 
 
 def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError for parameters whose updates cannot be exchanged."""
     stepped: set[int] = set()
     sharded = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
     for optimizer in optimizers:
@@ -442,7 +436,6 @@ def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer])
 def _check_ranks(
     module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
 ) -> None:
-    """Raise ValueError unless all ranks have the same options and tensors. A collective of the world."""
     same_options(options_to_compare(module, names, optimizers, config))
 
 

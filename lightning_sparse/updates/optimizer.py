@@ -1,8 +1,4 @@
-"""One optimizer of a node: how the node's devices divide its step, and the exchange of its updates.
-
-Each device exchanges its slice of the parameters. It may do the whole step, or the step of its slice, or have only its
-slice in memory (FSDP2).
-"""
+"""One optimizer of a node: how the node's devices divide its step, and the exchange of its updates."""
 
 from __future__ import annotations
 
@@ -38,17 +34,7 @@ from lightning_sparse.updates.state import UpdateState, state_of
 
 
 class LocalOptimizer:
-    """Exchanges the updates of one optimizer.
-
-    Args:
-        optimizer: optimizer of this node; its parameters hold the global weights.
-        make_state: returns the state of a device's slice.
-        before_change: called before the state of other parameters replaces the state, with both.
-
-    Attributes:
-        division: how the node's devices divide the step.
-        state: state of this device's slice.
-    """
+    """Exchanges the updates of one optimizer, whose parameters hold the global weights at first."""
 
     def __init__(
         self,
@@ -92,7 +78,6 @@ class LocalOptimizer:
         return self.state.slices.pieces
 
     def detach(self, reused: bool) -> None:
-        """Remove the hooks. A reused optimizer gets all its state: a collective of the node."""
         for hook in self._hooks:
             hook.remove()
         if reused:
@@ -101,14 +86,12 @@ class LocalOptimizer:
     def step(self, step_id: int) -> None:
         """Exchange or settle, after a step of the optimizer.
 
-        Args:
-            step_id: number of the step, equal on all nodes.
-
         Raises:
             ValueError: if the optimizer overwrites the parameters with a copy of its own.
         """
         self.has_unsent_step = False
         self.follow_groups()
+        # Before the exchange, so that the probe's change does not count as an update.
         probed = self._end_probe()
         self._leave_frozen()
         self.steps += 1
@@ -122,11 +105,11 @@ class LocalOptimizer:
         self.gather()
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Start the probe. Return the arguments of the step, with closures that do not see the probe's change."""
         self.follow_groups()
         if self.probe is None:
             return None
         self.probe.begin(self.state.slices)
+        # Closures compute gradients, so they must not see the probe's change.
         lifted = self.probe.lifted
         optimizer, *others = args
         unprobed = [lifted()(each) if callable(each) else each for each in others]
@@ -136,7 +119,6 @@ class LocalOptimizer:
         self.has_unsent_step = True
 
     def _end_probe(self) -> bool:
-        """Remove the probe's change of the parameters. Return whether there was such a change."""
         if self.probe is None or not self.probe.under_way:
             return False
         self.probe.end()
@@ -164,7 +146,6 @@ class LocalOptimizer:
         return self.steps // self._config.sync_every
 
     def make_up_to(self, exchanges: int, step_id: int) -> None:
-        """Make the exchanges that other nodes have made and this node has not."""
         while self.exchanges < exchanges:
             self.steps = (self.exchanges + 1) * self._config.sync_every
             self.state.exchange_step(step_id)
@@ -176,8 +157,8 @@ class LocalOptimizer:
         self.gather()
 
     def cancel_probe(self) -> None:
-        """Remove the probe's change of the parameters, in case an exception ended the step."""
         if self.probe is not None:
+            # An exception may have ended the step between the two hooks.
             self.probe.cancel()
 
     def gather(self) -> None:
@@ -193,7 +174,7 @@ class LocalOptimizer:
         self.gather()
 
     def put_back(self) -> None:
-        """Restore this node's weights. No hook has changed the global weights."""
+        # No hook has changed the global weights, so the copy is exact.
         self._put(self._own or ())
         self._end_swap()
 
@@ -201,8 +182,7 @@ class LocalOptimizer:
         """Restore this node's weights, plus the changes that hooks made to the global weights.
 
         Args:
-            adopt: all nodes made the same change, so it becomes part of the global weights. Otherwise a change is an
-                update of this node.
+            adopt: all nodes made the same change, so it becomes part of the global weights.
         """
         state, changed_S = self.state, self.changed_weights() if adopt else None
         if changed_S is not None and self._waits:
@@ -212,6 +192,7 @@ class LocalOptimizer:
             state.set_global(changed_S)
             state.write_model()
         else:
+            # Without adoption, a change is an update of this node: the next exchange finds it in the parameters.
             self._put(self._now())
             if changed_S is not None:
                 state.set_global(changed_S)
@@ -227,18 +208,19 @@ class LocalOptimizer:
         """Return the global weights with the changes of hooks, a new tensor [S]."""
         changed_S = self._shown().clone()
         for new, piece in zip(self.state.slices.of(changed_S), self.state.slices.in_parameters(), strict=True):
+            # Unchanged entries keep their fp32 bits, which low-precision parameters would round.
             torch.where(piece == new.to(piece.dtype), new, piece.float(), out=new)
         return changed_S
 
     def is_changed(self) -> bool:
-        """Return whether the parameters differ from the global weights that were written. Waits for the device."""
+        """Return whether the parameters differ from the written global weights. Waits for the device."""
         shown = self.state.slices.of(self._shown())
         pairs = zip(self.state.slices.in_parameters(), shown, strict=True)
         return not all(torch.equal(piece, each.to(piece.dtype)) for piece, each in pairs)
 
     def average_changes(self) -> None:
-        """Write the mean over nodes into the parameters. A collective of the world."""
         pieces = self.state.slices.in_parameters()
+        # Devices at the same place own the same slice, so counterparts skip this collective together.
         if not pieces:
             return
         mean = torch.cat([piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in pieces])
@@ -261,7 +243,6 @@ class LocalOptimizer:
             piece.copy_(now)
 
     def _now(self) -> Iterator[Tensor]:
-        """Yield the pieces of this node's weights, plus the changes of hooks to the global weights."""
         slices = self.state.slices
         if self._own is None:
             yield from slices.in_parameters()
@@ -275,6 +256,7 @@ class LocalOptimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of this device's slice, made on the CPU. Waits for messages in flight."""
         self.state.receive()
+        # A device may have no room left for copies.
         now = [piece.cpu() for piece in self._now()]
         now_S = torch.cat([piece.float() for piece in now]) if now else torch.empty(0)
         wide = [piece for piece in now if piece.dtype == torch.float64]
@@ -298,7 +280,6 @@ class LocalOptimizer:
         self.gather()
 
     def restart(self) -> None:
-        """Start from the weights in the parameters, with nothing pending."""
         self.state.receive()
         self._own = None
         self.state = self._new_state()
@@ -307,15 +288,16 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def follow_groups(self) -> None:
-        """Add parameters that ``add_param_group()`` added or that were unfrozen, with the values of rank 0. Parameters
-        that were removed from the optimizer get the global weights."""
+        """Exchange other parameters, if some were added, unfrozen or removed. A collective of the world."""
         known = self.parameters
         ids = set(map(id, known))
         now = trainable_params(self.optimizer, ids)
         if len(now) == len(known) and all(map(is_, now, known)):
             return
+        # All ranks make these collectives in this order. Removed parameters get the global weights.
         self._drop_pending(ids - set(map(id, now)))
         self.division.follow_groups()
+        # New parameters begin with the values of rank 0, before `_new_state` copies them.
         self._exchange.communicator.broadcast_from_rank0(p for p in now if id(p) not in ids)
         before, after = self.state, self._new_state()
         self._before_change(self, after)
@@ -324,8 +306,7 @@ class LocalOptimizer:
         self.gather()
 
     def _leave_frozen(self) -> None:
-        """Write the global weights into parameters that were frozen since the last step, and drop their pending
-        updates, because these would still change the weights."""
+        # Pending updates would still change frozen weights, so these get the global weights instead.
         frozen = {id(p) for p in self.parameters if not (p.requires_grad or _has_gradient(p))}
         new, self._frozen = frozen - self._frozen, frozen
         self._drop_pending(new)
@@ -340,17 +321,15 @@ class LocalOptimizer:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Return whether ``Optimizer.__init__`` was called."""
+    # A wrapper may not call ``Optimizer.__init__``.
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Return whether the parameter has a gradient other than zero on this device."""
     return parameter.grad is not None and bool(local_of(parameter.grad).any())
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer whose updates cannot be exchanged."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS builds its search direction from earlier parameters, but the updates of other nodes change these "
@@ -370,20 +349,14 @@ class StepPartition:
     """How the devices of a node divide the step of one optimizer.
 
     Args:
-        step: the sharded step, in which each device steps only its part and stores only the state of this part. None:
-            each device does the whole step.
-
-    Attributes:
-        parameters: trained parameters, in the order of the optimizer's groups.
-        local_parts: the part of each parameter that this device exchanges, or None.
-        steps_all: each device does the whole step, so all devices have equal parameters after it.
+        step: the sharded step. None: each device does the whole step.
     """
 
     def __init__(self, optimizer: Optimizer, inside: HierCommunicator, step: ShardedStep | None = None) -> None:
         self.optimizer, self._inside, self._step = optimizer, inside, step
-        self.steps_all = step is None
-        self.parameters: list[Tensor] = []
-        self.local_parts: list[Part | None] = []
+        self.steps_all = step is None  # all devices have equal parameters after the step
+        self.parameters: list[Tensor] = []  # trained, in the order of the optimizer's groups
+        self.local_parts: list[Part | None] = []  # the part of each parameter that this device exchanges
         self._parts: list[Parts] = []
         self.follow_groups()
 
@@ -402,21 +375,19 @@ class StepPartition:
         self._gather = FlatGather(now, self._parts, here, size)
 
     def gather(self) -> None:
-        """Gather the parts of all devices on all devices. A collective of the node."""
         self._gather(self._inside)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's ``state_dict()``; of a sharded step, only on the node's first device. A collective of
-        the node."""
+        """Return the optimizer's state; of a sharded step, only on the first device. A collective of the node."""
         node = self._inside.node
         if self._step is not None:
+            # A collective of the node: every device calls it, and only the first gets the result.
             self._step.consolidate_state_dict(to=node.ranks[0])
             if node.place > 0:
                 return {}
         return dict(self.optimizer.state_dict())
 
     def release(self) -> None:
-        """End the sharded step. A collective of the node."""
         if self._step is not None:
             self._step.release()
 
@@ -434,22 +405,19 @@ class FSDPPartition(StepPartition):
         self.local_parts = [part_of(p) for p in self.parameters]
 
     def gather(self) -> None:
-        """Drop parameters that FSDP2 gathered for an evaluation. It gathers the new values in the next forward pass."""
+        # FSDP2 may have gathered parameters for an evaluation. Dropped, they are gathered again in the next forward
+        # pass, with the new values.
         drop_gathered(self._module)
 
 
 def partition_of(
     optimizer: Optimizer, module: nn.Module, inside: HierCommunicator, names: Mapping[int, str], share: bool
 ) -> StepPartition:
-    """Return how the devices divide the step of an optimizer.
-
-    Args:
-        module: owner of the parameters. An optimizer with sparse gradients is not sharded.
-        share: let each device step its part, if the optimizer then computes the result of a whole step.
-    """
+    """Return how the devices divide the step of an optimizer; with ``share``, each may step only its part."""
     parameters = parameters_of(optimizer)
     if any(isinstance(p, DTensor) for p in parameters):
         return FSDPPartition(optimizer, inside, module)
+    # A sharded step gives another result with sparse gradients, or with a norm over all parameters.
     dense = sparse_parameters(module).isdisjoint(map(id, parameters))
     exact = is_tested(optimizer) and not any(group.get("max_grad_norm") for group in optimizer.param_groups)
     if share and inside.node.size > 1 and dense and exact:

@@ -21,10 +21,7 @@ Stepped = Sequence[tuple[Optimizer, Sequence[tuple[Tensor, Part]]]]
 
 
 def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> State:
-    """Return this device's part of the state of all optimizers, on the CPU.
-
-    ``own`` has the values that do not follow a parameter's elements, such as step counts, and the options of groups.
-    """
+    """Return this device's part of the state of all optimizers, on the CPU."""
     state, rest = State(), dict[str, dict[str, Any]]()
     for one in optimizers:
         for parameter, part in one.state.slices.pieces:
@@ -34,14 +31,15 @@ def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> 
             for quantity, flat in flats.items():
                 piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
                 state.pieces.setdefault(quantity, []).append(piece)
+    # Values that do not follow a parameter's elements, such as step counts, are stored whole.
     state.own = {"rest": rest, "groups": [options_of(one.optimizer) for one in optimizers]}
     return state
 
 
 def split(optimizer: Optimizer, parameter: Tensor, part: Part) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split the state of a parameter into flat tensors, which may be views, and other values.
+    """Split the state of a parameter into flat tensors, which follow the elements of the part, and other values.
 
-    Flat tensors follow the elements of the part. Tensors among the other values are on the CPU.
+    Flat tensors may be views. Tensors among the other values are on the CPU.
     """
     flats, rest = dict[str, Tensor](), dict[str, Any]()
     for quantity, value in optimizer.state.get(parameter, {}).items():
@@ -54,14 +52,12 @@ def split(optimizer: Optimizer, parameter: Tensor, part: Part) -> tuple[dict[str
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of the optimizer's groups."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     return [{name: to_python(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
 def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
-    """Return the part of a state tensor that belongs to this device's elements; None if it does not follow the
-    elements."""
+    # None: the value does not follow the elements of the parameter.
     if not isinstance(value, Tensor) or not value.dim():
         return None
     if isinstance(value, DTensor):
@@ -93,10 +89,7 @@ def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -
 
 @torch.no_grad()
 def load_whole(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
-    """Load ``state_dict()`` of an optimizer without shards into an optimizer whose parameters may be sharded.
-
-    Its keys are indices in the order of the optimizer's groups, or names. Parameters without saved state get none, as
-    in ``Optimizer.load_state_dict``.
+    """Load an unsharded optimizer's ``state_dict()``. The parameters may be sharded now.
 
     Raises:
         ValueError: if the groups differ in number or size.
@@ -108,6 +101,8 @@ def load_whole(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[st
             f"{type(optimizer).__name__} was saved with groups of {saved_sizes} parameters, and has groups of {sizes} "
             f"now. Give it the groups that it had, or continue from the weights alone."
         )
+    # Keys are indices in the order of the groups, or names. Parameters without saved state get none, as in
+    # ``Optimizer.load_state_dict``.
     by_name = {key: key for group in found for key in group["params"] if isinstance(key, str)}
     for group, options in zip(groups, found, strict=True):
         for parameter, key in zip(group["params"], options["params"], strict=True):
@@ -146,7 +141,7 @@ def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
 
 
 def load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Restore the options of groups, such as learning rates, unless they have other options now."""
+    """Restore the options of groups, such as learning rates, if the groups are equal in number."""
     groups = [each.param_groups for each in optimizers]
     if list(map(len, groups)) != list(map(len, saved)):
         return
@@ -178,9 +173,9 @@ def as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
 
 
 def placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return a state tensor on its device: step counts on the CPU, unless the optimizer runs without the host. The
-    state of a 0-dim parameter has no dims either."""
+    """Return state tensors on their devices."""
     group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
+    # Step counts stay on the CPU, unless the optimizer runs without the host. A 0-dim parameter has 0-dim state, too.
     all_there = group.get("capturable") or group.get("fused")
 
     def place(name: str, value: Any) -> Any:
@@ -191,7 +186,8 @@ def placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) ->
 
 
 def to_python(value: Any) -> Any:
-    """Replace NumPy numbers by Python's. A scheduler may leave them in an optimizer, and a safe load refuses them."""
+    """Replace NumPy numbers by Python's."""
+    # A scheduler may leave such numbers in an optimizer, and a safe load refuses them.
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):

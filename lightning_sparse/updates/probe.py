@@ -2,10 +2,7 @@
 
 An optimizer with its own copy of the weights, such as fp32 master weights, overwrites the parameters with the copy. So
 it removes received updates. Before an early step, the probe changes a few elements by much more than a step does. After
-the step, it measures the fraction of this change that is left, and removes the rest. The fraction is 1 if the optimizer
-steps the parameters themselves; one such step ends the search. It is 0 with master weights, and between 0 and 1 if the
-optimizer pulls the weights back towards a copy. Early steps of schedule-free optimizers may leave little, so several
-steps are needed to show that an optimizer overwrites the parameters.
+the step, it measures the fraction of this change that is left, and removes the rest.
 """
 
 from __future__ import annotations
@@ -35,24 +32,18 @@ MOST = 0.75  # quantile; a step that clips weights undoes up to half of the chan
 
 @dataclass
 class _Tried:
-    """One piece of a parameter in a probed step.
-
-    Attributes:
-        places: indices of the changed elements, at most a quarter of the piece.
-        before: the piece before the change.
-    """
+    """One piece of a parameter in a probed step."""
 
     piece: Tensor
-    places: Tensor
+    places: Tensor  # indices of the changed elements, at most a quarter of the piece
     signs: Tensor
-    before: Tensor
+    before: Tensor  # the piece before the change
 
     def changed(self, size: float) -> Tensor:
         return (self.before[self.places].double() + size * self.signs).to(self.piece.dtype)
 
     def take_back(self, size: float) -> tuple[float, float]:
-        """Remove the rest of the change. Return the fraction that was left, and the largest change of other
-        elements."""
+        """Remove the rest of the change. Return the fraction left, and the largest change of other elements."""
         changes = self.piece.double() - self.before.double()
         shares = changes[self.places] * self.signs / size if size else torch.ones_like(self.signs)
         most = shares.quantile(MOST).item()
@@ -68,33 +59,30 @@ class _Tried:
 
 
 class Probe:
-    """Changes elements before steps of one optimizer, in the largest piece of each dtype of this device's slice.
-
-    Attributes:
-        steps: number of probed steps, at most `STEPS`.
-        found: number of steps that showed a fraction, at most `ENOUGH`.
-        most: largest fraction that a step left.
-        sizes: size of the change before the next step, by dtype; 0 until a step shows how much it changes.
-    """
+    """Changes elements before steps of one optimizer, in the largest piece of each dtype of this device's slice."""
 
     def __init__(self) -> None:
+        # Number of probed steps, and of steps that showed a fraction.
         self.steps = self.found = 0
-        self.most = 0.0
-        self.sizes: dict[torch.dtype, float] = {}
+        self.most = 0.0  # largest fraction that a step left
+        self.sizes: dict[torch.dtype, float] = {}  # of the next change; 0 until a step shows how much it changes
         self._tried: list[_Tried] = []
 
     @property
     def under_way(self) -> bool:
-        """Whether elements are changed now."""
         return bool(self._tried)
 
     @property
     def over(self) -> bool:
+        # The fraction is 1 if the optimizer steps the parameters themselves, and one such step ends the search. It is 0
+        # with master weights, and between 0 and 1 if the optimizer pulls the weights back towards a copy. Early steps
+        # of schedule-free optimizers may leave little, so several steps are needed to show that an optimizer overwrites
+        # the parameters.
         return self.steps >= STEPS or self.found >= ENOUGH or self.most >= KEEPS
 
     @torch.no_grad()
     def begin(self, slices: Slices) -> None:
-        """Change elements of the parameters before a step."""
+        """Change elements of the parameters, before a step of the optimizer."""
         if self.over or self.under_way:
             return
         largest: dict[torch.dtype, Tensor] = {}

@@ -17,13 +17,10 @@ _CACHED = 1 << 16  # elements that stay in a core's cache
 
 
 class Slices:
-    """The concatenated pieces of parameters that a device owns.
+    """The concatenated pieces of parameters that a device owns, S elements in total.
 
     Args:
         mine: the part of each parameter that this device owns, or None.
-
-    Attributes:
-        numel: S, number of elements of all pieces.
     """
 
     def __init__(self, parameters: Sequence[Tensor], mine: Sequence[Part | None]) -> None:
@@ -38,11 +35,7 @@ class Slices:
         self._seen: list[object] = []  # keys of the cached views
 
     def named(self, names: Mapping[int, str]) -> list[tuple[str, int, int]]:
-        """Return the pieces as (name, begin, end).
-
-        Args:
-            names: names of the parameters by ``id()``.
-        """
+        """Return the pieces as (name, begin, end)."""
         return [(names[id(parameter)], part.begin, part.end) for parameter, part in self.pieces]
 
     def by_piece(self, flat_S: Tensor) -> dict[tuple[int, Part], Tensor]:
@@ -55,11 +48,9 @@ class Slices:
         return list(torch.split(flat_S, self._sizes)) if self._sizes else []
 
     def in_parameters(self) -> list[Tensor]:
-        """Return views of the parameters' memory, one per piece.
-
-        They are cached while the parameters stay in place: with many small parameters, making them takes longer than
-        using them.
-        """
+        """Return views of the parameters' memory, one per piece."""
+        # Cached while the parameters stay in place: with many small parameters, making views takes longer than using
+        # them.
         places = [_place_of(parameter) for parameter, _ in self.pieces]
         if places != self._seen or None in places:
             self._views = [flat_view_of_part(parameter, part) for parameter, part in self.pieces]
@@ -121,23 +112,20 @@ class Slices:
 
 
 def _place_of(parameter: Tensor) -> object:
-    """Return the key of a view of the parameter's memory; None for a DTensor, whose key is as slow to compute as the
-    view."""
+    # The key of a DTensor is as slow to compute as the view.
     if isinstance(parameter, DTensor):
         return None
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _kernels_for(model: Sequence[Tensor]) -> ModuleType:
-    """Return the compiled kernels, or plain torch for float64 and for unaligned memory, such as that of a mapped
-    file."""
+    # The compiled kernels support neither float64 nor unaligned memory, such as that of a mapped file.
     odd = any(piece.dtype == torch.float64 or piece.data_ptr() % piece.element_size() for piece in model)
     return plain if odd else kernels
 
 
 def _batches(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:
-    """Yield matching elements of all lists: on the CPU a few at a time, which stay in the cache; on CUDA all, in few
-    launches."""
+    # CUDA: all tensors, in few launches. CPU: a few elements at a time, which stay in the cache.
     if lists[0] and lists[0][0].is_cuda:
         yield lists
         return

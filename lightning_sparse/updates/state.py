@@ -4,10 +4,6 @@ All tensors hold the device's slice S in fp32. The parameters hold this node's m
 yet. Updates *in flight* are sent, but not yet part of the global weights. With a = ``local_fraction``:
 
     x = global_S - a * pending - in flight                                                                       (1)
-
-`PendingUpdateState` stores the pending updates. It serves paths that send everything, or that select during the
-exchange. `SparseUpdateState` serves messages of the largest entries, and stores a second model instead, so that a may
-change (see `agreement`).
 """
 
 from __future__ import annotations
@@ -33,11 +29,7 @@ JobKind = TypeVar("JobKind", bound=Job)
 
 
 class InFlight(Generic[JobKind]):
-    """The exchange that runs during the next step.
-
-    Args:
-        delay: 0 runs each job at once.
-    """
+    """The exchange that runs during the next step, or at once if ``delay`` is 0."""
 
     def __init__(self, delay: int) -> None:
         self._delay = delay
@@ -46,6 +38,7 @@ class InFlight(Generic[JobKind]):
     def start(self, exchange: Exchange, job: JobKind, result: Tensor) -> JobKind | None:
         """Start a job that has selected. Return it if it has finished."""
         if self._delay:
+            # The runner owns the job until `wait`.
             self._running = exchange.runner.start(job, result, job.select()), job
             return None
         with exchange.communicator.waiting():
@@ -54,7 +47,6 @@ class InFlight(Generic[JobKind]):
         return job
 
     def wait(self, exchange: Exchange) -> JobKind | None:
-        """Wait for the running job, and return it; None without a running job."""
         if self._running is None:
             return None
         future, job = self._running
@@ -65,13 +57,10 @@ class InFlight(Generic[JobKind]):
 
 
 class UpdateState(ABC):
-    """The state of one slice.
-
-    Args:
-        slices: the slice; its parameters hold the global weights.
+    """The state of one slice, whose parameters hold the global weights at first.
 
     Attributes:
-        global_S: the global weights, bit-identical on all nodes except for messages that are not added yet.
+        global_S: bit-identical on all nodes except for messages that are not added yet.
         local_fraction: a in equation (1).
     """
 
@@ -96,21 +85,19 @@ class UpdateState(ABC):
         """Exchange the change of the parameters since the last exchange, and write this node's model into them.
 
         Args:
-            step_id: number of the step, equal on all nodes. Paths that send messages compare it, two exchanges later.
+            step_id: number of the step, equal on all nodes.
 
         Raises:
-            RuntimeError: if nodes exchanged in different steps.
+            RuntimeError: if nodes exchanged in different steps, two exchanges later.
         """
 
     def settle(self, since: int) -> None:
-        """Finish a step without an exchange: apply received messages when they are due, and keep the fraction
-        ``local_fraction`` of the change of the parameters.
-
-        Args:
-            since: steps since the last exchange, or since the start.
-        """
+        """Finish a step without an exchange, ``since`` steps after the last."""
+        # Received messages count at a fixed step, so that the result does not depend on their arrival.
         due = since == self._config.delay
         self._exchange.count_step_without(self._path)
+        # Between exchanges, the parameters keep only the fraction a of each update. Otherwise the models of nodes drift
+        # apart.
         if self.slices.numel and (due or self.local_fraction != 1.0):
             self._settle(due, since)
 
@@ -118,7 +105,7 @@ class UpdateState(ABC):
     def _settle(self, due: bool, since: int) -> None: ...
 
     def may_settle(self, since: int) -> bool:
-        """Return whether ``settle`` may change the parameters on some device of the node, alike on all of them."""
+        """Return whether ``settle`` may change the parameters on a device of the node, alike on all of them."""
         return self._config.settles(since, self._exchange.topology.num_nodes)
 
     @abstractmethod
@@ -127,8 +114,7 @@ class UpdateState(ABC):
 
     @abstractmethod
     def absorb(self) -> None:
-        """Wait until nothing is in flight, and add the change of the parameters to the pending updates. Call
-        ``write_model`` afterwards."""
+        """Wait until nothing is in flight, and make the change of the parameters pending. Then call ``write_model``."""
 
     @abstractmethod
     def set_pending(self, pending_S: Tensor) -> None:
@@ -139,7 +125,6 @@ class UpdateState(ABC):
         """Drop the pending updates of parameters, given by ``id()``, so that they hold the global weights."""
 
     def _start(self, job: Job) -> None:
-        """Run a job that has selected: during the next step, or at once if ``delay=0``."""
         self._store(self._flight.start(self._exchange, job, self.global_S))
 
     def receive(self) -> None:
@@ -151,8 +136,7 @@ class UpdateState(ABC):
             self._store_received(finished)
 
     @abstractmethod
-    def _store_received(self, job: Any) -> None:
-        """Store the messages of a finished job that it did not add to the global weights."""
+    def _store_received(self, job: Any) -> None: ...
 
     def read_global(self) -> Tensor:
         """Return the global weights with every message. Do not write to them."""
@@ -160,25 +144,23 @@ class UpdateState(ABC):
         return self.global_S
 
     def read_received(self) -> Tensor:
-        """Return the global weights without waiting for messages in flight, if nodes then still agree. Do not write to
-        them."""
+        """Return the global weights without waiting, if nodes then still agree. Do not write to them."""
         return self.read_global()
 
     def settle_now(self) -> None:
-        """Apply all messages, and write this node's model into the parameters, so that nothing is in flight."""
         self.absorb()
         self.write_model()
 
     @abstractmethod
     def set_global(self, global_S: Tensor) -> None:
-        """Set the global weights, and move this node's model by the same difference: pending updates stay pending."""
+        """Set the global weights, and move this node's model by the same difference."""
 
     def flush(self) -> None:
-        """Send all pending updates; each counts once. Afterwards the parameters of all nodes hold the global
-        weights."""
+        """Send all pending updates. Afterwards the parameters of all nodes hold the global weights."""
         if not self.slices.numel:
             return
         self.absorb()
+        # Each update counts once here, without ``outer_lr``.
         total_S = self._exchange.sum(Dense(self._path.work), Shard(self.pending_S), of_a_step=False)
         self.global_S.add_(total_S, alpha=-1.0 / self._exchange.topology.num_nodes)
         self.set_pending(torch.zeros_like(total_S))
@@ -196,41 +178,33 @@ class UpdateState(ABC):
 
     @abstractmethod
     def state_dict(self, now_S: Tensor) -> dict[str, Tensor]:
-        """Return the state for a resumed run. Nothing may be in flight.
-
-        ``shared`` and `unsent_of` serve any cluster. The other tensors make a resume on the same cluster exact. They
-        are stored as patches (`sparse_diff`), which are large only for a save between two exchanges.
-
-        Args:
-            now_S: the parameters, on the CPU. All tensors are made there, because a device may have no room left.
-        """
+        """Return the state for a resumed run, on the CPU, like ``now_S``, the parameters. Nothing may be in flight."""
 
     @abstractmethod
     def _written(self) -> Tensor:
         """Return the model that the last exchange wrote into the parameters."""
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> bool:
-        """Load a saved state, and write the parameters. Return whether the run continues exactly. If the saved
-        run had other options, all unsent updates become pending."""
+        """Load a saved state, and write the parameters. Return whether the run continues exactly."""
+        # ``shared`` and `unsent_of` serve any cluster. The other tensors make a resume on the same cluster exact. They
+        # are patches (`sparse_diff`), which are large only for a save between two exchanges.
         self.receive()  # a message in flight would be added to the loaded weights
         self.global_S.copy_(saved["shared"])
+        # Only if this state would have saved the rest in the same form.
         if self._load_own(saved):
             self.slices.write(apply_diff(self._written(), saved["now"]))
             return True
+        # The saved run had other options: all unsent updates become pending.
         self.set_pending(unsent_of(saved).to(self.global_S.device))
         self.write_model()
         return False
 
     @abstractmethod
-    def _load_own(self, saved: Mapping[str, Tensor]) -> bool:
-        """Load the rest of the state, if this state would have saved it in the same form."""
+    def _load_own(self, saved: Mapping[str, Tensor]) -> bool: ...
 
 
 class PendingUpdateState(UpdateState):
-    """For ``exchange="dense"``, ``"dense16"`` and ``"regional"``.
-
-    While a regional exchange runs, its path adds to the pending updates, so they are read only after ``receive``.
-    """
+    """For ``exchange="dense"``, ``"dense16"`` and ``"regional"``. It stores the pending updates."""
 
     _MODELS = ("global_S", "_pending_S", "_start_S")
 
@@ -243,6 +217,7 @@ class PendingUpdateState(UpdateState):
     @property
     def pending_S(self) -> Tensor:
         self.receive()
+        # Only after ``receive``: while a regional exchange runs, its path adds to the pending updates.
         return self._pending_S
 
     def exchange_step(self, step_id: int = 0) -> None:
@@ -263,7 +238,7 @@ class PendingUpdateState(UpdateState):
             self.write_model()
 
     def _store_received(self, job: Any) -> None:
-        """Do nothing: the job added everything."""
+        pass  # the job added everything
 
     def _settle(self, due: bool, since: int) -> None:
         if since >= self._config.delay:  # before, the path still adds to the pending updates
@@ -275,6 +250,7 @@ class PendingUpdateState(UpdateState):
 
     def _write_start(self) -> None:
         self.slices.write(self._start_S)
+        # The next difference is to the values that the parameters really have.
         if self.slices.rounds:
             self.slices.copy_to(self._start_S)
 
@@ -282,10 +258,10 @@ class PendingUpdateState(UpdateState):
         self._pending_S.copy_(self._accumulate())
 
     def _accumulate(self) -> Tensor:
-        """Return the pending updates plus the change of the parameters since the last exchange, [S]."""
         self.receive()
         acc_S = self._start_S
         self.slices.add_progress(acc_S, self._pending_S)
+        # The exchange may read acc_S during the next step, so the two buffers alternate.
         self._start_S, self._spare_S = self._spare_S, acc_S
         return acc_S
 
@@ -320,25 +296,15 @@ class PendingUpdateState(UpdateState):
 
 
 class RoundUpdates(Protocol):
-    """The updates that several nodes sent in one round.
-
-    Attributes:
-        num_nodes: M, which divides their sum.
-        messages_MB: messages, uint8 [up to M, B or more]; a sample may follow each message.
-        dense: updates of nodes that sent all entries, fp32 [S].
-    """
-
     @property
-    def num_nodes(self) -> int: ...
+    def num_nodes(self) -> int: ...  # M, which divides the sum of the updates
     @property
-    def messages_MB(self) -> Tensor: ...
+    def messages_MB(self) -> Tensor: ...  # uint8 [up to M, B or more]; a sample may follow each message
     @property
-    def dense(self) -> Sequence[Tensor]: ...
+    def dense(self) -> Sequence[Tensor]: ...  # of nodes that sent all entries, fp32 [S]
 
 
 class Messages(NamedTuple):
-    """The round of a fixed set of nodes."""
-
     num_nodes: int
     messages_MB: Tensor
     dense: Sequence[Tensor] = ()
@@ -349,23 +315,15 @@ class SparseUpdateState(UpdateState):
 
         pending = global_S - local_S
 
-    A model with the fraction a of each update would lose updates that are small compared with the weight to rounding.
-    Only messages change entries of both models: global_S by ``outer_lr`` times the mean message of all nodes, local_S
-    by this less the node's own message, which it already contains. After an exchange, and until the next one,
+    After an exchange, and until the next one,
 
         local_S = global_S - pending - sent / a
 
-    so that the model of equation (1) is global_S - a * (global_S - local_S), as `Slices.lerp_into` writes it. Between
-    two exchanges, the parameters also keep the fraction a of each update; otherwise the models of nodes drift apart.
-
-    Pending updates do not depend on messages of other nodes, so a device selects while these arrive:
+    so that the model of equation (1) is global_S - a * (global_S - local_S), as `Slices.lerp_into` writes it. A device
+    selects while messages arrive, because pending updates do not depend on them:
 
         link       messages t                 messages t+1
         device     step t+1, select t+1       add t, step t+2, select t+2
-
-    Attributes:
-        local_S: this node's model. It and ``global_S`` lack the messages of the last exchange until the next one: the
-            rounding of sums must not depend on who asks for weights in between.
     """
 
     _MODELS = ("global_S", "local_S")
@@ -373,12 +331,14 @@ class SparseUpdateState(UpdateState):
 
     def __init__(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> None:
         super().__init__(slices, exchange, config)
+        # A model with the fraction a of each update would lose updates that are small compared with the weight to
+        # rounding, and could not follow a change of a.
         self.local_S = self.global_S.clone()
         self._correlation: UpdateCorrelation | None = None
         if config.measures_ahead(exchange.topology.num_nodes):
             self._correlation, self.local_fraction = UpdateCorrelation(slices.numel), 1.0
         self._exchanges = 0
-        self._sent: Tensor | None = None  # this node's own message, uint8 [1, B], of which local_S lacks 1 - 1 / a
+        self._sent: Tensor | None = None  # this node's own message, uint8 [1, B]; local_S contains it 1 / a times
         self._received: list[RoundUpdates] = []  # not added to the models yet
         self._samples: AsyncHostTensor | None = None  # of the nodes' pending updates at the last exchange
         self._step_ids: AsyncHostTensor | None = None  # of the last received messages, int64 [M]
@@ -394,6 +354,8 @@ class SparseUpdateState(UpdateState):
 
     def read_global(self) -> Tensor:
         self.receive()
+        # The models lack the messages of the last exchange until the next one: the rounding of sums must not depend on
+        # who asks for weights in between. So this adds them to a copy.
         if not self._received:
             return self.global_S
         global_S = self.global_S.clone()
@@ -411,15 +373,17 @@ class SparseUpdateState(UpdateState):
         if not self.slices.numel:
             return
         self._check_step_ids()
+        # The order is an invariant: select, wait for messages t, start messages t+1, and add messages t during their
+        # transfer.
         transfer, sent = self.begin_exchange(step_id)
         self.receive()
         self._start(transfer)
         self.end_exchange(sent)
 
     def begin_exchange(self, step_id: int = 0) -> tuple[Transfer, Tensor]:
-        """Select the updates to send. Return their transfer, whose payload may have a sample behind the message, and
-        the message, uint8 [1, B]."""
+        """Select the updates to send. Return their transfer, and the message, uint8 [1, B]."""
         self._take_local_change()
+        # Only here may a change: no message is contained in part.
         self._update_local_fraction()
         transfer = self._select(step_id)
         sent = transfer.payload.view(1, -1)
@@ -427,9 +391,9 @@ class SparseUpdateState(UpdateState):
         return transfer, sent
 
     def end_exchange(self, sent: Tensor) -> None:
-        """Write this node's model into the parameters, after the exchange has started."""
         if self._config.delay:
             self._apply_received()
+            # Until the message arrives, local_S contains sent / a, so that the model (1) contains all of it.
             self._sent = sent
             if self.local_fraction != 1.0:
                 self._path.add(sent, self.local_S, 1.0 - 1.0 / self.local_fraction)
@@ -439,15 +403,15 @@ class SparseUpdateState(UpdateState):
         self.write_model()
 
     def _select(self, step_id: int) -> Transfer:
-        """Choose the largest of the pending updates, which stay in ``local_S``."""
         self._exchanges += 1
+        # The sent entries stay in local_S until `end_exchange`.
         pending = Shard(self.local_S, self.global_S, factor=self._minus_one)
         transfer = self._exchange.begin(self._path, pending)
         write_step_id(transfer.payload, step_id)
         return transfer
 
     def _append_sample(self, transfer: Transfer) -> None:
-        """Append a sample of the pending updates to the message, if one is due."""
+        # The sample includes the updates of this message, which are still in local_S.
         if self._correlation is not None and self._correlation.should_sample(self._exchanges):
             sample_B = self._correlation.sample(self._exchanges, self.local_S, self.global_S)
             transfer.payload = torch.cat([transfer.payload, sample_B])
@@ -472,9 +436,8 @@ class SparseUpdateState(UpdateState):
         self._apply_received()
 
     def _take_local_change(self) -> None:
-        """Add the change of the parameters to ``local_S``, and subtract the rest of the sent message: afterwards,
-        global_S - local_S is pending."""
         self.slices.accumulate_delta(self.local_S, self.global_S, self.local_fraction)
+        # Afterwards, global_S - local_S is pending.
         self._add_sent(self.local_S)
         self._sent = None
 
@@ -484,6 +447,8 @@ class SparseUpdateState(UpdateState):
 
     def _apply_received(self) -> None:
         self._add_received(self.global_S)
+        # Only messages change entries of both models: global_S by ``outer_lr`` times the mean message of all nodes,
+        # local_S by this less the own message, which it already contains.
         self._add_received(self.local_S)
         self._received = []
 
@@ -492,7 +457,8 @@ class SparseUpdateState(UpdateState):
             self._add_round(each, target_S)
 
     def _add_round(self, updates: RoundUpdates, target_S: Tensor) -> None:
-        """Subtract the mean of a round's updates. Updates from messages count ``outer_lr`` times."""
+        # Updates of messages count ``outer_lr`` times, and dense updates once. All nodes add in the order of the nodes,
+        # so their sums have equal bits.
         if len(updates.messages_MB):
             messages_MB = updates.messages_MB[:, : self._path.message_bytes].contiguous()
             self._path.add(messages_MB.to(target_S.device), target_S, -self._config.outer_lr / updates.num_nodes)
@@ -561,10 +527,10 @@ class SparseUpdateState(UpdateState):
         return True
 
     def _update_local_fraction(self) -> None:
-        """Set ``local_fraction`` from the samples of the last exchange, if it had any."""
         if self._correlation is None or not self._correlation.should_sample(self._exchanges):
             return
         self.receive()
+        # All nodes measure the same samples, at the same exchange.
         measured = None if self._samples is None else self._correlation.measure(self._samples)
         self._samples = None
         if measured is not None:
@@ -581,7 +547,7 @@ class SparseUpdateState(UpdateState):
             self._samples = AsyncHostTensor(samples_MB.contiguous())
 
     def _check_step_ids(self) -> None:
-        """Compare the step ids of messages received before. The host need not wait for those in flight."""
+        # These messages were received before: the host need not wait for those in flight.
         step_ids = [] if self._step_ids is None else self._step_ids.read().tolist()
         self._step_ids = None
         if len(set(step_ids)) > 1:
@@ -596,13 +562,11 @@ class SparseUpdateState(UpdateState):
 
 
 def _move(model_S: Tensor, before_S: Tensor, now_S: Tensor) -> None:
-    """Move a model with the global weights. Entries that were equal stay exactly equal, and where the global weights
-    stay, the model stays."""
+    # Entries that were equal stay exactly equal, and where the global weights stay, the model stays.
     torch.where(now_S == before_S, model_S, now_S - (before_S - model_S), out=model_S)
 
 
 def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
-    """Return the state of parameters with nothing pending."""
     kind = SparseUpdateState if config.path is Sparse else PendingUpdateState
     return kind(slices, exchange, config)
 
@@ -615,8 +579,7 @@ def unsent_of(saved: Mapping[str, Tensor]) -> Tensor:
 
 
 def sparse_diff(new_S: Tensor, old_S: Tensor) -> Tensor:
-    """Return the indices and bits, int32 or int64 [2, n], at which ``old_S`` differs from ``new_S``, both fp32; or all
-    bits, int32 [S], if that is smaller."""
+    """Return indices and bits, int32 or int64 [2, n], where ``old_S`` differs; or all bits, int32 [S], if smaller."""
     bits = old_S.view(torch.int32)
     (indices,) = (new_S.view(torch.int32) != bits).nonzero(as_tuple=True)
     if 2 * len(indices) >= len(bits):
@@ -625,7 +588,6 @@ def sparse_diff(new_S: Tensor, old_S: Tensor) -> Tensor:
 
 
 def slice_diff(saved: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
-    """Return elements [begin, end) of the patches of a saved state."""
     patches = {}
     for name in saved.keys() & {"now", "before", "kept"}:
         patch = saved[name]
