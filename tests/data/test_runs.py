@@ -100,9 +100,9 @@ def test_segment_name_depends_on_all_options_that_change_samples(
     there = dataclasses.replace(config, source="s3://there")
     names += [name(dataclasses.replace(there, storage_options={"endpoint_url": each})) for each in ("here", "there")]
     names += [name(sizes=manifest.sizes + 1), name(mtimes_ns=manifest.mtimes_ns + 1), name(split="val")]
-    for version in ("torch.__version__", "PIL.__version__"):
+    for version, changed in (("lightning_sparse.data.decode.resizer_id", lambda: "0.1"), ("PIL.__version__", "0.1")):
         with monkeypatch.context() as patch:
-            patch.setattr(version, "0.1")
+            patch.setattr(version, changed)
             names.append(name())
     assert len({*names}) == len(names)
     assert name(dataclasses.replace(config, memory_gb=1)) == name(dataclasses.replace(config, memory_gb=1.0))

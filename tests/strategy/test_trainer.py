@@ -179,7 +179,7 @@ def test_stats_callback_logs_bytes_density_and_residual(results: Results) -> Non
 
 
 def test_stats_callback_logs_a_summary_on_rank_0(results: Results) -> None:
-    summaries = [[line for line in each["statistics"]["lines"] if "exchanged" in line] for each in results]
+    summaries = [[line for line in each["statistics"]["lines"] if "traffic of one device" in line] for each in results]
     assert [len(each) for each in summaries] == [1, 0, 0, 0]
     table = summaries[0][0]
     assert "in 10 steps" in table
