@@ -235,8 +235,7 @@ class CachedDataModuleMixin(CachedMixin):
     Without labels, a batch is the samples alone. With `with_indices`, the indices int64 [B] follow.
 
     Args:
-        source, cache_dir, decode, batch_size: see below.
-        **options: other options of `CacheConfig` except ``format`` and ``short_side``, of `SampleOptions` and of
+        **options: options of `CacheConfig` except ``format`` and ``short_side``, of `SampleOptions` and of
             `DataOptions`: ``help(CachedDataModule.__init__)``.
 
     Raises:
@@ -247,7 +246,7 @@ class CachedDataModuleMixin(CachedMixin):
     def __init__(
         self, source: str, cache_dir: str, decode: Callable[[bytes], Any], batch_size: int = 64, **options: Any
     ) -> None:
-        samples, loading, cache = split_options(options, SampleOptions, DataOptions, CacheConfig)
+        samples, loading, cache = split_options(type(self), options, SampleOptions, DataOptions, CacheConfig)
         config = CacheConfig(
             source=str(source), cache_dir=str(cache_dir), format="bytes", short_side=CacheConfig.short_side, **cache
         )
@@ -262,8 +261,6 @@ class CachedImageDataModuleMixin(CachedMixin):
     and flips. Batches are (images float32 [B, 3, size, size], labels int64 [B]).
 
     Args:
-        source, cache_dir, batch_size: as `CachedDataModule`.
-        image_size: as `ImageOptions`.
         sample_format: Format in memory: ``"decoded"`` pixels, ``"jpeg"`` files, or ``"auto"`` for pixels if they fit.
         short_side: Shorter side of decoded images, in pixels. Default: 8/7 of the largest image_size, or eval_resize if
             that is more.
@@ -286,7 +283,7 @@ class CachedImageDataModuleMixin(CachedMixin):
         short_side: int | None = None,
         **options: Any,
     ) -> None:
-        images, loading, cache = split_options(options, ImageOptions, DataOptions, CacheConfig)
+        images, loading, cache = split_options(type(self), options, ImageOptions, DataOptions, CacheConfig)
         samples = ImageOptions(image_size=image_size, **images)
         if short_side is None:
             short_side = max(-(-max(samples.sizes.values()) * 8 // 7), samples.eval_resize or 0)

@@ -78,6 +78,8 @@ class Adapter:
             exchanged: `Engine.kind` of its engines.
         """
         self.config: Any = take_options(kind, type(self), given, **more)
+        if not isinstance(node_name, str | None):
+            raise ValueError(f"node_name={node_name!r} must be a string, or None. Omit it to use the host's name.")
         self.engines = []
         self._node_name = node_name
         self._topology: Topology | None = None

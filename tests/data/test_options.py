@@ -120,6 +120,22 @@ def test_option_with_a_bad_value_is_refused_by_name(
     assert re.search("must|give|would|is less than", message), message
 
 
+@pytest.mark.parametrize(
+    ("module", "option", "fix"),
+    [
+        (images, "batchsize", "Did you mean batch_size?"),
+        (images, "num_workers", "Use threads."),
+        (images, "format", "Did you mean sample_format?"),
+        (samples, "num_workers", "Use workers."),
+    ],
+)
+def test_unknown_option_is_refused_with_a_similar_name(
+    tmp_path: Path, module: Callable[..., None], option: str, fix: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(f" has no option {option}=4. {fix}")):
+        module(tmp_path, **{option: 4})
+
+
 def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="storage_options are for an fsspec URL"):
         cache(tmp_path, storage_options={"key": "a"})

@@ -43,10 +43,14 @@ BAD: list[tuple[str, Any]] = [
 UNKNOWN = [
     ("process_group", 1, "process_group"),
     ("model_averaging_period", 4, "model_averaging_period"),
-    ("densities", 0.1, r"has no option\(s\) densities"),
-    ("momentum_correction", True, r"has no option\(s\) momentum_correction"),
+    ("densities", 0.1, "has no option densities=0.1. Did you mean density?"),
+    ("momentum_correction", True, "has no option momentum_correction=True"),
     ("density", 1.5, r"density=1.5 must be"),
-    ("inter_gbps", 1.0, r"has no option\(s\) inter_gbps"),
+    (
+        "inter_gbps",
+        1.0,
+        "inter_gbps=1.0 cannot be combined with MSTopKLocalStrategy: it applies only to gradients. Omit it",
+    ),
 ]
 
 
