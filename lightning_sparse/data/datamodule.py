@@ -18,7 +18,7 @@ from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.data.sources.listing import classes_of
 from lightning_sparse.messages import class_repr
-from lightning_sparse.options import split_options, with_options_of
+from lightning_sparse.options import one_of, split_options, with_options_of
 
 _Host: Any = object  # LightningDataModule, of which the mixins use `trainer`
 _MEANS = ("mean", "avg", ReduceOp.AVG)
@@ -283,6 +283,8 @@ class CachedImageDataModuleMixin(CachedMixin):
         short_side: int | None = None,
         **options: Any,
     ) -> None:
+        hint = "For other files, use CachedDataModule"
+        one_of({"sample_format": sample_format}, "sample_format", ("auto", "jpeg", "decoded"), hint=hint)
         images, loading, cache = split_options(type(self), options, ImageOptions, DataOptions, CacheConfig)
         samples = ImageOptions(image_size=image_size, **images)
         if short_side is None:

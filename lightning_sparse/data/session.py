@@ -40,6 +40,7 @@ from lightning_sparse.data.sources.listing import cached_manifest, classes_of, h
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
 from lightning_sparse.messages import ensure_log_handler, log
+from lightning_sparse.options import flag
 from lightning_sparse.topology import Topology, find_nodes
 
 
@@ -124,6 +125,7 @@ class DataOptions:
         check_batch_size(self)
         check_limit(self.limit)
         check_fraction(self)
+        flag(self, "with_indices")
         largest = max(self.sizes.values()) if self.sizes else 0
         if self.cache.short_side < largest:
             raise ValueError(

@@ -146,6 +146,7 @@ def _row(scalar: Any) -> Iterator[bytes]:
     yield text.encode() if isinstance(text, str) else text or b""
 
 
+TOKENIZERS = "'bytes', 'tiktoken:<encoding>' or 'tokenizers:<file>'"
 BYTES = 256  # ids without a tokenizer
 BLOCK = 1 << 17  # characters of a document that are encoded at a time
 OVERLAP = 1 << 10  # characters before and after a block, which are encoded with it
@@ -185,14 +186,13 @@ def tokenizer_of(name: str) -> Tokenizer:
     if name == "bytes":
         return Tokenizer(name, _bytes_of, BYTES, 0)  # 0, which is rare in text, ends a document
     if kind not in ("tiktoken", "tokenizers") or not which:
-        raise ValueError(
-            f"tokenizer={name!r} must be 'bytes', an encoding such as 'tiktoken:gpt2', or a file such as "
-            "'tokenizers:/data/tokenizer.json'."
-        )
+        raise ValueError(f"tokenizer={name!r} must be {TOKENIZERS}. Use 'tiktoken:gpt2', for example.")
     try:
         return _tiktoken(which) if kind == "tiktoken" else _tokenizers(Path(which))
     except ImportError as error:
         raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install {kind}`.") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"tokenizer={name!r} does not exist. Give the path of an existing tokenizer.json.") from error
     except Exception as error:  # raised by the package for an unusable name or file
         raise ValueError(f"tokenizer={name!r} cannot be used ({type(error).__name__}: {error}).") from error
 
