@@ -26,8 +26,7 @@ from lightning_sparse.updates import UpdatesConfig
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
-This page lists all options. A name such as `strategy="mstopk_local"` selects the defaults. To set options, pass an
-object:
+A name such as `strategy="mstopk_local"` selects the defaults. To set options, pass an object:
 
 ```python
 from lightning_sparse import MSTopKLocalStrategy
@@ -36,7 +35,7 @@ strategy = MSTopKLocalStrategy(density=0.03)  # for Trainer(strategy=strategy)
 ```
 
 With `lightning.pytorch`, import it first. Strategies pass other options to Lightning's strategy and to
-`DistributedDataParallel`. `help(MSTopKLocalStrategy)` explains each option in detail.
+`DistributedDataParallel`. `help(MSTopKLocalStrategy)` explains all options.
 """
 EXCHANGES = (ExchangeConfig, UpdatesConfig)
 SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {

@@ -137,7 +137,7 @@ _OTHER_NAMES = {"num_workers": ("threads", "workers")}  # torch's name of an opt
 
 
 def refuse_unknown(cls: type, given: Mapping[str, Any], known: Collection[str], otherwise: str = "") -> None:
-    """Raise UnknownOptionError for options that are not `known`. `otherwise` is the fix if no name is similar."""
+    """Refuse options that are not `known`. `otherwise`: the fix if no name is similar."""
     unknown = sorted(given.keys() - set(known))
     if not unknown:
         return

@@ -53,26 +53,29 @@ class CacheConfig:
     Args:
         source: Folder of the data set: a path or an fsspec URL.
         cache_dir: Folder on a local disk of each node. Runs may share it.
-        memory_gb: Memory limit per node and split, in GB. Default: half of the free memory.
-        disk_gb: Disk limit per split, in GB. Default: all free space except a reserve.
+        memory_gb: Memory limit per node and split, in GB. Samples above the limit are read from local disk. Default:
+            half of the free memory.
+        disk_gb: Disk limit per split, in GB. Default: all free space except 1 GiB, or 5% of a smaller
+            disk.
         lists: CSV or Parquet file of each split, such as ``{"train": "train.csv", "val": "val.csv"}``. Columns: path
             (relative to the source), then one or more labels. The first label may be a name.
         member: Extension of the member of a WebDataset shard that is the sample, such as ``"npy"``. Required if a
             sample has several members other than its label (``.cls``). For Parquet files, the column of samples.
         format: Format in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
-        short_side: Shorter side of decoded images, in pixels.
-        shuffle: Order of the samples, ``"global"`` or ``"local"``. See `lightning_sparse.data.pipeline.sampler`.
+        short_side: Shorter side of decoded images, in pixels. Range: 1 to 16384.
+        shuffle: Batches have samples of all nodes (``"global"``), or only the node's own samples, without traffic
+            (``"local"``).
         on_corrupt: How to handle an unreadable file: ``"raise"`` an error that names it, or ``"skip"`` and use another
             sample.
         seed: Seed of the order of samples. It also places samples on nodes.
         storage_timeout: Seconds to wait for storage that does not respond before the run fails.
-        storage_readers: Number of files that each process reads from network storage at a time.
+        storage_readers: Number of files that each process reads from network storage at a time. Range: 1 to 256.
         peer_address: Address or interface on which a node serves samples to others. Default: the interface of the
             process group.
         peer_ports: First and last port to serve samples on, for a firewall. A node uses one port per split. Default:
             any free port.
-        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``. The
-            repr omits them.
+        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
+            ``repr()`` hides them.
     """
 
     source: str
@@ -111,7 +114,7 @@ class CacheConfig:
                 "folder on a local disk of each node."
             )
         one_of(self, "format", ("auto", "jpeg", "decoded", "bytes"))
-        one_of(self, "shuffle", SHUFFLES)
+        one_of(self, "shuffle", SHUFFLES, hint="Use 'global' to draw batches from all samples")
         one_of(self, "on_corrupt", ("raise", "skip"))
         number(self, "memory_gb", low=0, optional=True, hint="omit it to use the default")
         number(self, "disk_gb", low=0, optional=True, hint="omit it to use the default")
@@ -161,13 +164,11 @@ def _check_storage(source: str, options: dict[str, Any] | None) -> None:
 
 
 def _are(kind: type, values: object, count: int) -> bool:
-    """Whether `values` are this many numbers of a kind."""
     each = list(values) if isinstance(values, Iterable) else []
     return len(each) == count and all(isinstance(one, kind) and not isinstance(one, bool) for one in each)
 
 
 def _checked_lists(lists: object) -> dict[str, str]:
-    """Return the file of each split. Files may be paths."""
     if not isinstance(lists, Mapping) or "train" not in lists or not set(lists) <= set(SPLITS):
         raise ValueError(
             f"lists={lists!r} must give a file for train, and may give a file for val and test. Use "
@@ -194,9 +195,9 @@ def _check_address(text: str) -> None:
         )
 
 
-def check_limit(limit: int | float | None) -> None:
+def check_limit(limit: Any) -> None:
     is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
-    if limit is not None and not is_count and not (isinstance(limit, Real) and 0 < limit < 1):
+    if limit is not None and not is_count and not (isinstance(limit, Real) and 0 < float(limit) < 1):
         raise ValueError(f"limit={limit!r} must be a number of samples, 1 or more, or a fraction of them below 1.")
 
 
@@ -242,14 +243,15 @@ class ImageOptions:
 
     Args:
         image_size: Height and width of the images in a batch, or {first epoch: size} to start with small images.
-        backend: Decoder: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one. A resumed run keeps the choice.
+        backend: Decoder: ``"dali"``, ``"torch"`` or ``"auto"``. ``"auto"`` uses DALI on a GPU if it is installed, else
+            torch. A resumed run keeps the choice.
         crop_scale: Range of the area of a random crop, as a fraction of the image's area.
         flip: Probability of a horizontal flip.
         eval_resize: Shorter side of an image in validation and test before the center crop, in pixels. Default: 8/7 of
-            image_size, such as 256 for 224; below 64, image_size, so that small images are not cropped.
+            image_size, such as 256 for 224; image_size if it is below 64.
         mean: Mean per channel for normalization, for pixels in [0, 1].
         std: Standard deviation per channel for normalization, for pixels in [0, 1].
-        threads: Number of threads per rank that make batches. Default: its share of the CPU cores.
+        threads: Number of threads per rank that make batches. Default: the rank's share of the CPU cores, at most 16.
         seed: Seed of the order of samples. It also places samples on nodes and draws the augmentation.
     """
 

@@ -72,9 +72,8 @@ class DataModuleMixin(_Host):
     def teardown(self, stage: str) -> None:
         self._close()
 
-    # No collectives here: other ranks may have ended.
     def on_exception(self, exception: BaseException) -> None:
-        self._close()
+        self._close()  # no collectives here: other ranks may have ended
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -183,7 +182,7 @@ class CachedMixin(DataModuleMixin):
         return self._resume(loader)
 
     def val_dataloader(self) -> EvalLoader:
-        """Return the loader of this rank's validation samples, in order; in a test, of its test samples."""
+        """Return the loader of this rank's validation samples, in order. In a test, it returns test samples."""
         return self._opened().eval_loader()
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -266,9 +265,6 @@ class CachedImageDataModuleMixin(CachedMixin):
             that is more.
         **options: options of `ImageOptions`, of `DataOptions`, and of `CacheConfig`:
             ``help(CachedImageDataModule.__init__)``.
-
-    Raises:
-        ValueError: if an argument is out of range.
     """
 
     @with_options_of(ImageOptions, DataOptions, CacheConfig, without=("format",))

@@ -1,6 +1,6 @@
 """Text to token ids: the documents of text shards, and tokenizers by name.
 
-Tokenizers encode a document in blocks, so that its size is not limited by memory.
+Tokenizers encode a document in blocks, so that memory does not limit the size of a ``.txt`` file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def documents(name: str, file: BinaryIO) -> Iterator[Document]:
     each row of ``.parquet`` in its column `text`. In ``.tar``, each member is a document: a ``.txt`` file, or the field
     `text` of a ``.json`` file.
 
-    If the contents are damaged or do not match the suffix, reading the last document raises the error.
+    A damaged document raises the error when it is read. For a damaged shard, an additional last document raises it.
     """
     kinds: dict[str, Callable[[Any], Iterator[Document]]] = {
         ".txt": lambda file: iter([Document("", _blocks_of(file))]),
@@ -85,8 +85,7 @@ def _readable(blocks: Iterator[bytes]) -> Iterator[bytes]:
     except (OSError, NotImplementedError) as error:
         if isinstance(error, UNREADABLE):
             raise
-        # For damaged contents, some readers such as bz2 raise OSError, which elsewhere means an error of the cache
-        # folder.
+        # An OSError usually means a problem with the cache. So report damaged contents as ValueError.
         raise ValueError(" ".join(str(error).split())) from error
 
 
@@ -166,7 +165,7 @@ class Tokenizer:
 
     Args:
         identity: differs between tokenizers that may give different ids.
-        encode: yields the ids of a document in blocks. Its input is UTF-8.
+        encode: yields the ids of a document in blocks, without its end. Its input is UTF-8.
         end: id at the end of each document.
     """
 

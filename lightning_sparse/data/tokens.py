@@ -78,8 +78,8 @@ class TokenDataModuleMixin(DataModuleMixin):
     """DataModule for token ids, and for text, which it tokenizes once.
 
     A sample is a window of ``context + 1`` tokens. The inputs of windows do not overlap. Each epoch uses every window
-    once, in an order that depends only on (seed, epoch). A resumed run continues with the next batch, even on another
-    number of nodes.
+    at least once; the last steps may repeat some. A mixture is an exception (see `train`). The order depends only on
+    (seed, epoch). A resumed run continues with the next batch, even on another number of nodes.
 
     ``.bin`` files on a local disk, such as `lightning_sparse.data.tokens.prepare` writes, are used in place. Other
     sources need `cache_dir`: each host reads each file from storage once, tokenizes text, and keeps the ids there.

@@ -40,6 +40,8 @@ class TokenStream:
 
     Args:
         context: number of tokens that a model sees; a window has one more, the last target.
+        documents: "joined" ignores the ends of documents. "separate" masks targets across ends and adds positions. The
+            end of a file or span also ends a document.
         spans: parts of the corpus to use; default: all of it. Adjacent parts are joined.
     """
 
@@ -292,8 +294,8 @@ def mixed(parts: Sequence[TokenWindows], weights: Sequence[float], seed: int) ->
 def split(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWindows]:
     """Return windows to train on, and windows of about this fraction of the tokens to validate on.
 
-    Validation windows come from whole documents, drawn at random but equally for all seeds. If the ends of documents
-    are unknown, windows are drawn instead.
+    Validation windows come from whole documents, and the random draw is the same for all seeds. If the ends of
+    documents are unknown, windows are drawn instead.
     """
     corpus = stream.corpus
     if not corpus.has_ends:

@@ -31,8 +31,6 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
     """Options of the FSDP2 strategies, in addition to `UpdatesConfig` and `GradientsConfig`.
 
     Args:
-        exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"auto"`` is
-            not available, because it measures DDP's buckets.
         value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``.
             Default: ``"2bit"`` for updates and ``"bfloat16"`` for gradients.
         send: Exchanged values: ``"updates"`` or ``"gradients"``.
@@ -134,11 +132,7 @@ ELASTIC_FSDP = Kind(
 
 
 def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> ExchangeConfig:
-    """Remove the strategy's own options from ``given``, and return their config. Check the other options.
-
-    Raises:
-        ValueError: for an unknown option, or one that cannot be combined with this strategy.
-    """
+    """Remove the strategy's own options from ``given``, and return their config. Check the other options."""
     config = kind.config(**{name: given.pop(name) for name in kind.options if name in given}, **more)
     check_supported(kind, cls, given)
     known = _parameter_names(kind.wrapper)[0]
