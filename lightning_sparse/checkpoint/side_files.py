@@ -168,7 +168,7 @@ class SideFiles:
         if unseen:
             log.warning(
                 "the side files of rank(s) %s are not in %s on rank 0's node: nodes do not share this folder. So a "
-                "resume is exact only on the same nodes, and another number of nodes loses the residuals of these "
+                "resume is exact only on the same nodes, and another number of nodes loses the state of these "
                 "ranks. Save to a folder that all nodes share",
                 _listed(unseen),
                 folder,
@@ -326,12 +326,12 @@ def _verdict(path: str, reports: Reports) -> str:
     told = [None if report is None else json.loads(report) for report in reports]
     error = next((report["error"] for report in told if report is not None and report["error"]), "")
     if error:
-        return f"a rank could not write its residuals of {path} ({error}): a checkpoint of that name stays as it was."
+        return f"a rank could not write its state for {path} ({error}): a checkpoint of that name stays as it was."
     missing = [rank for rank, report in enumerate(told) if report is None]
     # A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
     if missing and (told[0] is None or told[0]["replaces"]):
         return (
-            f"rank(s) {_listed(missing)} did not write their residuals of {path} in time, so the existing checkpoint "
+            f"rank(s) {_listed(missing)} did not write their state for {path} in time, so the existing checkpoint "
             f"stays. Look for errors of these ranks."
         )
     return ""
@@ -341,13 +341,13 @@ def _warn_of_reports(path: str, paths: Sequence[str], world_size: int) -> None:
     names = sorted({os.path.basename(each) for each in paths})
     if len(names) > 1:
         log.warning(
-            "ranks save a checkpoint under different names (%s), so a resume cannot find all residuals. Log the "
-            "metrics in the file name with sync_dist=True",
+            "ranks save a checkpoint under different names (%s), so a resume cannot find the state of all ranks. Log "
+            "the metrics in the file name with sync_dist=True",
             ", ".join(names),
         )
     if len(paths) < world_size:
         log.warning(
-            "%d rank(s) did not write their residuals of %s in time: it is saved without them, and a resume loses them",
+            "%d rank(s) did not write their state for %s in time: it is saved without this state, which a resume loses",
             world_size - len(paths),
             path,
         )

@@ -99,7 +99,7 @@ class TokenStream:
         rows = np.empty((len(indices), self.context + 1), np.int64)
         begins = indices * self.context
         first_segments = np.searchsorted(self._ends, begins, side="right")
-        seams = [
+        seams = [  # places in the rows where the next file or span begins
             (number, place)
             for number, (begin, segment) in enumerate(zip(begins.tolist(), first_segments.tolist(), strict=True))
             for place in self._fill(rows[number], begin, segment)

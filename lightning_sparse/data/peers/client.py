@@ -80,6 +80,7 @@ class PeerClient:
                 yield from self._samples(node, frames)
 
     def _samples(self, node: int, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
+        # lightning_sparse.data.peers describes the frames of messages
         if frames[0].bytes != b"have":
             return
         if frames[2].bytes != self._format:
