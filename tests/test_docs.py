@@ -196,7 +196,7 @@ def test_options_are_described_once_in_the_order_of_the_signature() -> None:
 def test_option_of_a_subclass_overrides_the_text_of_its_base() -> None:
     text = MSTopKLocalMixin.__init__.__doc__ or ""
     assert text.count("    exchange: ") == 1
-    assert "not available" in text
+    assert '"auto"`` is only for' in text
     assert "inter_gbps: " not in text
 
 
