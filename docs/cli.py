@@ -12,8 +12,8 @@ from lightning_sparse.cli import COMMANDS
 PAGE = Path(__file__).with_name("cli.md")
 HEAD = """# Command line
 
-This page lists the flags of `lightning-sparse COMMAND`. Commands exit with 0, or with 2 after an error. `doctor` exits
-with 1 if a check fails, and `lab` with the exit code of your command.
+Commands exit with 0, or with 2 after an error. `doctor` exits with 1 if a check fails, and `lab` with the exit code of
+your command.
 """
 
 

@@ -14,6 +14,7 @@ from lightning_sparse.elastic.updates import ElasticConfig
 from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.gradients import HierConfig
 from lightning_sparse.gradients.config import GradientsConfig
+from lightning_sparse.options import descriptions
 from lightning_sparse.pto.callback import PTOMixin
 from lightning_sparse.strategy.elastic import MSTopKElasticMixin
 from lightning_sparse.strategy.fsdp import MSTopKFSDPMixin
@@ -25,8 +26,7 @@ from lightning_sparse.updates import UpdatesConfig
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """# Options
 
-This page lists all options. A name such as `strategy="mstopk_local"` selects the defaults. To set options, pass an
-object:
+A name such as `strategy="mstopk_local"` selects the defaults. To set options, pass an object:
 
 ```python
 from lightning_sparse import MSTopKLocalStrategy
@@ -35,7 +35,7 @@ strategy = MSTopKLocalStrategy(density=0.03)  # for Trainer(strategy=strategy)
 ```
 
 With `lightning.pytorch`, import it first. Strategies pass other options to Lightning's strategy and to
-`DistributedDataParallel`. `help(MSTopKLocalStrategy)` explains each option in detail.
+`DistributedDataParallel`. `help(MSTopKLocalStrategy)` explains all options.
 """
 EXCHANGES = (ExchangeConfig, UpdatesConfig)
 SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -59,14 +59,6 @@ NOTES = {
 }
 
 
-def described(cls: type) -> dict[str, str]:
-    """Return the description of each argument in a docstring, by name."""
-    text = re.split(r"\n    \*\*\w+: ", inspect.getdoc(cls) or "")[0]
-    found = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
-    entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", found[1] if found else "", re.MULTILINE)
-    return {name.strip(): _shorten(said) for names, said in entries for name in names.split(",")}
-
-
 def _shorten(text: str) -> str:
     """Return the first sentence, and the sentences that say when to change the option."""
     first, *others = re.split(r"(?<=\.)\s+(?=[A-Z`\"])", " ".join(text.split()))
@@ -77,9 +69,7 @@ def options(classes: tuple[type, ...]) -> dict[tuple[str, str], str]:
     """Return the default of each (option, sentence) of a class, whose sentences override those of its configs."""
     said: dict[str, str] = {}
     for each in classes:
-        said.update(
-            {name: words for name, words in described(each).items() if not words.startswith(("as `", "see below"))}
-        )
+        said.update({name: _shorten(words) for name, words in descriptions(each).items()})
     given = inspect.signature(classes[-1]).parameters.values()
     return {
         (p.name, said[p.name]): _default(p)

@@ -1,12 +1,14 @@
 """Checks of options, and constructors whose options are the fields of dataclasses.
 
-A check reads an option from an object or a mapping, and raises ValueError: ``name=value must be ...: hint.``
+A check reads an option from an object or a mapping, and raises ValueError: ``name=value must be .... Hint.``
 """
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeVar, get_type_hints
 
@@ -72,7 +74,7 @@ def _value(config: Any, name: str) -> Any:
 
 def _refuse(name: str, value: Any, rule: str, optional: bool, hint: str) -> None:
     rule += ", or None" if optional else ""
-    raise ValueError(f"{name}={value!r} must be {rule}{f': {hint}' if hint else ''}.")
+    raise ValueError(f"{name}={value!r} must be {rule}{f'. {hint[0].upper()}{hint[1:]}' if hint else ''}.")
 
 
 def _range(low: float | None, high: float | None, above: float | None = None, below: float | None = None) -> str:
@@ -107,16 +109,46 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
                     parameters.setdefault(field.name, option.replace(annotation=types[field.name]))
         rest = [others] if takes_others else []
         init.__signature__ = inspect.Signature([*parameters.values(), *rest])  # type: ignore[attr-defined]
-        described = [each for config in configs for each in config.__mro__[-2::-1]]  # base classes first
-        init.__doc__ = "\n\n".join(inspect.getdoc(each) or "" for each in described)
+        said: dict[str, str] = {}
+        for described in (each for config in reversed(configs) for each in reversed(config.__mro__)):
+            said.update(descriptions(described))  # a subclass describes an option better
+        lines = [f"    {name}: {said[name]}" for name in parameters if name in said]
+        init.__doc__ = "\n".join(["Set the options. The class describes the other arguments.", "", "Args:", *lines])
+        # Python's errors about arguments then name the public class.
+        init.__qualname__ = re.sub("(Fabric)?Mixin", "Strategy" if takes_others else "", init.__qualname__)
         return init
 
     return decorate
 
 
-def split_options(given: Mapping[str, Any], *configs: type) -> list[dict[str, Any]]:
+def descriptions(cls: type) -> dict[str, str]:
+    """Return the description of each argument in a docstring, by name."""
+    text = re.split(r"\n    \*\*\w+: ", inspect.getdoc(cls) or "")[0]
+    found = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
+    entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", found[1] if found else "", re.MULTILINE)
+    return {name.strip(): said.strip() for names, said in entries for name in names.split(",")}
+
+
+class UnknownOptionError(TypeError, ValueError):
+    """An option that a class does not have."""
+
+
+_OTHER_NAMES = {"num_workers": ("threads", "workers")}  # torch's name of an option -> ours
+
+
+def refuse_unknown(cls: type, given: Mapping[str, Any], known: Collection[str], otherwise: str = "") -> None:
+    """Refuse options that are not `known`. `otherwise`: the fix if no name is similar."""
+    unknown = sorted(given.keys() - set(known))
+    if not unknown:
+        return
+    ours = [name for each in unknown for name in _OTHER_NAMES.get(each, ()) if name in known]
+    close = [near for name in unknown for near in get_close_matches(name, sorted(known), 1)]
+    fix = f" Use {' and '.join(ours)}." if ours else f" Did you mean {' or '.join(close)}?" if close else otherwise
+    values = ", ".join(f"{name}={given[name]!r}" for name in unknown)
+    raise UnknownOptionError(f"{cls.__name__} has no option{'s' * (len(unknown) > 1)} {values}.{fix}")
+
+
+def split_options(cls: type, given: Mapping[str, Any], *configs: type) -> list[dict[str, Any]]:
+    refuse_unknown(cls, given, inspect.signature(cls).parameters)
     names = [{field.name for field in fields(config)} for config in configs]
-    unknown = sorted(given.keys() - set().union(*names))
-    if unknown:
-        raise TypeError(f"unexpected option(s) {', '.join(unknown)}: the DataModule has no such options.")
     return [{name: value for name, value in given.items() if name in own} for own in names]

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 ALIGNMENT = 64
 """Parts begin at multiples of this many elements, so that vectorised optimizers give bit-identical results."""
 BALANCED = 1.1
-"""Ratio of the largest share to the mean up to which no parameter is divided."""
+"""No parameter is divided while the largest load is at most this multiple of the mean."""
 
 
 class Part(NamedTuple):
-    """Elements [begin, end) of one parameter, in memory order, and the rank of the scope that steps them."""
+    """Elements [begin, end) of one parameter, in memory order, and the rank that steps them."""
 
     owner: int
     begin: int
@@ -77,7 +77,10 @@ def trainable_params(optimizer: Optimizer, known: Collection[int] = ()) -> list[
 def partition(
     numels: Sequence[int], costs: Sequence[int], loads: Sequence[int], cuttable: Sequence[bool]
 ) -> list[Parts]:
-    """Assign whole parameters if that balances the ranks; otherwise divide the costliest parameters among all ranks.
+    """Assign whole parameters if that balances the ranks; otherwise divide the costliest among all ranks.
+
+    Parameters are divided one at a time, until loads are balanced. The parts of a parameter cover all its elements, in
+    order.
 
     Args:
         costs: cost of each parameter's step, in any unit.

@@ -57,6 +57,7 @@ def test_command_line_error_is_one_message_and_exit_code_2(
             "--parameters nan must be the number of parameters",
         ),
         (["lab", "--no-net", "--gbps", "1", "--", "true"], "omit --no-net or --gbps"),
+        (["lab", "--nodes", "0", "--", "true"], "nodes=0 must be from 1 to 250. Use 2 or more to emulate a network."),
     ],
 )
 def test_command_line_error_names_the_fix(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +65,24 @@ def test_command_line_error_names_the_fix(words: list[str], says: str, capsys: p
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lab", "--nodes", "2", "x.py"], "usage: lightning-sparse lab [options] -- COMMAND"),
+        (["cache", "warm", "a", "b", "--storage-options", "key=1"], """'key=1' must be JSON, such as {"key": 1}"""),
+        (["cache", "warm", "a", "b", "--storage-options", "1"], """'1' must be JSON, such as {"key": 1}"""),
+    ],
+)
+def test_wrong_arguments_print_the_usage_of_the_command(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    assert says in capsys.readouterr().err
+
+
 def test_cache_warm_refuses_a_node_beyond_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "source" / "train" / "cats").mkdir(parents=True)
     folders = [str(tmp_path / "source"), str(tmp_path / "cache")]
     assert cli.main(["cache", "warm", *folders, "--nodes", "2", "--node", "2"]) == 2
-    assert "node 2 of 2: nodes are numbered from 0" in capsys.readouterr().err
+    assert "node 2 must be from 0 to 1, because there are 2 nodes." in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Links of documents, Python code in documents and docstrings, and the site."""
 
 import doctest
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse import cli
+from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
+from lightning_sparse.strategy.local import MSTopKLocalMixin
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -170,6 +173,31 @@ def test_python_in_documents_runs(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning", "lightning_fabric", "fabric", "ray"])
+def test_public_classes_have_help_texts(flavour: str) -> None:
+    module = pytest.importorskip(f"lightning_sparse.flavours.{flavour}")
+    classes = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
+    assert classes
+    assert [each.__name__ for each in classes if not each.__doc__] == []
+
+
+def test_options_are_described_once_in_the_order_of_the_signature() -> None:
+    init = CachedImageDataModuleMixin.__init__
+    text = init.__doc__ or ""
+    described = re.findall(r"^    (\w+): ", text, re.MULTILINE)
+    assert described == [name for name in inspect.signature(init).parameters if name in described]
+    assert {"backend", "lists", "limit"} <= set(described)
+    assert "draws the augmentation" in text, "a later class overrides the text"
+    assert init.__qualname__ == "CachedImageDataModule.__init__"
+
+
+def test_option_of_a_subclass_overrides_the_text_of_its_base() -> None:
+    text = MSTopKLocalMixin.__init__.__doc__ or ""
+    assert text.count("    exchange: ") == 1
+    assert '"auto"`` is only for' in text
+    assert "inter_gbps: " not in text
 
 
 # -- docstrings --------------------------------------------------------------------------------------------------------

@@ -51,5 +51,5 @@ def test_option_within_limits_is_accepted(check: Check, value: Any) -> None:
     ],
 )
 def test_option_outside_limits_is_refused_with_its_rule(check: Check, value: Any, rule: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(f'option={value!r} must be {rule}: try another.')}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'option={value!r} must be {rule}. Try another.')}$"):
         check({"option": value}, "option", hint="try another")

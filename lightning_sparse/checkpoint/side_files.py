@@ -67,7 +67,7 @@ class EngineCheckpoint:
         return read_side_file(self.path, self.metadata["save_id"], rank, verify=verify)
 
     def read_all(self, device: torch.device) -> list[list[State]]:
-        """Return the states of all ranks by node, without states that a rank cannot read. A collective of the world."""
+        """Return the states of all ranks by node. Skip a state if any rank cannot read it. A collective."""
         here, size, nodes = dist.get_rank(), dist.get_world_size(), self.metadata["nodes"]
         # One rank verifies each file, so no rank reads all files.
         files = {rank: self.read(rank, verify=rank % size == here) for node in nodes for rank in node}
@@ -91,7 +91,7 @@ class SideFiles:
         self.loaded: list[EngineCheckpoint] = []
         self._kind = kind
         self._counts: Counter[tuple[int, int]] = Counter()
-        self._looked = False
+        self._checked_sharing = False
         self._decided: deque[str] = deque(maxlen=2)  # keys of the last saves
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ class SideFiles:
             entries: entries that a strategy adds to the first file.
 
         Raises:
-            RuntimeError: on all ranks, if a rank could not write, or if side files are missing and the main file would
-                replace a complete checkpoint.
+            RuntimeError: on all other ranks, if a rank could not write; that rank raises its own error. On all ranks,
+                if side files are missing and the main file would replace a complete checkpoint.
         """
         path = os.fspath(path)
         metadata_list = [self.metadata_of(engine, index) for index, engine in enumerate(engines)]
@@ -142,7 +142,7 @@ class SideFiles:
                 write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
         except Exception as error:
             failure, report["error"] = error, f"{type(error).__name__}: {error}"
-        key, task = f"lightning_sparse/{'/'.join(ids)}", "write what they know beside a checkpoint"
+        key, task = f"lightning_sparse/{'/'.join(ids)}", "write their side files"
         # Not a collective: a save may come from a signal handler, or from an exception on one rank.
         verdict, reports = decide(key, json.dumps(report), partial(_verdict, path), timeout, task)
         if len(self._decided) == 2:
@@ -159,16 +159,16 @@ class SideFiles:
                 self._warn_if_not_shared(path, ids[0])
 
     def _warn_if_not_shared(self, path: str, save_id: str) -> None:
-        if self._looked:
+        if self._checked_sharing:
             return
-        self._looked = True
+        self._checked_sharing = True
         fs, folder = _folder(path)
         fs.invalidate_cache(folder)
         unseen = [rank for rank in range(dist.get_world_size()) if not fs.exists(_side_path(path, save_id, rank)[1])]
         if unseen:
             log.warning(
                 "the side files of rank(s) %s are not in %s on rank 0's node: nodes do not share this folder. So a "
-                "resume is exact only on the same nodes, and another number of nodes loses the residuals of these "
+                "resume is exact only on the same nodes, and another number of nodes loses the state of these "
                 "ranks. Save to a folder that all nodes share",
                 _listed(unseen),
                 folder,
@@ -326,12 +326,12 @@ def _verdict(path: str, reports: Reports) -> str:
     told = [None if report is None else json.loads(report) for report in reports]
     error = next((report["error"] for report in told if report is not None and report["error"]), "")
     if error:
-        return f"a rank could not write its residuals of {path} ({error}): a checkpoint of that name stays as it was."
+        return f"a rank could not write its state for {path} ({error}): a checkpoint of that name stays as it was."
     missing = [rank for rank, report in enumerate(told) if report is None]
     # A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
     if missing and (told[0] is None or told[0]["replaces"]):
         return (
-            f"rank(s) {_listed(missing)} did not write their residuals of {path} in time, so the existing checkpoint "
+            f"rank(s) {_listed(missing)} did not write their state for {path} in time, so the existing checkpoint "
             f"stays. Look for errors of these ranks."
         )
     return ""
@@ -341,13 +341,13 @@ def _warn_of_reports(path: str, paths: Sequence[str], world_size: int) -> None:
     names = sorted({os.path.basename(each) for each in paths})
     if len(names) > 1:
         log.warning(
-            "ranks save a checkpoint under different names (%s), so a resume cannot find all residuals. Log the "
-            "metrics in the file name with sync_dist=True",
+            "ranks save a checkpoint under different names (%s), so a resume cannot find the state of all ranks. Log "
+            "the metrics in the file name with sync_dist=True",
             ", ".join(names),
         )
     if len(paths) < world_size:
         log.warning(
-            "%d rank(s) did not write their residuals of %s in time: it is saved without them, and a resume loses them",
+            "%d rank(s) did not write their state for %s in time: it is saved without this state, which a resume loses",
             world_size - len(paths),
             path,
         )

@@ -30,15 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of lightning-sparse and torch")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     chosen = next((word for word in words if word in COMMANDS), None)
+    parsers = {}
     for name, summary in COMMANDS.items():
-        subparser = subcommands.add_parser(name, help=summary)
+        parsers[name] = subparser = subcommands.add_parser(name, help=summary)
         # import only the requested subcommand, so that the command starts fast
         if name == chosen:
             import_module(f"{__name__}.{name}").declare(subparser)
     arguments, unknown = parser.parse_known_args(words[:split])
     if unknown:
         hint = "; put the command after --, for example: lightning-sparse lab --nodes 2 -- python train.py"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if arguments.subcommand == 'lab' else ''}")
+        hint = hint if arguments.subcommand == "lab" else ""
+        parsers[arguments.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     arguments.command = words[split + 1 :]
     try:
         return int(arguments.run(arguments))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
+from typing import Any
 
 from lightning_sparse.data.cache.commands import caches, clear, warm_splits
 from lightning_sparse.data.cache.store import Placement
@@ -19,14 +21,16 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--splits", nargs="+", metavar="NAME", help="splits to copy (default: train, and val and test if they exist)"
     )
     fill.add_argument("--nodes", type=int, default=1, metavar="M", help="copy only this node's share of M nodes")
-    fill.add_argument("--node", type=int, default=0, metavar="I", help="index of this node (SLURM: $SLURM_NODEID)")
+    fill.add_argument(
+        "--node", type=int, default=0, metavar="I", help="index of this node, from 0 (default 0; SLURM: $SLURM_NODEID)"
+    )
     fill.add_argument("--seed", type=int, default=0, help="seed of the run, which decides the samples of each node")
     fill.add_argument("--disk-gb", type=float, metavar="GB", help="size limit per split")
     fill.add_argument("--threads", type=int, default=4, metavar="N", help="reader threads (default %(default)s)")
     skip = "'skip' records corrupt files, so that later runs with on_corrupt='skip' do not read them"
     fill.add_argument("--on-corrupt", choices=("raise", "skip"), default="raise", help=skip)
     options = "arguments for fsspec to open the source, as in CachedImageDataModule"
-    fill.add_argument("--storage-options", type=json.loads, metavar="JSON", help=options)
+    fill.add_argument("--storage-options", type=_options, metavar="JSON", help=options)
     fill.set_defaults(run=_warm)
     fill.add_argument(
         "--bytes", action="store_true", help="cache files of any kind, for CachedDataModule (default: images)"
@@ -34,7 +38,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     named = "CSV or Parquet file that names the samples of a split, as in the option lists"
     fill.add_argument("--list", dest="lists", action="append", type=_pair, metavar="SPLIT=FILE", help=named)
     fill.add_argument("--member", metavar="EXT", help="extension of the shard member that contains the sample")
-    fill.add_argument("--prune", action="store_true", help="first remove cached files that have left the source")
+    fill.add_argument("--prune", action="store_true", help="first remove files that the source no longer has")
     verify = "read the source again; name and replace cached files that differ from it"
     fill.add_argument("--verify", action="store_true", help=verify)
     info = actions.add_parser("info", help="list the caches in a folder")
@@ -44,6 +48,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("cache_dir", help="folder that contains the caches")
     remove.add_argument("--source", help="remove only the cache of this data set")
     remove.set_defaults(run=_clear)
+
+
+def _options(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        options = json.loads(text)
+        if isinstance(options, dict):
+            return options
+    raise argparse.ArgumentTypeError(f'{text!r} must be JSON, such as {{"key": 1}}')
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -12,16 +12,29 @@ from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Run a command on every node of a cluster of network namespaces with rate-limited links."
+    parser.description = (
+        "Run a command on each node of an emulated cluster. Links between nodes have a\n"
+        "limited rate. It needs root, except with --no-net."
+    )
     parser.usage = "lightning-sparse lab [options] -- COMMAND [ARGUMENTS...]"
-    parser.epilog = "Example: lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"
-    parser.add_argument("--nodes", type=int, default=2, metavar="M", help="nodes to emulate (default %(default)s)")
+    parser.epilog = "Example:\n  lightning-sparse lab --nodes 4 --devices 1 --gbps 1 -- python train.py"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--nodes", type=int, default=2, metavar="M", help="nodes to emulate, 1 to 250 (default %(default)s)"
+    )
     parser.add_argument("--devices", type=int, default=2, metavar="L", help="ranks per node (default %(default)s)")
     parser.add_argument(
-        "--gbps", type=float, metavar="R", help="bandwidth of a node's link, in Gbit/s per direction (default 1)"
+        "--gbps",
+        type=float,
+        metavar="R",
+        help="bandwidth of a node's link, in Gbit/s per direction, 0.001 to 100 (default 1)",
     )
     parser.add_argument(
-        "--rtt-ms", type=float, default=0.0, metavar="T", help="round-trip time between nodes, in ms (default 0)"
+        "--rtt-ms",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="round-trip time between nodes, 0 to 10,000 ms (default 0)",
     )
     parser.add_argument(
         "--no-net", action="store_true", help="use loopback: needs no root, but does not limit the rate"
@@ -30,7 +43,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--storage", type=Path, metavar="DIR", help="folder that nodes can access only over the network"
     )
     parser.add_argument(
-        "--storage-gbps", type=float, metavar="R", help="bandwidth of the storage node's link, in Gbit/s"
+        "--storage-gbps",
+        type=float,
+        metavar="R",
+        help="bandwidth of the storage node's link, in Gbit/s (default: as --gbps)",
     )
     parser.add_argument("--cpu", action="store_true", help="hide all GPUs")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write exit codes and link traffic as JSON")

@@ -400,13 +400,14 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Estimate the communication time, step time, and traffic of DDP and of the strategies of this package on a "
-        "cluster. Runs nothing."
+        "Estimate the communication time, step time, and traffic of DDP and of the strategies\n"
+        "of this package on a cluster. It runs no training."
     )
     parser.epilog = (
-        "Example: lightning-sparse plan --model resnet50 --nodes 16 --devices 8 --inter-gbps 25 --intra-gbps 1200 "
-        "--compute-ms 107"
+        "Example:\n  lightning-sparse plan --model resnet50 --nodes 16 --devices 8 \\\n"
+        "      --inter-gbps 25 --intra-gbps 1200 --compute-ms 107"
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # does not break lines inside --intra-gbps
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"{', '.join(SIZES)}, or any model of torchvision or timm")
     model.add_argument("--parameters", type=float, metavar="N", help="number of parameters, for example 25.6e6")
@@ -416,13 +417,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inter-gbps", type=float, required=True, metavar="R", help=inter)
     intra = "bandwidth of one device inside its node, in Gbit/s (required if --devices > 1)"
     parser.add_argument("--intra-gbps", type=float, metavar="R", help=intra)
-    compared = "densities to compare (default 0.01 0.001)"
+    compared = "densities in (0, 1]; the first one is recommended (default 0.01 0.001)"
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help=compared)
     steps = "optimizer steps of the whole run: shows how often each entry is sent, and the effect on the loss"
     parser.add_argument("--steps", type=int, metavar="N", help=steps)
     size = "bytes per gradient (default 4, also with automatic mixed precision)"
     parser.add_argument("--bytes-per-gradient", type=int, default=4, choices=(2, 4), help=size)
-    parser.add_argument("--compute-ms", type=float, metavar="T", help="forward and backward time of one device's batch")
+    parser.add_argument(
+        "--compute-ms", type=float, metavar="T", help="forward and backward time of one device's batch, in ms"
+    )
     parser.add_argument("--json", action="store_true", help="print only JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="plot the step time over the number of nodes (.svg, .png, or .pdf)"

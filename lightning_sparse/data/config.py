@@ -2,10 +2,11 @@
 
 import ipaddress
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -52,26 +53,29 @@ class CacheConfig:
     Args:
         source: Folder of the data set: a path or an fsspec URL.
         cache_dir: Folder on a local disk of each node. Runs may share it.
-        memory_gb: Memory limit per node and split, in GB. Default: half of the free memory.
-        disk_gb: Disk limit per split, in GB. Default: all free space except a reserve.
+        memory_gb: Memory limit per node and split, in GB. Samples above the limit are read from local disk. Default:
+            half of the free memory.
+        disk_gb: Disk limit per split, in GB. Default: all free space except 1 GiB, or 5% of a smaller
+            disk.
         lists: CSV or Parquet file of each split, such as ``{"train": "train.csv", "val": "val.csv"}``. Columns: path
             (relative to the source), then one or more labels. The first label may be a name.
         member: Extension of the member of a WebDataset shard that is the sample, such as ``"npy"``. Required if a
             sample has several members other than its label (``.cls``). For Parquet files, the column of samples.
         format: Format in memory: pixels, image files, or pixels if they fit; "bytes" for files that are not images.
-        short_side: Shorter side of decoded images, in pixels.
-        shuffle: Order of the samples, ``"global"`` or ``"local"``. See `lightning_sparse.data.pipeline.sampler`.
+        short_side: Shorter side of decoded images, in pixels. Range: 1 to 16384.
+        shuffle: Batches have samples of all nodes (``"global"``), or only the node's own samples, without traffic
+            (``"local"``).
         on_corrupt: How to handle an unreadable file: ``"raise"`` an error that names it, or ``"skip"`` and use another
             sample.
         seed: Seed of the order of samples. It also places samples on nodes.
         storage_timeout: Seconds to wait for storage that does not respond before the run fails.
-        storage_readers: Number of files that each process reads from network storage at a time.
+        storage_readers: Number of files that each process reads from network storage at a time. Range: 1 to 256.
         peer_address: Address or interface on which a node serves samples to others. Default: the interface of the
             process group.
         peer_ports: First and last port to serve samples on, for a firewall. A node uses one port per split. Default:
             any free port.
-        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``. The
-            repr omits them.
+        storage_options: Arguments for fsspec to open the source, such as ``{"endpoint_url": "http://minio:9000"}``.
+            ``repr()`` hides them.
     """
 
     source: str
@@ -110,19 +114,20 @@ class CacheConfig:
                 "folder on a local disk of each node."
             )
         one_of(self, "format", ("auto", "jpeg", "decoded", "bytes"))
-        one_of(self, "shuffle", SHUFFLES)
+        one_of(self, "shuffle", SHUFFLES, hint="Use 'global' to draw batches from all samples")
         one_of(self, "on_corrupt", ("raise", "skip"))
         number(self, "memory_gb", low=0, optional=True, hint="omit it to use the default")
         number(self, "disk_gb", low=0, optional=True, hint="omit it to use the default")
         whole(self, "short_side", low=1, high=16384, hint="use 256 pixels to train at 224")
         number(self, "storage_timeout", above=0, hint="it is a number of seconds")
         whole(self, "storage_readers", low=1, high=256, hint="it is the number of files read at a time")
-        if self.peer_ports is not None and not 1 <= self.peer_ports[0] <= self.peer_ports[-1] <= 65535:
-            raise ValueError(
-                f"peer_ports={self.peer_ports} must be the first and the last port of a range, such as (29600, 29699)."
-            )
+        whole(self, "seed")
+        ports = self.peer_ports
+        if ports is not None and not (_are(Integral, ports, 2) and 1 <= ports[0] <= ports[1] <= 65535):
+            raise ValueError(f"peer_ports={ports!r} must be two ports, first and last. Use (29600, 29699).")
         _check_storage(self.source, self.storage_options)
-        _check_lists(self.lists)
+        if self.lists is not None:
+            object.__setattr__(self, "lists", _checked_lists(self.lists))
         if self.peer_address is not None:
             _check_address(self.peer_address)
 
@@ -158,20 +163,24 @@ def _check_storage(source: str, options: dict[str, Any] | None) -> None:
             ) from error
 
 
-def _check_lists(lists: dict[str, str] | None) -> None:
-    if lists is None:
-        return
-    unknown = [name for name in lists if name not in SPLITS]
-    if "train" not in lists or unknown:
+def _are(kind: type, values: object, count: int) -> bool:
+    each = list(values) if isinstance(values, Iterable) else []
+    return len(each) == count and all(isinstance(one, kind) and not isinstance(one, bool) for one in each)
+
+
+def _checked_lists(lists: object) -> dict[str, str]:
+    if not isinstance(lists, Mapping) or "train" not in lists or not set(lists) <= set(SPLITS):
         raise ValueError(
-            f"lists={lists} must give a file for train, and may give one for val and test, as in "
+            f"lists={lists!r} must give a file for train, and may give a file for val and test. Use "
             "{'train': 'train.csv', 'val': 'val.csv'}."
         )
-    for file in lists.values():
+    files = {split: str(file) for split, file in lists.items()}
+    for file in files.values():
         if not file.endswith((".csv", ".parquet")):
             raise ValueError(f"the list {file!r} must be a .csv or a .parquet file.")
         if file.endswith(".parquet") and not is_installed("pyarrow"):
             raise ValueError(f"the list {file!r} needs pyarrow: `pip install pyarrow`, or give a .csv file.")
+    return files
 
 
 def _check_address(text: str) -> None:
@@ -186,9 +195,9 @@ def _check_address(text: str) -> None:
         )
 
 
-def check_limit(limit: int | float | None) -> None:
-    whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
-    if limit is not None and not whole and not 0 < limit < 1:
+def check_limit(limit: Any) -> None:
+    is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
+    if limit is not None and not is_count and not (isinstance(limit, Real) and 0 < float(limit) < 1):
         raise ValueError(f"limit={limit!r} must be a number of samples, 1 or more, or a fraction of them below 1.")
 
 
@@ -234,14 +243,15 @@ class ImageOptions:
 
     Args:
         image_size: Height and width of the images in a batch, or {first epoch: size} to start with small images.
-        backend: Decoder: ``"dali"``, ``"torch"``, or ``"auto"`` for the faster one. A resumed run keeps the choice.
+        backend: Decoder: ``"dali"``, ``"torch"`` or ``"auto"``. ``"auto"`` uses DALI on a GPU if it is installed, else
+            torch. A resumed run keeps the choice.
         crop_scale: Range of the area of a random crop, as a fraction of the image's area.
         flip: Probability of a horizontal flip.
         eval_resize: Shorter side of an image in validation and test before the center crop, in pixels. Default: 8/7 of
-            image_size, such as 256 for 224; below 64, image_size, so that small images are not cropped.
+            image_size, such as 256 for 224; image_size if it is below 64.
         mean: Mean per channel for normalization, for pixels in [0, 1].
         std: Standard deviation per channel for normalization, for pixels in [0, 1].
-        threads: Number of threads per rank that make batches. Default: its share of the CPU cores.
+        threads: Number of threads per rank that make batches. Default: the rank's share of the CPU cores, at most 16.
         seed: Seed of the order of samples. It also places samples on nodes and draws the augmentation.
     """
 
@@ -256,27 +266,29 @@ class ImageOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        largest, (low, high) = max(self.sizes.values()), self.crop_scale
-        one_of(self, "backend", BACKENDS)
-        if not 0 < low <= high <= 1:
+        largest, area = max(self.sizes.values()), self.crop_scale
+        hint = "Use 'dali' to decode on the GPU" if self.backend in ("gpu", "cuda") else ""
+        one_of(self, "backend", BACKENDS, hint=hint)
+        if not _are(Real, area, 2) or not 0 < area[0] <= area[1] <= 1:
             raise ValueError(
-                f"crop_scale={self.crop_scale} must be two fractions of the area, 0 < least <= greatest <= 1."
+                f"crop_scale={area!r} must be two fractions of the image's area, least and greatest. Use (0.08, 1.0)."
             )
         number(self, "flip", low=0, high=1, hint="it is a probability")
         hint = f"the largest image_size, {largest}, is cropped from it; {largest} crops the largest square"
         whole(self, "eval_resize", low=largest, optional=True, hint=hint)
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+        if not _are(Real, self.mean, 3) or not _are(Real, self.std, 3) or not min(self.std) > 0:
             raise ValueError(
-                f"mean={self.mean}, std={self.std} must be three numbers each, for red, green and blue in [0, 1], with "
-                f"each std above 0."
+                f"mean={self.mean!r}, std={self.std!r} must be three numbers each, for red, green and blue in [0, 1]. "
+                "Each std must be above 0."
             )
+        whole(self, "seed")
         whole(self, "threads", low=1, optional=True, hint="None uses a share of the CPU cores")
 
     @cached_property
     def sizes(self) -> dict[int, int]:
         given = self.image_size
         sizes = dict(sorted(given.items())) if isinstance(given, Mapping) else {0: given}
-        are_whole = all(isinstance(number, int) for pair in sizes.items() for number in pair)
+        are_whole = all(_are(int, pair, 2) for pair in sizes.items())
         if not are_whole or 0 not in sizes or min(sizes) < 0 or min(sizes.values()) < 1:
             raise ValueError(
                 f"image_size={given!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
@@ -316,4 +328,5 @@ class SampleOptions:
         function(self, "decode")
         for name in ("transform", "eval_transform", "collate"):
             function(self, name, optional=True)
+        whole(self, "seed")
         whole(self, "workers", low=0, optional=True, hint="None uses a share of the CPU cores")

@@ -18,7 +18,7 @@ from lightning_sparse.data.pipeline.loader import EvalLoader, TrainLoader
 from lightning_sparse.data.session import DataOptions, Formats, Session, open_session
 from lightning_sparse.data.sources.listing import classes_of
 from lightning_sparse.messages import class_repr
-from lightning_sparse.options import split_options, with_options_of
+from lightning_sparse.options import one_of, split_options, with_options_of
 
 _Host: Any = object  # LightningDataModule, of which the mixins use `trainer`
 _MEANS = ("mean", "avg", ReduceOp.AVG)
@@ -72,9 +72,8 @@ class DataModuleMixin(_Host):
     def teardown(self, stage: str) -> None:
         self._close()
 
-    # No collectives here: other ranks may have ended.
     def on_exception(self, exception: BaseException) -> None:
-        self._close()
+        self._close()  # no collectives here: other ranks may have ended
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -183,7 +182,7 @@ class CachedMixin(DataModuleMixin):
         return self._resume(loader)
 
     def val_dataloader(self) -> EvalLoader:
-        """Return the loader of this rank's validation samples, in order; in a test, of its test samples."""
+        """Return the loader of this rank's validation samples, in order. In a test, it returns test samples."""
         return self._opened().eval_loader()
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -235,8 +234,7 @@ class CachedDataModuleMixin(CachedMixin):
     Without labels, a batch is the samples alone. With `with_indices`, the indices int64 [B] follow.
 
     Args:
-        source, cache_dir, decode, batch_size: see below.
-        **options: other options of `CacheConfig` except ``format`` and ``short_side``, of `SampleOptions` and of
+        **options: options of `CacheConfig` except ``format`` and ``short_side``, of `SampleOptions` and of
             `DataOptions`: ``help(CachedDataModule.__init__)``.
 
     Raises:
@@ -247,7 +245,7 @@ class CachedDataModuleMixin(CachedMixin):
     def __init__(
         self, source: str, cache_dir: str, decode: Callable[[bytes], Any], batch_size: int = 64, **options: Any
     ) -> None:
-        samples, loading, cache = split_options(options, SampleOptions, DataOptions, CacheConfig)
+        samples, loading, cache = split_options(type(self), options, SampleOptions, DataOptions, CacheConfig)
         config = CacheConfig(
             source=str(source), cache_dir=str(cache_dir), format="bytes", short_side=CacheConfig.short_side, **cache
         )
@@ -262,16 +260,11 @@ class CachedImageDataModuleMixin(CachedMixin):
     and flips. Batches are (images float32 [B, 3, size, size], labels int64 [B]).
 
     Args:
-        source, cache_dir, batch_size: as `CachedDataModule`.
-        image_size: as `ImageOptions`.
         sample_format: Format in memory: ``"decoded"`` pixels, ``"jpeg"`` files, or ``"auto"`` for pixels if they fit.
         short_side: Shorter side of decoded images, in pixels. Default: 8/7 of the largest image_size, or eval_resize if
             that is more.
         **options: options of `ImageOptions`, of `DataOptions`, and of `CacheConfig`:
             ``help(CachedImageDataModule.__init__)``.
-
-    Raises:
-        ValueError: if an argument is out of range.
     """
 
     @with_options_of(ImageOptions, DataOptions, CacheConfig, without=("format",))
@@ -286,7 +279,9 @@ class CachedImageDataModuleMixin(CachedMixin):
         short_side: int | None = None,
         **options: Any,
     ) -> None:
-        images, loading, cache = split_options(options, ImageOptions, DataOptions, CacheConfig)
+        hint = "For other files, use CachedDataModule"
+        one_of({"sample_format": sample_format}, "sample_format", ("auto", "jpeg", "decoded"), hint=hint)
+        images, loading, cache = split_options(type(self), options, ImageOptions, DataOptions, CacheConfig)
         samples = ImageOptions(image_size=image_size, **images)
         if short_side is None:
             short_side = max(-(-max(samples.sizes.values()) * 8 // 7), samples.eval_resize or 0)

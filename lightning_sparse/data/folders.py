@@ -2,8 +2,8 @@
 
 ::
 
-    <cache_dir>/v2-<hash of the source>/     mode 0700, one per source and version of the layout, and
-                                             another folder for files that are not images (format="bytes")
+    <cache_dir>/v2-<hash of the source>/     mode 0700, one for each source and version of the layout.
+                                             Files that are not images (format="bytes") have their own folder.
         cache.json                           the source, for `lightning-sparse cache info`
         <split>.manifest                     list of the samples
         <split>.lmdb/                        the files
@@ -56,7 +56,8 @@ def cache_folder(config: CacheConfig) -> Path:
     """Return the cache folder of the source; create it if needed.
 
     Raises:
-        DataError: if the folder cannot be created, belongs to another user, or is on a network file system.
+        DataError: if the folder cannot be created, belongs to another user, or is on a network file system. A filled
+            cache that this user can only read is used without a check of its owner.
     """
     folder = cache_path(config)
     root = folder.parent
@@ -123,9 +124,8 @@ def write_private(path: Path, data: bytes) -> None:
 def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on a file or an existing folder on this node.
 
-    Unless `quiet`, it logs that it waits for another process.
+    Unless `quiet`, it logs that it waits for another process. Without write access, it takes no lock.
     """
-    # a folder that cannot be written has no file to lock
     if not path.is_dir() and not os.access(path.parent, os.W_OK):
         yield
         return

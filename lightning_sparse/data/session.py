@@ -40,6 +40,7 @@ from lightning_sparse.data.sources.listing import cached_manifest, classes_of, h
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import MissingFolderError
 from lightning_sparse.messages import ensure_log_handler, log
+from lightning_sparse.options import flag
 from lightning_sparse.topology import Topology, find_nodes
 
 
@@ -105,12 +106,12 @@ class DataOptions:
         cache: Where samples come from.
         samples: How samples become batches.
         batch_size: Number of samples per device and step.
-        val_fraction: Fraction of train/ to validate on, instead of val/, equal in every run.
-        with_indices: Add the indices of its samples to each batch. An index is a row of the list, or a place in the
-            sorted folder; with a limit, a place among the selected samples. A replacement has the index of the corrupt
-            sample.
+        val_fraction: Fraction of train/ to validate on, between 0 and 1. Every run uses the same samples.
+        with_indices: Add the indices of its samples to each batch. An index counts from 0. It is a row of the list, or
+            a place in the sorted folder; with a limit, a place among the selected samples. A replacement has the index
+            of the corrupt sample.
         limit: Number or fraction of the training samples to use, for a trial. They are spread evenly over the classes,
-            and equal in every run. Others are not read.
+            and equal in every run.
     """
 
     cache: CacheConfig
@@ -124,6 +125,7 @@ class DataOptions:
         check_batch_size(self)
         check_limit(self.limit)
         check_fraction(self)
+        flag(self, "with_indices")
         largest = max(self.sizes.values()) if self.sizes else 0
         if self.cache.short_side < largest:
             raise ValueError(

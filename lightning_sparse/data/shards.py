@@ -417,6 +417,8 @@ def files_of(path: str | Path) -> list[TokenFile]:
             raise ValueError(
                 f"{file} is a link to {os.readlink(file)}, which does not exist: repair or remove the link."
             )
+    if not path.exists() and ":/" not in str(path):
+        raise ValueError(f"{path} does not exist. Check the path.")
     if not paths or not paths[0].exists():
         raise ValueError(
             f"{path} is neither a file of token ids nor a folder with *.bin files. Write one with `lightning-sparse "

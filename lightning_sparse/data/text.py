@@ -1,6 +1,6 @@
 """Text to token ids: the documents of text shards, and tokenizers by name.
 
-Tokenizers encode a document in blocks, so that its size is not limited by memory.
+Tokenizers encode a document in blocks, so that memory does not limit the size of a ``.txt`` file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def documents(name: str, file: BinaryIO) -> Iterator[Document]:
     each row of ``.parquet`` in its column `text`. In ``.tar``, each member is a document: a ``.txt`` file, or the field
     `text` of a ``.json`` file.
 
-    If the contents are damaged or do not match the suffix, reading the last document raises the error.
+    A damaged document raises the error when it is read. For a damaged shard, an additional last document raises it.
     """
     kinds: dict[str, Callable[[Any], Iterator[Document]]] = {
         ".txt": lambda file: iter([Document("", _blocks_of(file))]),
@@ -85,8 +85,7 @@ def _readable(blocks: Iterator[bytes]) -> Iterator[bytes]:
     except (OSError, NotImplementedError) as error:
         if isinstance(error, UNREADABLE):
             raise
-        # For damaged contents, some readers such as bz2 raise OSError, which elsewhere means an error of the cache
-        # folder.
+        # An OSError usually means a problem with the cache. So report damaged contents as ValueError.
         raise ValueError(" ".join(str(error).split())) from error
 
 
@@ -146,6 +145,7 @@ def _row(scalar: Any) -> Iterator[bytes]:
     yield text.encode() if isinstance(text, str) else text or b""
 
 
+TOKENIZERS = "'bytes', 'tiktoken:<encoding>' or 'tokenizers:<file>'"
 BYTES = 256  # ids without a tokenizer
 BLOCK = 1 << 17  # characters of a document that are encoded at a time
 OVERLAP = 1 << 10  # characters before and after a block, which are encoded with it
@@ -165,7 +165,7 @@ class Tokenizer:
 
     Args:
         identity: differs between tokenizers that may give different ids.
-        encode: yields the ids of a document in blocks. Its input is UTF-8.
+        encode: yields the ids of a document in blocks, without its end. Its input is UTF-8.
         end: id at the end of each document.
     """
 
@@ -185,14 +185,13 @@ def tokenizer_of(name: str) -> Tokenizer:
     if name == "bytes":
         return Tokenizer(name, _bytes_of, BYTES, 0)  # 0, which is rare in text, ends a document
     if kind not in ("tiktoken", "tokenizers") or not which:
-        raise ValueError(
-            f"tokenizer={name!r} must be 'bytes', an encoding such as 'tiktoken:gpt2', or a file such as "
-            "'tokenizers:/data/tokenizer.json'."
-        )
+        raise ValueError(f"tokenizer={name!r} must be {TOKENIZERS}. Use 'tiktoken:gpt2', for example.")
     try:
         return _tiktoken(which) if kind == "tiktoken" else _tokenizers(Path(which))
     except ImportError as error:
         raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install {kind}`.") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"tokenizer={name!r} does not exist. Give the path of an existing tokenizer.json.") from error
     except Exception as error:  # raised by the package for an unusable name or file
         raise ValueError(f"tokenizer={name!r} cannot be used ({type(error).__name__}: {error}).") from error
 

@@ -6,6 +6,7 @@ A file ``<name>.bin`` contains the ids, uint16 or uint32, little-endian. ``<name
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from lightning_sparse.data.shards import (
     log_unused_files,
     verified_in_place,
 )
+from lightning_sparse.data.text import TOKENIZERS
 from lightning_sparse.data.windows import (
     DOCUMENTS,
     Documents,
@@ -76,8 +78,8 @@ class TokenDataModuleMixin(DataModuleMixin):
     """DataModule for token ids, and for text, which it tokenizes once.
 
     A sample is a window of ``context + 1`` tokens. The inputs of windows do not overlap. Each epoch uses every window
-    once, in an order that depends only on (seed, epoch). A resumed run continues with the next batch, even on another
-    number of nodes.
+    at least once; the last steps may repeat some. A mixture is an exception (see `train`). The order depends only on
+    (seed, epoch). A resumed run continues with the next batch, even on another number of nodes.
 
     ``.bin`` files on a local disk, such as `lightning_sparse.data.tokens.prepare` writes, are used in place. Other
     sources need `cache_dir`: each host reads each file from storage once, tokenizes text, and keeps the ids there.
@@ -151,6 +153,12 @@ class TokenDataModuleMixin(DataModuleMixin):
         if vocab_size is not None:
             check_vocab_size(vocab_size)
         check_limit(limit)
+        whole({"seed": seed}, "seed")
+        if not isinstance(tokenizer, str):
+            raise ValueError(f"tokenizer={tokenizer!r} must be {TOKENIZERS}. Omit it to use 'bytes'.")
+        for name, path in (("val", val), ("test", test)):
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise ValueError(f"{name}={path!r} must be a path.")
         self._weights = _weights_of(train)
         self._documents, self._limit = documents, limit
         self._paths = {split: str(path) for split, path in (("val", val), ("test", test)) if path is not None}
@@ -350,8 +358,10 @@ def _prepared(source: TokenSource, topology: Topology) -> list[Path]:
 
 
 def _weights_of(train: str | Path | Mapping[str, float]) -> dict[str, float]:
-    if not isinstance(train, Mapping):
+    if isinstance(train, (str, os.PathLike)):
         return {str(train): 1.0}
+    if not isinstance(train, Mapping):
+        raise ValueError(f"train={train!r} must be a path, or a dict of paths and weights.")
     if not train:
         raise ValueError("train={} names no source: give a path, or paths with weights.")
     for path, weight in train.items():

@@ -40,6 +40,8 @@ class TokenStream:
 
     Args:
         context: number of tokens that a model sees; a window has one more, the last target.
+        documents: "joined" ignores the ends of documents. "separate" masks targets across ends and adds positions. The
+            end of a file or span also ends a document.
         spans: parts of the corpus to use; default: all of it. Adjacent parts are joined.
     """
 
@@ -97,7 +99,7 @@ class TokenStream:
         rows = np.empty((len(indices), self.context + 1), np.int64)
         begins = indices * self.context
         first_segments = np.searchsorted(self._ends, begins, side="right")
-        seams = [
+        seams = [  # places in the rows where the next file or span begins
             (number, place)
             for number, (begin, segment) in enumerate(zip(begins.tolist(), first_segments.tolist(), strict=True))
             for place in self._fill(rows[number], begin, segment)
@@ -292,8 +294,8 @@ def mixed(parts: Sequence[TokenWindows], weights: Sequence[float], seed: int) ->
 def split(stream: TokenStream, fraction: float) -> tuple[TokenWindows, TokenWindows]:
     """Return windows to train on, and windows of about this fraction of the tokens to validate on.
 
-    Validation windows come from whole documents, drawn at random but equally for all seeds. If the ends of documents
-    are unknown, windows are drawn instead.
+    Validation windows come from whole documents, and the random draw is the same for all seeds. If the ends of
+    documents are unknown, windows are drawn instead.
     """
     corpus = stream.corpus
     if not corpus.has_ends:

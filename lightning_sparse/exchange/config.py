@@ -19,24 +19,19 @@ class ExchangeConfig:
     """Options of the exchange between nodes.
 
     Args:
-        density: Fraction of the entries of each shard that nodes exchange, in (0, 1]: 0.01 is 1%. Use 0.03 to 0.1 for
-            short runs.
+        density: Fraction of elements that nodes exchange, above 0, at most 1. 0.01 is 1%. Use 0.03 to 0.1 for short
+            runs.
         exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense"``, ``"dense16"`` or ``"auto"``.
             ``"sparse"`` sends the K largest entries of each node to all others. ``"regional"`` finds approximately the
             K largest entries of all nodes together, so its traffic does not grow with the number of nodes. ``"dense"``
-            sends everything, ``"dense16"`` everything as bfloat16, with the rounding error in the residual. ``"auto"``
+            sends everything. ``"dense16"`` sends everything as bfloat16 and sends the rounding error later. ``"auto"``
             measures both networks in the first step, and selects the fastest of sparse, dense and dense16 for each
-            group of parameters (no dense16 if ``value_dtype`` is float32). If two paths are almost equally fast, it
-            selects the path that leaves out fewer entries.
+            group of parameters (no dense16 if ``value_dtype`` is float32).
         value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``. ``"2bit"`` stores a
-            sign and one of two levels per value; each block of 65,536 elements has its own levels. The rounding error
-            is sent later.
-        overlap: Run the exchange in the background. Set False to debug hangs.
+            sign and one of two levels per value. The rounding error is sent later.
+        overlap: Run the exchange in the background. Set it to False to debug hangs.
         inter_gbps: Bandwidth of a node's link in Gbit/s, for ``exchange="auto"``. With it, "auto" compares the number
             of bytes instead of measuring, so all runs make the same choice.
-
-    Raises:
-        ValueError: with the value, the rule and the fix.
     """
 
     density: float = 0.01
@@ -46,12 +41,14 @@ class ExchangeConfig:
     inter_gbps: float | None = None
 
     def __post_init__(self) -> None:
-        options.number(self, "density", above=0, high=1, hint="0.01 sends 1% of the entries, exchange='dense' all")
-        options.one_of(self, "exchange", get_args(ExchangeName))
+        options.number(
+            self, "density", above=0, high=1, hint="Use 0.01 for 1%; to send everything, use exchange='dense'"
+        )
+        options.one_of(self, "exchange", get_args(ExchangeName), hint="Use 'sparse' for top-k")
         hint = "use 'bfloat16', which has as many bytes" if str(self.value_dtype) == "float16" else ""
         options.one_of(self, "value_dtype", get_args(ValueDtype), hint=hint)
         options.number(self, "inter_gbps", above=0, optional=True, hint="a rate in Gbit/s; None measures it")
-        options.flag(self, "overlap")
+        options.flag(self, "overlap", hint="Use True, or False to debug hangs")
         if self.inter_gbps is not None and self.exchange != "auto":
             raise ValueError(
                 f"inter_gbps={self.inter_gbps!r} applies only to exchange='auto', but exchange={self.exchange!r}. Omit "

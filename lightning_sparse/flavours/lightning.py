@@ -16,40 +16,40 @@ from lightning_sparse.strategy.local import MSTopKLocalMixin
 
 
 class MSTopKHierStrategy(MSTopKHierMixin, DDPStrategy):
-    pass
+    __doc__ = MSTopKHierMixin.__doc__
 
 
 class MSTopKLocalStrategy(MSTopKLocalMixin, DDPStrategy):
-    pass
+    __doc__ = MSTopKLocalMixin.__doc__
 
 
 class MSTopKElasticStrategy(MSTopKElasticMixin, DDPStrategy):
-    pass
+    __doc__ = MSTopKElasticMixin.__doc__
 
 
 class MSTopKElasticFSDPStrategy(MSTopKElasticFSDPMixin, ModelParallelStrategy):
-    pass
+    __doc__ = MSTopKElasticFSDPMixin.__doc__
 
 
 class MSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):
-    pass
+    __doc__ = MSTopKFSDPMixin.__doc__
 
 
 class CommStatsCallback(CommStatsMixin, Callback):
-    pass
+    __doc__ = CommStatsMixin.__doc__
 
 
 class PTOCallback(PTOMixin, Callback):
-    pass
+    __doc__ = PTOMixin.__doc__
 
 
 class CachedDataModule(CachedDataModuleMixin, LightningDataModule):
-    pass
+    __doc__ = CachedDataModuleMixin.__doc__
 
 
 class CachedImageDataModule(CachedImageDataModuleMixin, LightningDataModule):
-    pass
+    __doc__ = CachedImageDataModuleMixin.__doc__
 
 
 class TokenDataModule(TokenDataModuleMixin, LightningDataModule):
-    pass
+    __doc__ = TokenDataModuleMixin.__doc__

@@ -11,20 +11,20 @@ from lightning_sparse.strategy.local import MSTopKLocalFabricMixin
 
 
 class MSTopKHierStrategy(MSTopKHierFabricMixin, DDPStrategy):
-    pass
+    __doc__ = MSTopKHierFabricMixin.__doc__
 
 
 class MSTopKLocalStrategy(MSTopKLocalFabricMixin, DDPStrategy):
-    pass
+    __doc__ = MSTopKLocalFabricMixin.__doc__
 
 
 class MSTopKElasticStrategy(MSTopKElasticFabricMixin, DDPStrategy):
-    pass
+    __doc__ = MSTopKElasticFabricMixin.__doc__
 
 
 class MSTopKElasticFSDPStrategy(MSTopKElasticFSDPFabricMixin, ModelParallelStrategy):
-    pass
+    __doc__ = MSTopKElasticFSDPFabricMixin.__doc__
 
 
 class MSTopKFSDPStrategy(MSTopKFSDPFabricMixin, ModelParallelStrategy):
-    pass
+    __doc__ = MSTopKFSDPFabricMixin.__doc__

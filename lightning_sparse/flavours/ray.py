@@ -18,11 +18,11 @@ except ModuleNotFoundError:
 
 
 class RayMSTopKHierStrategy(MSTopKHierMixin, RayDDPStrategy):
-    pass
+    __doc__ = MSTopKHierMixin.__doc__
 
 
 class RayMSTopKLocalStrategy(MSTopKLocalMixin, RayDDPStrategy):
-    pass
+    __doc__ = MSTopKLocalMixin.__doc__
 
 
 class RayMSTopKFSDPStrategy(MSTopKFSDPMixin, ModelParallelStrategy):

@@ -34,7 +34,7 @@ class GradientsConfig(ExchangeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("warmup_epochs", "warmup_steps"):
-            options.whole(self, name, low=0, optional=True, hint="0 turns it off")
+            options.whole(self, name, low=0, optional=True, hint="Use 0 for no warm-up")
 
     @property
     def wants_warmup(self) -> bool:

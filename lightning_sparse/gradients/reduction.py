@@ -15,8 +15,10 @@ step                 where           in -> out                                  
 4 gather             inside node m   shard_S -> grad_N                                       0
 ==================== =============== ======================================================= ======================
 
-Steps 2 and 3 are a path (lightning_sparse.exchange.paths), such as the sparse path above. All ranks choose the same
-path, and a dense path until the layout is settled.
+A path (lightning_sparse.exchange.paths) implements steps 2 and 3. The path "flat"
+replaces all four steps with one all-reduce. All ranks choose the same path, and a dense path until the layout is
+settled. The new residual counts only after the optimizer step (lightning_sparse.gradients.residual). Stages and lanes:
+lightning_sparse.exchange.lanes. Buckets: groups.py.
 """
 
 from collections.abc import Sequence
@@ -47,12 +49,12 @@ class Reduction:
         self._transfers = [self._begin(part) for part in bucket.groups]
         if unused is not None and bucket.last:
             self._used = unused.agree(comm, bucket.flat_N.device)  # here, because only this lane uses the world's group
-        return self._used_later()
+        return self._tensors_in_use()
 
     def transfer(self) -> Sequence[Tensor]:
         for each in self._transfers:
             each.transfer()
-        return self._used_later()
+        return self._tensors_in_use()
 
     def apply(self) -> Sequence[Tensor]:
         for part, transfer in zip(self._bucket.groups, self._transfers, strict=True):
@@ -68,7 +70,7 @@ class Reduction:
             self._state.end_round(self._used)
         return ()
 
-    def _used_later(self) -> list[Tensor]:
+    def _tensors_in_use(self) -> list[Tensor]:
         tensors = [tensor for each in self._transfers for tensor in each.tensors]
         tensors += [part.grad_N for part in self._bucket.groups]
         if self._state.unused is not None and self._used is not None:
@@ -87,7 +89,7 @@ class Reduction:
     def _contribution(self, part: BucketGroup) -> Shard:
         state, comm, path = self._state, self._state.exchange.communicator, part.path
         grad_N, share = part.grad_N, 1.0 / state.topology.world_size
-        # Before the sum, as DDP does, for the same bits. In fp16, the sum could also exceed 65,504.
+        # Divide before the sum, as DDP does, to get the same bits. In fp16, the sum could also exceed 65,504.
         if path.in_place or grad_N.dtype == torch.float16:
             grad_N.mul_(share)
             share = 1.0

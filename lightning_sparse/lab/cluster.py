@@ -62,22 +62,26 @@ class LabConfig:
     cpu: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nodes <= MAX_NODES:
-            raise ValueError(f"nodes={self.nodes} must be 1 to {MAX_NODES}. Start with --nodes 2.")
-        if self.devices < 1:
-            raise ValueError(f"devices={self.devices} must be at least 1. Pass --devices 1 or more.")
+        if not _is_whole(self.nodes) or not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"nodes={self.nodes!r} must be from 1 to {MAX_NODES}. Use 2 or more to emulate a network.")
+        if not _is_whole(self.devices) or self.devices < 1:
+            raise ValueError(f"devices={self.devices!r} must be at least 1. Use 2, for example.")
         if not 0 <= self.rtt_ms <= 10_000:
             raise ValueError(f"rtt_ms={self.rtt_ms} must be 0 to 10,000 milliseconds, for example 100.")
         for name, gbps in (("gbps", self.gbps), ("storage_gbps", self.storage_gbps)):
             if gbps is not None and not 0.001 <= gbps <= 100:
                 raise ValueError(f"{name}={gbps} must be between 0.001 and 100 Gbit/s, for example 1 or 10.")
-        for name, flag, value in (("rtt_ms", "--rtt-ms", self.rtt_ms), ("storage", "--storage", self.storage)):
+        for name, value in (("rtt_ms", self.rtt_ms), ("storage", self.storage)):
             if value and not self.network:
-                raise ValueError(f"{name}={value} needs a network, but network=False. Omit --no-net or {flag}.")
+                raise ValueError(f"{name}={value} needs a network, but network=False (--no-net). Omit one of the two.")
         if self.storage_gbps is not None and self.storage is None:
-            raise ValueError(f"storage_gbps={self.storage_gbps} needs storage. Pass --storage DIR too, or omit it.")
+            raise ValueError(f"storage_gbps={self.storage_gbps} needs storage. Set storage too, or omit storage_gbps.")
         if self.storage is not None and not self.storage.is_dir():
-            raise ValueError(f"storage={self.storage} is not a folder. Pass an existing one: the nodes mount it.")
+            raise ValueError(f"storage={self.storage} is not a folder. Give an existing folder, which nodes mount.")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ Scope = Literal["auto", "node", "world"]
 def check_scope(scope: object) -> None:
     if scope not in get_args(Scope):
         raise ValueError(
-            f"scope={scope!r} is unknown. Use 'auto' to shard the optimizer step if that is faster, 'node' to shard it "
-            f"inside each node, over fast links, or 'world' to shard it over all ranks, which saves the most memory "
-            f"and gathers over slow links."
+            f"scope={scope!r} must be 'auto', 'node' or 'world'. Use 'auto' to shard the optimizer step if this is "
+            f"faster. 'node' gathers over the fast links inside each node. 'world' saves the most memory, but gathers "
+            f"over slow links."
         )
 
 

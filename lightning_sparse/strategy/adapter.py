@@ -71,13 +71,10 @@ class Adapter:
     def _init_common(
         self, kind: Kind, node_name: str | None, given: dict[str, Any], exchanged: str, **more: Any
     ) -> None:
-        """Set the fields before the host's own constructor.
-
-        Args:
-            given: options of the user. The strategy's own options are removed.
-            exchanged: `Engine.kind` of its engines.
-        """
+        """Set the fields before the host's own constructor, and remove the strategy's own options from `given`."""
         self.config: Any = take_options(kind, type(self), given, **more)
+        if not isinstance(node_name, str | None):
+            raise ValueError(f"node_name={node_name!r} must be a string, or None. Omit it to use the host's name.")
         self.engines = []
         self._node_name = node_name
         self._topology: Topology | None = None
@@ -90,7 +87,7 @@ class Adapter:
 
     @property
     def topology(self) -> Topology:
-        """The topology. The first access is a collective of the world, which compares the options of all ranks."""
+        """The topology. All ranks must make the first access together, because it compares their options."""
         if self._topology is None:
             ensure_log_handler()  # again, because another process may have made the strategy
             self._topology = discover(

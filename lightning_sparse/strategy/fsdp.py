@@ -1,4 +1,7 @@
-"""``mstopk_fsdp``: FSDP2 inside each node; nodes exchange updates after the step, or gradients before it."""
+"""``mstopk_fsdp``: FSDP2 inside each node; nodes exchange updates after the step, or gradients before it.
+
+All nodes have equal global weights. With send="updates", their local weights differ between exchanges.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +106,7 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         # ``configure_model`` finds the mesh as ``self.device_mesh``.
         module._device_mesh = mesh = self._device_mesh
         assert mesh is not None
+        # Lightning's own configure_model means that the user did not define one.
         if type(module).configure_model.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
             options = options_for(self.precision_plugin.precision)
             module.configure_model = partial(_shard_children, module, mesh, **options)
@@ -222,8 +226,8 @@ class MSTopKFSDPMixin(ShardsTrainerAdapter):
         send: Exchanged values: ``"updates"`` or ``"gradients"``. ``"updates"``: each node's optimizer steps its shards,
             and nodes exchange the changes. ``"gradients"``: nodes exchange gradients in FSDP2's hook, and all nodes
             have equal weights. With AdamW send updates, or send all gradients (``exchange="dense16"`` or ``"dense"``).
-        node_name: Name of this process's node. All ranks need one. Default: the environment variable
-            LIGHTNING_SPARSE_NODE, else the host.
+        node_name: Name of this process's node. If one rank has a name, all ranks need one. Default: the environment
+            variable LIGHTNING_SPARSE_NODE, else the host.
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. A file has the whole model and can be read by any strategy.
         process_group_backend: Backend of the process groups. Default: NCCL on GPUs, else Gloo.
@@ -358,8 +362,8 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
         return rest
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
-        with self._checkpoint_target(path) as partial:
-            super().save_checkpoint(partial, state, storage_options, filter)
+        with self._checkpoint_target(path) as unfinished:
+            super().save_checkpoint(unfinished, state, storage_options, filter)
 
 
 class MSTopKFSDPFabricMixin(ShardsFabricAdapter):

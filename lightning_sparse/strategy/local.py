@@ -25,8 +25,8 @@ class MSTopKLocalMixin(ReplicasAdapter):
     """DDP inside each node. Each node has its own optimizer, and nodes exchange the largest updates.
 
     Args:
-        node_name: Name of this process's node. All ranks need one. Default: the environment variable
-            LIGHTNING_SPARSE_NODE, else the host.
+        node_name: Name of this process's node. If one rank has a name, all ranks need one. Default: the environment
+            variable LIGHTNING_SPARSE_NODE, else the host.
         save_distributed_checkpoint: Save a checkpoint as a folder to which each rank writes its part, instead of one
             file. In both cases, each rank saves its optimizer state and pending updates.
         gradient_as_bucket_view: Let gradients be views of DDP's buckets, which saves a copy.

@@ -7,7 +7,6 @@ config names, documents and checks each option.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -19,7 +18,7 @@ from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.exchange.config import ValueDtype
 from lightning_sparse.gradients.config import GradientsConfig, HierConfig
 from lightning_sparse.internals import scale_of
-from lightning_sparse.options import Init, with_options_of
+from lightning_sparse.options import Init, refuse_unknown, with_options_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
@@ -32,8 +31,6 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
     """Options of the FSDP2 strategies, in addition to `UpdatesConfig` and `GradientsConfig`.
 
     Args:
-        exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"auto"`` is
-            not available, because it measures DDP's buckets.
         value_dtype: Format of the values in a message: ``"float32"``, ``"bfloat16"`` or ``"2bit"``.
             Default: ``"2bit"`` for updates and ``"bfloat16"`` for gradients.
         send: Exchanged values: ``"updates"`` or ``"gradients"``.
@@ -72,7 +69,7 @@ class Kind(NamedTuple):
     Args:
         config: dataclass whose fields are options of the strategy.
         hidden: fields that a user cannot set.
-        unsupported: options of Lightning and DDP that the strategy refuses, and the reasons.
+        unsupported: options that the strategy refuses: "reason. Fix".
         wrapper: class to which Lightning's strategy passes options.
     """
 
@@ -86,19 +83,22 @@ class Kind(NamedTuple):
         return tuple(field.name for field in fields(self.config) if field.name not in self.hidden)
 
 
+_OR_DDP = "Omit it, or use strategy='ddp'"
+_FOR_GRADIENTS = "it applies only to gradients. Omit it, or use MSTopKHierStrategy"
 HIER = Kind(
     HierConfig,
     unsupported={
         **dict.fromkeys(
             ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
-            "this strategy is a communication hook, and DDP accepts only one",
+            f"this strategy is a communication hook, and DDP accepts only one. {_OR_DDP}",
         ),
-        "model_averaging_period": "periodic averaging of parameters would replace the exchange of gradients",
+        "model_averaging_period": f"periodic averaging would replace the exchange of gradients. {_OR_DDP}",
     },
 )
 _UNSUPPORTED_WITH_UPDATES = {
-    "model_averaging_period": "periodic averaging of parameters would replace the exchange of updates",
-    "process_group": "in this strategy, DDP averages inside each node; to define nodes, use node_name",
+    "model_averaging_period": f"periodic averaging would replace the exchange of updates. {_OR_DDP}",
+    "process_group": "in this strategy, DDP averages inside each node. Omit it. To define nodes, use node_name",
+    "inter_gbps": _FOR_GRADIENTS,
 }
 LOCAL = Kind(UpdatesConfig, ("inter_gbps",), _UNSUPPORTED_WITH_UPDATES)
 ELASTIC = Kind(
@@ -106,8 +106,8 @@ ELASTIC = Kind(
     ("inter_gbps", "exchange", "overlap"),
     {
         **_UNSUPPORTED_WITH_UPDATES,
-        "exchange": "elastic nodes always use exchange='sparse'",
-        "save_distributed_checkpoint": "the first node alone writes checkpoints, because nodes join and leave",
+        "exchange": "elastic nodes always use exchange='sparse'. Omit it",
+        "save_distributed_checkpoint": "only the first node writes checkpoints, because nodes join and leave. Omit it",
     },
 )
 FSDP = Kind(
@@ -116,9 +116,10 @@ FSDP = Kind(
     {
         **dict.fromkeys(
             ("data_parallel_size", "tensor_parallel_size"),
-            "the mesh has one row per node; to define nodes, use node_name",
+            "the mesh has one row per node. Omit it. To define nodes, use node_name",
         ),
-        "shard_optimizer": "FSDP2 always shards the optimizer's state with the parameters",
+        "shard_optimizer": "FSDP2 always shards the optimizer's state with the parameters. Omit it",
+        "inter_gbps": _FOR_GRADIENTS,
     },
     wrapper=object,
 )
@@ -131,11 +132,7 @@ ELASTIC_FSDP = Kind(
 
 
 def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> ExchangeConfig:
-    """Remove the strategy's own options from ``given``, and return their config. Check the other options.
-
-    Raises:
-        ValueError: for an unknown option, or one that cannot be combined with this strategy.
-    """
+    """Remove the strategy's own options from ``given``, and return their config. Check the other options."""
     config = kind.config(**{name: given.pop(name) for name in kind.options if name in given}, **more)
     check_supported(kind, cls, given)
     known = _parameter_names(kind.wrapper)[0]
@@ -145,16 +142,11 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
         if not passes_on:
             break  # it passes no options on
     known -= {"self", "module"}
-    unknown = sorted(given.keys() - known)
-    if unknown:
-        own = (*kind.options, *more)
-        close = [near for name in unknown for near in get_close_matches(name, sorted({*own, *known}), 1)]
-        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-        others = "its base class in Lightning" if kind.wrapper is object else "DistributedDataParallel"
-        raise ValueError(
-            f"{cls.__name__} has no option(s) {', '.join(unknown)}{hint}. Its own options are {', '.join(own)}; "
-            f"options of {others} are passed on."
-        )
+    own = (*kind.options, *more)
+    others = "its base class in Lightning" if kind.wrapper is object else "DistributedDataParallel"
+    refuse_unknown(
+        cls, given, {*own, *known}, f" Its own options are {', '.join(own)}; options of {others} are passed on."
+    )
     return config
 
 
@@ -162,8 +154,7 @@ def check_supported(kind: Kind, cls: type, given: Mapping[str, Any]) -> None:
     for name in given.keys() & kind.unsupported.keys():
         if given[name] is not None:
             raise ValueError(
-                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {kind.unsupported[name]}. Omit it, or "
-                f"use strategy='ddp'."
+                f"{name}={given[name]!r} cannot be combined with {cls.__name__}: {kind.unsupported[name]}."
             )
 
 

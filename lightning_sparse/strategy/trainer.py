@@ -315,7 +315,7 @@ class ReplicasAdapter(TrainerAdapter):
             self._late.average(self.optimizers)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save one file and side files, or a folder, which is a collective of the world."""
+        """Save one file and side files, or a folder. For a folder, every rank must call it."""
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_sparse import options
 from lightning_sparse.exchange.config import ExchangeConfig, ValueDtype
-from lightning_sparse.exchange.paths import ExchangeName
 
+UpdatesExchange = Literal["sparse", "regional", "dense16", "dense"]
 StepAhead = float | Literal["auto"]
 LEAST_AHEAD = 0.001  # sent / step_ahead is added to the model, so a smaller value would lose bits to rounding
 MOST_OUTER_LR = 2  # with more, each correction of the weights causes a larger one
@@ -19,8 +19,9 @@ class UpdatesConfig(ExchangeConfig):
     """Options of ``LocalUpdates``, in addition to `ExchangeConfig`.
 
     Args:
-        exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"auto"`` is
-            not available, because the exchange overlaps with a whole step.
+        exchange: How nodes exchange entries: ``"sparse"``, ``"regional"``, ``"dense16"`` or ``"dense"``. ``"sparse"``
+            sends the largest entries of each node, ``"regional"`` approximately the largest of all nodes together.
+            ``"dense16"`` and ``"dense"`` send everything. ``"auto"`` is only for DDP's gradients.
         step_ahead: Fraction of its own pending updates that a node keeps in its weights, from 0.001 to 1, or
             ``"auto"``. With 1, each node trains its own model, corrected by the received updates. ``"auto"`` measures
             on a sample how similar the pending updates of the nodes are: 1 if they are equal, and 1 / M if they are
@@ -35,14 +36,10 @@ class UpdatesConfig(ExchangeConfig):
             2023). Updates that are sent densely at the end of fit, and updates of a node that is alone, count once. Use
             1.5 with ``sync_every`` >= 10, and 3/4 of the learning rate.
         shard_optimizer: Let each device of a node step only its slice of the parameters, if the optimizer allows it. A
-            device then keeps only the optimizer state of its slice. This adds no traffic, because the node gathers the
-            slices anyway.
-
-    Raises:
-        ValueError: with the value, the rule and the fix.
+            device then keeps only the optimizer state of its slice. This adds no traffic.
     """
 
-    exchange: ExchangeName = "sparse"
+    exchange: UpdatesExchange = "sparse"
     value_dtype: ValueDtype = "2bit"
     step_ahead: StepAhead = "auto"
     delay: int = 1
@@ -51,12 +48,9 @@ class UpdatesConfig(ExchangeConfig):
     shard_optimizer: bool = True
 
     def __post_init__(self) -> None:
+        # before the check of all exchanges, which would offer "auto"
+        options.one_of(self, "exchange", get_args(UpdatesExchange), hint="Use 'sparse' to send the largest entries")
         super().__post_init__()
-        if self.exchange == "auto":
-            raise ValueError(
-                "exchange='auto' is not available for updates, because their exchange overlaps with a whole step. Use "
-                "'sparse', 'regional', 'dense16' or 'dense'."
-            )
         if self.step_ahead != "auto":
             hint = "the share of its pending updates in a node's weights; 'auto' measures it"
             options.number(self, "step_ahead", low=LEAST_AHEAD, high=1, hint=hint)

@@ -82,7 +82,7 @@ def save(t: Any, path: Path | str) -> None:
 def test_save_that_lacks_residuals_of_a_late_rank_keeps_the_last_save(tmp_path: Path) -> None:
     first, late = run_ranks(saved_by_others, str(tmp_path), nodes=2, devices=1, timeout=60, init=False)
     assert late == "late"
-    assert "rank(s) 1 did not write their residuals" in first
+    assert "rank(s) 1 did not write their state" in first
     assert "the existing checkpoint stays" in first
 
 
@@ -208,7 +208,7 @@ def test_checkpoint_stays_if_a_rank_is_missing_and_rank_0_may_replace_it(rank_0:
     assert "the existing checkpoint stays" in saves._verdict("a.ckpt", [rank_0, other, None])
     assert saves._verdict("a.ckpt", [other, other, None]) == ""
     failed = other.replace('""', '"OSError: no space left"')
-    assert "could not write its residuals of a.ckpt (OSError: no space left)" in saves._verdict(
+    assert "could not write its state for a.ckpt (OSError: no space left)" in saves._verdict(
         "a.ckpt", [rank_0, failed, other]
     )
 

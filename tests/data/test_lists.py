@@ -118,7 +118,7 @@ def test_list_and_folder_of_one_split_are_cached_separately(folder: Path) -> Non
 def test_names_of_other_splits_are_numbered_as_in_train(folder: Path) -> None:
     val = listed(folder, "path,kind,score\n4.bin,dog,5\nc/3.bin,cow,6\n")
     assert val.relabel(("cat", "cow", "dog")).labels.tolist() == [[2, 5], [1, 6]]
-    with pytest.raises(ValueError, match=r"that train/ does not have: cow"):
+    with pytest.raises(ValueError, match=r"include 1 class\(es\) that train lacks: cow\. Correct the labels"):
         val.relabel(("cat", "dog"))
     with pytest.raises(ValueError, match="the labels of train are names, but the labels of train are not"):
         val.relabel(())
@@ -130,7 +130,7 @@ def test_names_of_other_splits_are_numbered_as_in_train(folder: Path) -> None:
         ("", "must have a first column named path"),
         ("file,label\n4.bin,1\n", "its columns are file, label"),
         ("path,label\n", "and a row for each sample"),
-        ("path,label\n4.bin\n", r"row 2 has 1 column\(s\), but the first row has 2"),
+        ("path,label\n4.bin\n", r"line 2 has 1 column\(s\), but the header has 2"),
         ("path,label\n4.bin,\n", "column label, sample 1: the label is '', which means a missing value"),
         ("path,label\n4.bin,cat\nc/3.bin,NA\n", "sample 2: the label is 'NA', which means a missing value"),
         ("path,a,b\n4.bin,1,dog\n", "column b, sample 1: the label is 'dog', which is not a number"),
@@ -142,6 +142,7 @@ def test_names_of_other_splits_are_numbered_as_in_train(folder: Path) -> None:
             "sample 2: the label is 007, which may be a number or a name: write 7, or",
         ),
         ("path,label\n4.bin,1\nc/3.bin,inf\n4.bin,2e999\n", "sample 2: the label is inf: give each sample a finite"),
+        ("path,label\n4.bin,1.5\nc/3.bin,2e999\n", "sample 2: the label is 2e999: give each sample a finite"),
         ('path,label\n4.bin,"cat\nc/3.bin,dog\n', "is not a CSV file in UTF-8: unexpected end of data"),
         ("path,a,b,a\n4.bin,1,1,2\n", "has several columns named a"),
         ("path,label\nnowhere/4.bin,1\n", "lists files of a folder that is not there"),

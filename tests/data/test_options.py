@@ -73,7 +73,7 @@ def sampler(_: Path, **options: Any) -> None:
 
 
 def tokens(folder: Path, **options: Any) -> None:
-    TokenDataModuleMixin(counted(folder / "0.bin", 41), **{"context": 4, **options})
+    TokenDataModuleMixin(**{"train": counted(folder / "0.bin", 41), "context": 4, **options})
 
 
 BAD: dict[Callable[..., None], list[tuple[str, Any]]] = {
@@ -81,23 +81,28 @@ BAD: dict[Callable[..., None], list[tuple[str, Any]]] = {
         ("source", ""), ("memory_gb", -1.0), ("disk_gb", float("nan")), ("format", "png"),
         ("shuffle", "some"), ("on_corrupt", "ignore"), ("short_side", 0), ("storage_timeout", 0),
         ("storage_readers", 0), ("peer_address", "0.0.0.0"), ("peer_address", "::"), ("lists", {"val": "val.csv"}),
+        ("lists", "train.csv"), ("seed", "a"), *(("peer_ports", each) for each in (29600, "29600-29699", (29600,))),
     ],
     image_options: [
         ("crop_scale", (0.0, 1.0)), ("crop_scale", (0.5, 0.2)), ("flip", 1.001), ("eval_resize", 200),
         ("eval_resize", 256.5), ("image_size", "224"), ("image_size", {3: 128}), ("backend", "pil"), ("threads", 0),
-        ("std", (0.0, 1.0, 1.0)),
+        ("std", (0.0, 1.0, 1.0)), ("crop_scale", 0.08), ("mean", 0.5), ("image_size", True), ("seed", "a"),
     ],
     images: [
         ("cache_dir", None), ("batch_size", 0), ("shuffle", "all"), ("backend", "pil"), ("val_fraction", 1.0),
         ("flip", 2.0), ("short_side", 200), ("limit", -1),
+        ("limit", "10"), ("sample_format", "bytes"), ("sample_format", "pixels"), ("with_indices", "yes"),
     ],
     samples: [
         ("decode", None), ("transform", 3), ("workers", -1), ("batch_size", 0), ("lists", {"val": "val.csv"}),
+        ("seed", "a"),
     ],
     sampler: [("batch_size", 0)],
     tokens: [
         ("context", 0), ("batch_size", 0), ("val_fraction", 1.001), ("documents", "whole"),
-        *(("limit", each) for each in (0, -1, 1.5, 1.0, True, float("nan"))),
+        *(("limit", each) for each in (0, -1, 1.5, 1.0, True, float("nan"), "10")),
+        ("seed", "a"), ("tokenizer", None), ("tokenizer", bytes), ("val", ["x.bin"]),
+        *(("train", each) for each in (None, ["x.bin"])),
     ],
 }  # fmt: skip
 
@@ -120,6 +125,22 @@ def test_option_with_a_bad_value_is_refused_by_name(
     assert re.search("must|give|would|is less than", message), message
 
 
+@pytest.mark.parametrize(
+    ("module", "option", "fix"),
+    [
+        (images, "batchsize", "Did you mean batch_size?"),
+        (images, "num_workers", "Use threads."),
+        (images, "format", "Did you mean sample_format?"),
+        (samples, "num_workers", "Use workers."),
+    ],
+)
+def test_unknown_option_is_refused_with_a_similar_name(
+    tmp_path: Path, module: Callable[..., None], option: str, fix: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(f" has no option {option}=4. {fix}")):
+        module(tmp_path, **{option: 4})
+
+
 def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="storage_options are for an fsspec URL"):
         cache(tmp_path, storage_options={"key": "a"})
@@ -131,6 +152,11 @@ def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="would be taken for data: give a folder on a local disk"):
             CacheConfig(source=str(tmp_path), cache_dir=str(inside))
     CacheConfig(source=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+
+
+def test_lists_may_be_paths(tmp_path: Path) -> None:
+    lists: dict[str, Any] = {"train": Path("train.csv")}
+    assert CacheConfig(source="/a", cache_dir=str(tmp_path), lists=lists).lists == {"train": "train.csv"}
 
 
 def test_missing_packages_are_named_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

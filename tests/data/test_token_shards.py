@@ -215,7 +215,7 @@ def test_missing_tokenizer_package_is_named(folder: Path, tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ValueError, match=r"'tiktoken:gpt2' needs tiktoken: `pip install tiktoken`"):
         module(folder, tmp_path / "cache", tokenizer="tiktoken:gpt2")
-    with pytest.raises(ValueError, match="tokenizer='words' must be 'bytes', an encoding such as"):
+    with pytest.raises(ValueError, match="tokenizer='words' must be 'bytes', 'tiktoken:<encoding>' or"):
         module(folder, tmp_path / "cache", tokenizer="words")
 
 

@@ -69,6 +69,8 @@ def test_id_outside_of_the_vocabulary_names_its_file(tmp_path: Path) -> None:
 def test_file_with_a_wrong_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a file of token ids nor a folder"):
         files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"absent\.bin does not exist\. Check the path\.$"):
+        files_of(tmp_path / "absent.bin")
     path = counted(tmp_path / "a.bin", 10)
     with pytest.raises(ValueError, match=r"context=10 needs 11 tokens or more, but there are 10"):
         TokenStream(corpus_of(path), context=10)

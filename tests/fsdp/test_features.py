@@ -216,7 +216,9 @@ def test_fsdp_modules_that_cannot_be_sharded_are_refused(results: Results) -> No
 
 
 def test_fsdp_options_that_the_strategy_sets_are_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be combined"):
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size=2 cannot be combined.*Omit it\. To define nodes, use node_name\.$"
+    ):
         fsdp(FLAVOUR, tensor_parallel_size=2)
     for kind in (ours(FLAVOUR).MSTopKFSDPStrategy, ours(FLAVOUR).MSTopKElasticFSDPStrategy):
         with pytest.raises(ValueError, match="has no option.*find_unused_parameters.*its base class in Lightning"):

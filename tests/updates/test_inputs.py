@@ -1,7 +1,9 @@
 """Invalid options and optimizers are refused; unusual but valid ones work."""
 
 import re
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from lightning_sparse.elastic import updates as elastic
 from lightning_sparse.exchange import CommunicationError
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticFSDPStrategy, MSTopKLocalStrategy
 from lightning_sparse.sharding import Part
+from lightning_sparse.strategy.options import ShardsConfig
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig, optimizer_state
 from lightning_sparse.updates.buffers import Buffers
@@ -43,10 +46,14 @@ BAD: list[tuple[str, Any]] = [
 UNKNOWN = [
     ("process_group", 1, "process_group"),
     ("model_averaging_period", 4, "model_averaging_period"),
-    ("densities", 0.1, r"has no option\(s\) densities"),
-    ("momentum_correction", True, r"has no option\(s\) momentum_correction"),
+    ("densities", 0.1, "has no option densities=0.1. Did you mean density?"),
+    ("momentum_correction", True, "has no option momentum_correction=True"),
     ("density", 1.5, r"density=1.5 must be"),
-    ("inter_gbps", 1.0, r"has no option\(s\) inter_gbps"),
+    (
+        "inter_gbps",
+        1.0,
+        "inter_gbps=1.0 cannot be combined with MSTopKLocalStrategy: it applies only to gradients. Omit it",
+    ),
 ]
 
 
@@ -54,6 +61,15 @@ UNKNOWN = [
 def test_updates_option_out_of_range_is_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{option}={value!r}")):
         UpdatesConfig(**{option: value})
+
+
+@pytest.mark.parametrize("make", [UpdatesConfig, ShardsConfig, partial(ShardsConfig, send="gradients")])
+@pytest.mark.parametrize("value", ["auto", "topk"])
+def test_exchange_offers_only_allowed_values(make: Callable[..., Any], value: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^exchange='{value}' must be one of 'sparse', 'regional', 'dense16', 'dense'"
+    ):
+        make(exchange=value)
 
 
 @pytest.mark.parametrize(("option", "value", "says"), UNKNOWN)

@@ -56,7 +56,8 @@ class Placement:
     def __post_init__(self) -> None:
         if not 0 <= self.node_index < self.num_nodes:
             raise ValueError(
-                f"node {self.node_index} of {self.num_nodes}: nodes are numbered from 0 to one below their number."
+                f"node {self.node_index} must be from 0 to {self.num_nodes - 1}, because there are {self.num_nodes} "
+                "nodes."
             )
 
 

@@ -3,8 +3,8 @@
 Keys are derived from the secret of the run, which only its ranks hold. A server answers only clients with the client
 key, and a client connects only to servers with the server key.
 
-A server that sends nothing for `DEAD_S`, not even answers to pings, is considered dead. The caller then reads from
-lower tiers, and the client retries the server after a pause.
+A server that sends nothing for `DEAD_S`, not even answers to pings, is considered dead. Pings are sent only while
+requests wait. The caller then reads from lower tiers, and the client retries the server after a pause.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class PeerClient:
     def fetch(self, indices: Sequence[int], nodes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, View | str]]:
         """Yield (requested index, index, sample); a str is the reason why a file cannot be used.
 
-        Samples that no server sends are missing. `nodes` holds the owner of each sample.
+        The indices differ if the server replaced a corrupt sample. Samples that no server sends are missing. `nodes`
+        holds the owner of each sample.
         """
         now = time.monotonic()
         wanted: dict[int, list[int]] = {}
@@ -79,6 +80,7 @@ class PeerClient:
                 yield from self._samples(node, frames)
 
     def _samples(self, node: int, frames: Sequence[zmq.Frame]) -> Iterator[tuple[int, int, View | str]]:
+        # lightning_sparse.data.peers describes the frames of messages
         if frames[0].bytes != b"have":
             return
         if frames[2].bytes != self._format:
@@ -104,8 +106,8 @@ class PeerClient:
         self._dead_until[node] = time.monotonic() + pause
         self._warn_once(
             f"dead peer {node}",
-            f"node {node} ({self._endpoints[node]}) {reason}: its samples are read from local disk or network "
-            "storage until it does.",
+            f"node {node} ({self._endpoints[node]}) {reason}. Until it responds, this node reads its samples from "
+            "local disk or network storage.",
         )
 
     def close(self) -> None:
@@ -245,5 +247,5 @@ class _Connections:
             socket.close(linger=0)
         self._give_up(node, reason)
         for number in [number for number, request in self._requests.items() if request.node == node]:
-            # its `fetch` waits for one answer to each request
+            # Each request gets exactly one answer, so `fetch` cannot hang.
             self._requests.pop(number).answers.put((node, None))

@@ -1,13 +1,14 @@
 """Lists of samples, and their labels as numbers.
 
 Values of a CSV file are read as pandas and pyarrow read them. If the two differ, or if a value is probably a mistake,
-an error names the file, the column and the row.
+an error names the file, the column, and the number of the sample, counted from 1 after the header.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,16 +31,18 @@ Columns = dict[str, Sequence[Any]]
 def columns_of_csv(file: str, data: bytes) -> Columns:
     """Return the columns of a CSV file, values as text."""
     try:
-        rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True) if row]
+        reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+        lines = [(reader.line_num, row) for row in reader if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{file} is not a CSV file in UTF-8: {error}.") from error
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
+    for number, row in lines:
+        if len(row) != len(lines[0][1]):
             raise ValueError(
-                f"{file}: row {number:,} has {len(row)} column(s), but the first row has {len(rows[0])}: {row}."
+                f"{file}: line {number:,} has {len(row)} column(s), but the header has {len(lines[0][1])}: {row}."
             )
+    rows = (row for _, row in lines)
     found = _columns(file, ((names[0].strip(), names[1:]) for names in zip(*rows, strict=True)))
-    for name, values in [*found.items()][1:]:
+    for name, values in [*found.items()][1:]:  # the first column holds paths
         _check_text(file, name, values)
     return found
 
@@ -97,7 +100,7 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
     distinct = [*dict.fromkeys(values)]
     if all(map(_BOOLEANS.__contains__, distinct)):
         numbers: list[Any] = [_BOOLEANS[word] for word in distinct]
-    elif all(word in _BOOLEANS or word in "01" for word in distinct) and not _BOOLEANS.keys().isdisjoint(distinct):
+    elif {*distinct} <= {*_BOOLEANS, "0", "1"} and not _BOOLEANS.keys().isdisjoint(distinct):
         other = next(word for word in distinct if word not in _BOOLEANS)
         problem = f"is {other}, but other labels are words such as {min(_BOOLEANS.keys() & {*distinct})}: use one kind"
         raise _refused(file, column, values.index(other), problem)
@@ -108,8 +111,12 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
                 raise _refused(file, column, values.index(word), problem)
         numbers = [int(word) for word in distinct]
     elif all(_NUMBER.fullmatch(word.strip()) for word in distinct):
-        _whole(file, column, [int(value) if _WHOLE.fullmatch(value.strip()) else 0 for value in values])  # has room
+        # refuse integers that do not fit into 64 bits
+        _whole(file, column, [int(value) if _WHOLE.fullmatch(value.strip()) else 0 for value in values])
         numbers = [float(word) for word in distinct]
+        # Python reads 2e999 as inf, so name the text of the file.
+        if (large := next((word for word, one in zip(distinct, numbers, strict=True) if math.isinf(one)), "")) != "":
+            raise _refused(file, column, values.index(large), f"is {large}: give each sample a finite number")
     else:
         return None
     number = dict(zip(distinct, numbers, strict=True))

@@ -80,7 +80,8 @@ class Manifest:
         labels: int64 [N], class of each sample; or int64 or float64 [N, L], the L columns of a list.
         sizes: int64, size of each file when it was listed; -1 if unknown.
         mtimes_ns: int64, modification time of each file when it was listed; 0 if unknown.
-        fingerprint: hash of all of these; computed if "". Equal for a copy of the source that keeps times.
+        fingerprint: hash of split, classes, paths, labels, sizes, times and offsets; computed if "". Equal for
+            a copy of the source that keeps times.
         tags: int64, changes when a path leads to another file, even of equal size and time; 0 if unknown.
         is_vector: whether the L labels of a sample are one list of numbers, such as a 0 or 1 for each class.
         folder_stamps: int64, changes with each folder; 0 if unknown.
@@ -93,6 +94,7 @@ class Manifest:
 
     Raises:
         DataError: if a path could lead outside the source, or the fingerprint does not match.
+        ValueError: if arrays have different lengths.
     """
 
     split: str
@@ -156,7 +158,10 @@ class Manifest:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes. For whole numbers in a list, the largest plus 1. For vectors of 0 and 1, their length."""
+        """Number of classes: for whole numbers in a list, the largest plus 1; for vectors of 0 and 1, their length.
+
+        Labels with a fraction have no classes: 0.
+        """
         if self.is_vector and not self.classes and self.labels.dtype.kind != "f":
             is_hot = bool(self.labels.size) and 0 <= self.labels.min() <= self.labels.max() <= 1
             return self.label_columns if is_hot else count_classes((), self.labels.reshape(-1, 1))
@@ -168,7 +173,7 @@ class Manifest:
         return None if self.labels.ndim == 1 else (self.labels.dtype.name, self.labels.shape[1])
 
     def relabel(self, classes: tuple[str, ...]) -> Manifest:
-        """Return this manifest with the class numbers of train/, whose `classes` may be more."""
+        """Renumber the labels by the `classes` of train/, which may include more."""
         if classes == self.classes or not self.label_columns:
             return self
         if not (classes and self.classes):
@@ -179,6 +184,12 @@ class Manifest:
         number = {name: label for label, name in enumerate(classes)}
         unknown = [name for name in self.classes if name not in number]
         if unknown:
+            if self.list_digest:
+                raise ValueError(
+                    f"the labels of {self.split} include {len(unknown):,} class(es) that train lacks: "
+                    f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}. Correct the labels, or add "
+                    "samples of these classes to train."
+                )
             names = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else "")
             raise ValueError(
                 f"source={self.root}: {self.split}/ has {len(unknown):,} folder(s) that train/ does not have: {names}. "
@@ -193,7 +204,7 @@ class Manifest:
         return replace(self, classes=classes, labels=labels, fingerprint="")
 
     def with_labels_like(self, whole: bool) -> Manifest:
-        """Return this manifest with the type of train/'s labels, so that batches of all splits have one type."""
+        """Convert the labels to the type of train/'s labels. `whole`: whether these are whole numbers."""
         if not self.labels.size or whole == (self.labels.dtype.kind != "f"):
             return self
         if whole:

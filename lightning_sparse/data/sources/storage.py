@@ -175,8 +175,8 @@ class Storage:
             if status != OK and kind in ("list", "stamp"):
                 raise MissingFolderError(
                     f"source={self.source} has no folder {path}/ to read ({result}{self._similar_names()}). "
-                    f"Expected train/<class>/<image> or train/<shard>.tar, and the same layout in val/. Check the "
-                    "path, and that it is mounted."
+                    "Expected train/<class>/<image>, train/<shard>.tar or train/<file>.parquet, and the same layout in "
+                    "val/. Check the path, and that it is mounted."
                 )
             if status != OK:
                 what = f"the shard {path}" if kind == "members" else path
