@@ -112,17 +112,17 @@ class Topology:
 
     @cached_property
     def num_devices(self) -> int:
-        """L, the number of devices in this node."""
+        """L."""
         return len(self.nodes[self.node_index])
 
     @cached_property
     def node_index(self) -> int:
-        """m, the node of this rank."""
+        """m."""
         return next(m for m, node in enumerate(self.nodes) if self.rank in node)
 
     @cached_property
     def device_index(self) -> int:
-        """l, the index of this rank in its node."""
+        """l."""
         return self.nodes[self.node_index].index(self.rank)
 
     @cached_property

@@ -43,17 +43,11 @@ CHECKPOINT_KEY = "lightning_sparse"
 
 @dataclass
 class EngineCheckpoint:
-    """The part of a checkpoint that belongs to one engine, until the engine exists.
+    """The part of a checkpoint that belongs to one engine, until the engine exists."""
 
-    Attributes:
-        metadata: entries that are equal on all ranks.
-        path: path of the main file.
-        side: side file of this rank, or None.
-    """
-
-    metadata: dict[str, Any]
-    path: str
-    side: dict[str, Any] | None
+    metadata: dict[str, Any]  # equal on all ranks
+    path: str  # of the main file
+    side: dict[str, Any] | None  # of this rank
 
     @property
     def kind(self) -> str:

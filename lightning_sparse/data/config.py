@@ -249,8 +249,8 @@ class ImageOptions:
         flip: Probability of a horizontal flip.
         eval_resize: Shorter side of an image in validation and test before the center crop, in pixels. Default: 8/7 of
             image_size, such as 256 for 224; image_size if it is below 64.
-        mean: Mean per channel for normalization, for pixels in [0, 1].
-        std: Standard deviation per channel for normalization, for pixels in [0, 1].
+        mean: Mean per channel, for pixels in [0, 1].
+        std: Standard deviation per channel, for pixels in [0, 1].
         threads: Number of threads per rank that make batches. Default: the rank's share of the CPU cores, at most 16.
         seed: Seed of the order of samples. It also places samples on nodes and draws the augmentation.
     """

@@ -54,7 +54,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def shard_numel(self) -> int:
-        """S."""
         return -(-self.numel // self.num_devices)
 
 
@@ -130,7 +129,6 @@ class Path(ABC):
         return 0.0
 
     def seconds(self, rates: Rates) -> float:
-        """Return the seconds of the exchange and of the collectives inside the node."""
         others = self.work.num_devices - 1
         nbytes = others * self.work.shard_numel * self.work.itemsize
         inside = 2 * rates.intra.seconds(others, nbytes) + nbytes * rates.add
@@ -241,7 +239,6 @@ class Dense16(Path):
 
     @property
     def row_numel(self) -> int:
-        """R."""
         return -(-self.work.shard_numel // self.work.num_nodes)
 
     def select(self, comm: HierCommunicator, shard: Shard) -> Tensor:

@@ -201,7 +201,6 @@ class HierState(Engine):
             self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
 
     def end(self) -> None:
-        """Remove all hooks, and end the runner's threads."""
         # The last round stays open until the next one begins: only then is it known whether its gradient was stepped,
         # and after an exception, its buckets may still be in flight.
         self._steps.unwatch()
