@@ -293,6 +293,8 @@ def test_nodes_train_a_backbone_later_and_a_node_joins_after_that(nodes: Nodes, 
     nodes.wait_for("a0", of(1, begun))
     start_node(nodes, "b", tmp_path / "again", **options)
     back = nodes.wait_for("b0", of(2, begun))
+    # ``BackboneFinetuning`` stores the groups of its first epoch. In the last batch, the next epoch's rate counts.
+    assert back["lr"] == pytest.approx(0.01 * 0.99 ** back["epoch"], rel=0.0101)
     nodes.wait_for("a0", of(2, back["number"] + 10))
     end(nodes, ("a0", "a1", "b0", "b1"))  # type: ignore[arg-type]
     assert nodes.output("a0").count("waits until the other nodes do the same") == 1
