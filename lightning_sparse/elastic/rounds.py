@@ -199,6 +199,8 @@ class RoundProtocol:
         assigner: assigns samples to nodes.
         impatient: this node has waited as long as it may for the same change of other nodes.
         changed: a quorum has changed the exchanged parameters.
+        unanswered: the lighthouse gave no quorum to the last request.
+        awaited: names of the nodes that do not want this node's change yet; empty before a quorum.
     """
 
     def __init__(
@@ -232,6 +234,7 @@ class RoundProtocol:
         self._names: tuple[str, ...] = ()
         self._next = self._layout = Layout("", Sizes(), ())
         self._change, self.impatient, self.changed = "", False, False
+        self.unanswered, self.awaited = False, ""
         self._told_place = False
 
     @property
@@ -245,6 +248,7 @@ class RoundProtocol:
     def propose(self, layout: Layout, change: str) -> None:
         """Exchange these parameters once all nodes make the same change. ``changed`` tells when."""
         self._next, self._change, self.impatient, self.changed = layout, change, False, False
+        self.awaited = ""
 
     def try_again(self) -> None:
         """Ask for the next quorum at once, even after a failed request."""
@@ -337,6 +341,7 @@ class RoundProtocol:
                 impatient=self.impatient,
             )
             members, waited = self._from_first(partial(self._ask, status, began))
+            self.unanswered = members is None
             quorum = None if members is None else self._quorum_of(members, outcome)
             too_few = self._are_few(members, quorum)  # equal on all devices
             if too_few:
@@ -387,10 +392,10 @@ class RoundProtocol:
     def _follow_change(self, quorum: Quorum) -> None:
         """Exchange other parameters, if the quorum agrees. The token changes, so that no node takes older weights."""
         if not quorum.change:
+            self.awaited = _shown(each.name for each in quorum.training if each.status.change != self._change)
             # As this quorum knows it: all devices of the node decide alike.
             if any(each.name == self.name and each.status.change and each.status.impatient for each in quorum.training):
-                others = _shown(each.name for each in quorum.training if each.status.change != self._change)
-                raise ValueError(_refusal_of_change(self._change, f"not on {others}"))
+                raise ValueError(_refusal_of_change(self._change, f"not on {self.awaited}"))
             return
         if self.in_step:
             if self._change != quorum.change:

@@ -215,18 +215,25 @@ class ElasticUpdates(LocalUpdates):
         log.info("parameters were added or unfrozen: this node waits until the other nodes do the same")
         self.peers.propose(layout, change)
         self._watch.start()
-        until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
-        while not self._from_first(self._is_changed):
+        wait, until = Wait(), time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
+        while not self._from_first(partial(self._is_changed, wait)):
             if self._from_first(lambda: self._watch.ended):  # it stores a limited number of bytes
                 self._stop_watching()
                 self._watch.start()
+            if self.peers.unanswered:  # nodes that cannot reach the lighthouse have not refused the change
+                until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
             self.peers.impatient = time.monotonic() > until
             time.sleep(WATCH_SECONDS)
         self._stop_watching()
         self.peers.changed = False
 
-    def _is_changed(self) -> bool:
+    def _is_changed(self, wait: Wait) -> bool:
         self._watch.check()
+        where = f"the same change on {self.peers.awaited}" if self.peers.awaited else "the next quorum"
+        wait.tell(
+            "train added or unfrozen parameters",
+            "the lighthouse does not answer. Start it again at its address" if self.peers.unanswered else where,
+        )
         return self.peers.changed
 
     def _adopt(self, trained: list[dict[str, Any]]) -> None:
@@ -573,13 +580,13 @@ class DownloadReport(NamedTuple):
 
 
 class Wait:
-    """Limits and logs the wait of a joining node."""
+    """Limits and logs a wait for other nodes."""
 
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
 
     def check(self, download: Download[Any] | None, timeout: float) -> None:
-        """Log the wait every 10 s.
+        """Log the wait of a joining node.
 
         Args:
             download: None while no node offers weights.
@@ -598,9 +605,14 @@ class Wait:
                 f"this node could not join the others within {now - self._began:.0f} s: {cause}. Make sure that nodes "
                 f"reach each other on all ports, then start this node again."
             )
+        self.tell("join the other nodes", cause)
+
+    def tell(self, aim: str, cause: str) -> None:
+        """Log the wait every 10 s."""
+        now = time.monotonic()
         if now - self._said > SLOW_AFTER.total_seconds():
             self._said = now
-            log.warning("this node has waited %.0f s to join the other nodes: %s", now - self._began, cause)
+            log.warning("this node has waited %.0f s to %s: %s", now - self._began, aim, cause)
 
 
 class RoundObserver:
