@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.messages import SLOW_AFTER, log
-from lightning_sparse.sharding import local_of, trainable_params
+from lightning_sparse.sharding import local_of, parameters_of, trainable_params
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.local import LocalUpdates, options_to_compare
@@ -164,6 +164,7 @@ class ElasticUpdates(LocalUpdates):
         self._watch = RoundObserver(self.peers)
         self._rounds = OptimizerRounds(self.peers, config.delay, config.flush_every, self._states)
         self._least = 0  # number of samples that the node needs for a batch
+        self._waits_since = -1  # number of steps when ``serve`` found parameters that are not exchanged yet
         self.progress: Any = None
         self.optimizers, self._begins = [], version is None
         try:
@@ -237,9 +238,15 @@ class ElasticUpdates(LocalUpdates):
         return self.peers.changed
 
     def _adopt(self, trained: list[dict[str, Any]]) -> None:
-        """Train the parameters that the other nodes train. Every device of the node calls it."""
+        """Train the parameters that the other nodes train. Every device of the node calls it.
+
+        Raises:
+            RuntimeError: if the module lacks some of them, or has them in other optimizers.
+        """
+        parameters = dict(self.module.named_parameters())
+        self._check_adopted(trained, parameters)
         log.info("this node adds or unfreezes parameters, as the other nodes did before")
-        parameters, self._adopts = dict(self.module.named_parameters()), True
+        self._adopts = True
         for one, theirs in zip(self.optimizers, trained, strict=True):
             groups, optimizer = [[parameters[name] for name in names] for names in theirs["groups"]], one.optimizer
             del optimizer.param_groups[len(groups) :]
@@ -252,6 +259,24 @@ class ElasticUpdates(LocalUpdates):
             one.follow_groups()
         self._adopts = False
         self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
+
+    def _check_adopted(self, trained: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> None:
+        theirs = {name: place for place, of in enumerate(trained) for group in of["groups"] for name in group}
+        missing = sorted(theirs.keys() - parameters.keys())
+        if missing:
+            raise RuntimeError(
+                f"the other nodes train {len(missing)} parameters that the model of this node does not have, such as "
+                f"{missing[0]}: they were added during the run, so no node can join. Start all nodes with a model that "
+                f"has all parameters, and unfreeze some later."
+            )
+        for place, one in enumerate(self.optimizers):
+            held = [self.names[id(p)] for p in parameters_of(one.optimizer)]
+            moved = [name for name in held if theirs.get(name, place) != place]
+            if moved:
+                raise RuntimeError(
+                    f"{type(one.optimizer).__name__} {place} of this node has {moved[0]}, but on the other nodes "
+                    f"optimizer {theirs[moved[0]]} has it. Create the optimizers in the same order on all nodes."
+                )
 
     def _states(self) -> list[ElasticUpdateState]:
         return [each.state for each in self.optimizers if isinstance(each.state, ElasticUpdateState)]
@@ -396,6 +421,9 @@ class ElasticUpdates(LocalUpdates):
             self._server.keep(rounds.open_requests)
         if not names:
             return
+        if self._must_step_first():
+            rounds.requests_for_me = names
+            return
         rounds.answered += names
         progress = None if extra is None else to_python(extra())
         head = {
@@ -407,6 +435,16 @@ class ElasticUpdates(LocalUpdates):
         with self.global_weights():
             snapshot = snapshot_of(self.optimizers, self.module, self.names, head)
         self._server.offer(names, snapshot)
+
+    def _must_step_first(self) -> bool:
+        """Whether the next step will exchange other parameters. A node that joined before would not make this change:
+        its callbacks have not seen the start of the epoch."""
+        if not any(one.must_follow for one in self.optimizers):
+            self._waits_since = -1
+            return False
+        if self._waits_since < 0:
+            self._waits_since = self.steps
+        return self._waits_since == self.steps  # a step of another optimizer changes nothing
 
     def finish(self) -> None:
         """Send all pending updates. Every device of the node calls it."""
@@ -501,7 +539,8 @@ class ElasticUpdates(LocalUpdates):
             RuntimeError: if no node provides it in time.
         """
         new = partial(DeviceReceiver, self.optimizers, self.module, self.names, joins=joins)
-        wait, adopted = Wait(), False
+        wait = Wait()
+        adopted: list[dict[str, Any]] = []
         download: Download[DeviceReceiver] | None = None
         while True:
             needs_none, source, name = self._from_first(self._find_source)
@@ -512,9 +551,9 @@ class ElasticUpdates(LocalUpdates):
                 download = Download(address, name, new)
             reports = _gather(self._main, self._advance(wait, download))
             other = next((each.trained for each in reports if each.trained is not None), None)
-            if other is not None and joins and not adopted:
+            if other is not None and joins and other != adopted:  # the next source may differ from the last one
                 self._adopt(other)
-                download, adopted = None, True
+                download, adopted = None, other
                 continue
             failed = next((each.error for each in reports if each.error), "")
             if failed:

@@ -305,15 +305,21 @@ class LocalOptimizer:
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
+    @property
+    def must_follow(self) -> bool:
+        """Whether the optimizer's parameters have changed, so that `follow_groups` is due."""
+        known = self.parameters
+        now = trainable_params(self.optimizer, set(map(id, known)))
+        return len(now) != len(known) or not all(map(is_, now, known))
+
     @torch.no_grad()
     def follow_groups(self) -> None:
         """Add parameters that ``add_param_group()`` added or that were unfrozen, with the values of rank 0. Parameters
         that were removed from the optimizer get the global weights."""
-        known = self.parameters
-        ids = set(map(id, known))
-        now = trainable_params(self.optimizer, ids)
-        if len(now) == len(known) and all(map(is_, now, known)):
+        if not self.must_follow:
             return
+        ids = set(map(id, self.parameters))
+        now = trainable_params(self.optimizer, ids)
         self._drop_pending(ids - set(map(id, now)))
         self.division.follow_groups()
         self._exchange.communicator.broadcast_from_rank0(p for p in now if id(p) not in ids)
