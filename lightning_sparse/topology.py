@@ -127,7 +127,6 @@ class Topology:
 
     @cached_property
     def kind(self) -> Kind:
-        """Only "hierarchical" has a slow link."""
         if self.world_size == 1:
             return "one rank"
         if self.num_nodes == 1:

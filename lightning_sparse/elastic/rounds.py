@@ -169,6 +169,9 @@ class RoundProtocol:
         # ``impatient``: this node has waited for the same change of other nodes as long as it may. ``changed``: a
         # quorum has changed the exchanged parameters.
         self._change, self.impatient, self.changed = "", False, False
+        # ``unanswered``: the lighthouse gave no quorum to the last request. ``awaited``: names of the nodes that do not
+        # want this node's change yet; empty before a quorum.
+        self.unanswered, self.awaited = False, ""
         self._told_place = False
 
     @property
@@ -181,6 +184,7 @@ class RoundProtocol:
     def propose(self, layout: Layout, change: str) -> None:
         """Exchange these parameters once all nodes make the same change."""
         self._next, self._change, self.impatient, self.changed = layout, change, False, False
+        self.awaited = ""
 
     def try_again(self) -> None:
         if self._lighthouse is not None:
@@ -274,6 +278,7 @@ class RoundProtocol:
             )
             # Only the first device asks, and its answer reaches all devices: they decide alike.
             members, waited = self._from_first(partial(self._ask, status, began))
+            self.unanswered = members is None
             quorum = None if members is None else self._quorum_of(members, outcome)
             too_few = self._are_few(members, quorum)  # equal on all devices
             if too_few:
@@ -323,10 +328,10 @@ class RoundProtocol:
 
     def _follow_change(self, quorum: Quorum) -> None:
         if not quorum.change:
+            self.awaited = _shown(each.name for each in quorum.training if each.status.change != self._change)
             # As this quorum knows it: all devices of the node decide alike.
             if any(each.name == self.name and each.status.change and each.status.impatient for each in quorum.training):
-                others = _shown(each.name for each in quorum.training if each.status.change != self._change)
-                raise ValueError(_refusal_of_change(self._change, f"not on {others}"))
+                raise ValueError(_refusal_of_change(self._change, f"not on {self.awaited}"))
             return
         if self.in_step:
             if self._change != quorum.change:

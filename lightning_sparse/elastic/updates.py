@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.messages import SLOW_AFTER, log
-from lightning_sparse.sharding import local_of, trainable_params
+from lightning_sparse.sharding import local_of, parameters_of, trainable_params
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.local import LocalUpdates, options_to_compare
@@ -166,6 +166,7 @@ class ElasticUpdates(LocalUpdates):
         self._watch = RoundObserver(self.peers)
         self._rounds = OptimizerRounds(self.peers, config.delay, config.flush_every, self._states)
         self._least = 0  # number of samples that the node needs for a batch
+        self._waits_since = -1  # number of steps when ``serve`` found parameters that are not exchanged yet
         self.progress: Any = None
         self.optimizers, self._begins = [], version is None
         try:
@@ -215,24 +216,33 @@ class ElasticUpdates(LocalUpdates):
         # From here on, this node observes. Once all nodes want the same change, one quorum makes it on all of them.
         self.peers.propose(layout, change)
         self._watch.start()
-        until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
-        while not self._from_first(self._is_changed):
+        wait, until = Wait(), time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
+        while not self._from_first(partial(self._is_changed, wait)):
             if self._from_first(lambda: self._watch.ended):  # it stores a limited number of bytes
                 self._stop_watching()
                 self._watch.start()
+            if self.peers.unanswered:  # nodes that cannot reach the lighthouse have not refused the change
+                until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
             # After this time, most nodes are enough, and a node without a majority raises ValueError.
             self.peers.impatient = time.monotonic() > until
             time.sleep(WATCH_SECONDS)
         self._stop_watching()
         self.peers.changed = False
 
-    def _is_changed(self) -> bool:
+    def _is_changed(self, wait: Wait) -> bool:
         self._watch.check()
+        where = f"the same change on {self.peers.awaited}" if self.peers.awaited else "the next quorum"
+        wait.tell(
+            "train added or unfrozen parameters",
+            "the lighthouse does not answer. Start it again at its address" if self.peers.unanswered else where,
+        )
         return self.peers.changed
 
     def _adopt(self, trained: list[dict[str, Any]]) -> None:
+        parameters = dict(self.module.named_parameters())
+        self._check_adopted(trained, parameters)
         log.info("this node adds or unfreezes parameters, as the other nodes did before")
-        parameters, self._adopts = dict(self.module.named_parameters()), True
+        self._adopts = True
         # Devices have equal ``trained``, so they make the collectives of ``follow_groups`` in the same order.
         for one, theirs in zip(self.optimizers, trained, strict=True):
             groups, optimizer = [[parameters[name] for name in names] for names in theirs["groups"]], one.optimizer
@@ -246,6 +256,24 @@ class ElasticUpdates(LocalUpdates):
             one.follow_groups()
         self._adopts = False
         self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
+
+    def _check_adopted(self, trained: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> None:
+        theirs = {name: place for place, of in enumerate(trained) for group in of["groups"] for name in group}
+        missing = sorted(theirs.keys() - parameters.keys())
+        if missing:
+            raise RuntimeError(
+                f"the other nodes train {len(missing)} parameters that the model of this node does not have, such as "
+                f"{missing[0]}: they were added during the run, so no node can join. Start all nodes with a model that "
+                f"has all parameters, and unfreeze some later."
+            )
+        for place, one in enumerate(self.optimizers):
+            held = [self.names[id(p)] for p in parameters_of(one.optimizer)]
+            moved = [name for name in held if theirs.get(name, place) != place]
+            if moved:
+                raise RuntimeError(
+                    f"{type(one.optimizer).__name__} {place} of this node has {moved[0]}, but on the other nodes "
+                    f"optimizer {theirs[moved[0]]} has it. Create the optimizers in the same order on all nodes."
+                )
 
     def _states(self) -> list[ElasticUpdateState]:
         return [each.state for each in self.optimizers if isinstance(each.state, ElasticUpdateState)]
@@ -393,6 +421,9 @@ class ElasticUpdates(LocalUpdates):
             self._server.keep(rounds.open_requests)
         if not names:
             return
+        if self._must_step_first():
+            rounds.requests_for_me = names
+            return
         rounds.answered += names
         progress = None if extra is None else to_python(extra())
         head = {
@@ -405,6 +436,15 @@ class ElasticUpdates(LocalUpdates):
         with self.global_weights():
             snapshot = snapshot_of(self.optimizers, self.module, self.names, head)
         self._server.offer(names, snapshot)
+
+    def _must_step_first(self) -> bool:
+        # A node that joins before the step would not make this change: its callbacks have not seen the epoch begin.
+        if not any(one.must_follow for one in self.optimizers):
+            self._waits_since = -1
+            return False
+        if self._waits_since < 0:
+            self._waits_since = self.steps
+        return self._waits_since == self.steps  # a step of another optimizer changes nothing
 
     def finish(self) -> None:
         """Send all pending updates. Every device of the node calls it."""
@@ -491,7 +531,8 @@ class ElasticUpdates(LocalUpdates):
 
     def _download(self, *, joins: bool) -> DeviceReceiver | None:
         new = partial(DeviceReceiver, self.optimizers, self.module, self.names, joins=joins)
-        wait, adopted = Wait(), False
+        wait = Wait()
+        adopted: list[dict[str, Any]] = []
         download: Download[DeviceReceiver] | None = None
         while True:
             # Decided by the first device: the devices must download one version, each from its counterpart.
@@ -503,9 +544,9 @@ class ElasticUpdates(LocalUpdates):
                 download = Download(address, name, new)
             reports = _gather(self._main, self._advance(wait, download))
             other = next((each.trained for each in reports if each.trained is not None), None)
-            if other is not None and joins and not adopted:
+            if other is not None and joins and other != adopted:  # the next source may differ from the last one
                 self._adopt(other)
-                download, adopted = None, True
+                download, adopted = None, other
                 continue
             failed = next((each.error for each in reports if each.error), "")
             if failed:
@@ -566,13 +607,13 @@ class DownloadReport(NamedTuple):
 
 
 class Wait:
-    """Limits and logs the wait of a joining node."""
+    """Limits and logs a wait for other nodes."""
 
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
 
     def check(self, download: Download[Any] | None, timeout: float) -> None:
-        """Log the wait every 10 s.
+        """Log the wait of a joining node.
 
         Raises:
             RuntimeError: if the wait has taken too long.
@@ -588,9 +629,14 @@ class Wait:
                 f"this node could not join the others within {now - self._began:.0f} s: {cause}. Make sure that nodes "
                 f"reach each other on all ports, then start this node again."
             )
+        self.tell("join the other nodes", cause)
+
+    def tell(self, aim: str, cause: str) -> None:
+        """Log the wait every 10 s."""
+        now = time.monotonic()
         if now - self._said > SLOW_AFTER.total_seconds():
             self._said = now
-            log.warning("this node has waited %.0f s to join the other nodes: %s", now - self._began, cause)
+            log.warning("this node has waited %.0f s to %s: %s", now - self._began, aim, cause)
 
 
 class RoundObserver:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
 
     _another_writes = False  # another node writes checkpoints
     _must_stop = False  # this process has received SIGTERM
+    _joined_groups: Sequence[list[dict[str, Any]]] = ()  # of each optimizer, as of the nodes that this node has joined
     _wrapped_methods: Sequence[tuple[Any, str]]  # of the TrainerAdapter
 
     def _listen_for_sigterm(self, trainer: Any) -> None:
@@ -133,13 +134,24 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
 
     def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
         updates = super()._new_updates(module, optimizers)
+        self._joined_groups = ()
         if updates.progress is not None:
+            self._joined_groups = [each.param_groups for each in optimizers]
             checkpoint = {**updates.progress, "optimizer_states": []}  # the engine has loaded the optimizer
             updates.progress = None
             connector = self.lightning_module.trainer._checkpoint_connector
             connector._loaded_checkpoint = checkpoint  # Lightning restores the rest, as from a file
             connector.restore_callbacks()
         return updates
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        # ``BaseFinetuning`` has restored the groups with their learning rates as of when it added them. For a file, the
+        # optimizer's state would replace these.
+        groups, self._joined_groups = self._joined_groups, ()
+        for optimizer, joined in zip(self.optimizers, groups, strict=False):
+            if optimizer.param_groups is not joined:
+                optimizer.param_groups = joined
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

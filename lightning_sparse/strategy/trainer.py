@@ -122,7 +122,8 @@ class TrainerAdapter(Adapter, Host):
     def _end_epoch(self) -> None:
         self._show()
         engine = self.engine
-        if engine is not None and engine.steps == self._steps_before and engine.batches > self._batches_before:
+        idle = engine is not None and engine.steps == self._steps_before and engine.batches > self._batches_before
+        if idle and engine.active:
             engine.warn_of_no_step()
         if engine is not None:
             self._steps_before, self._batches_before = engine.steps, engine.batches

@@ -153,7 +153,7 @@ class LocalUpdates(Engine):
                 self.step(one.optimizer)
 
     def finish(self) -> None:
-        """Send all pending updates; afterwards all ranks have equal weights. Every rank calls it."""
+        """Send all pending updates. Afterwards all ranks have equal weights."""
         if not self.active:
             return
         self.swap_in_local_weights()

@@ -286,14 +286,20 @@ class LocalOptimizer:
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
+    @property
+    def must_follow(self) -> bool:
+        """Whether the optimizer's parameters have changed."""
+        known = self.parameters
+        now = trainable_params(self.optimizer, set(map(id, known)))
+        return len(now) != len(known) or not all(map(is_, now, known))
+
     @torch.no_grad()
     def follow_groups(self) -> None:
         """Exchange other parameters, if some were added, unfrozen or removed. A collective of the world."""
-        known = self.parameters
-        ids = set(map(id, known))
-        now = trainable_params(self.optimizer, ids)
-        if len(now) == len(known) and all(map(is_, now, known)):
+        if not self.must_follow:
             return
+        ids = set(map(id, self.parameters))
+        now = trainable_params(self.optimizer, ids)
         # All ranks make these collectives in this order. Removed parameters get the global weights.
         self._drop_pending(ids - set(map(id, now)))
         self.division.follow_groups()

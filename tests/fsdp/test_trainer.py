@@ -19,6 +19,7 @@ from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.fsdp import runs
 from tests.fsdp.runs import Blocks, whole
 from tests.helpers.distributed import run_ranks
+from tests.helpers.lines import Lines
 from tests.helpers.scenarios import Scenarios
 from tests.strategy.trainers import Results, lightning_of, ours, plain_module, ranks, results_of, trainer
 from tests.updates.runs import adamw, mean_over_nodes
@@ -62,8 +63,8 @@ def test_fsdp_updates_with_everything_sent_equal_local_updates(results: Results)
         torch.testing.assert_close(found["fsdp"], found["local"], rtol=1e-5, atol=1e-6)
 
 
-def on_one_node(flavour: str) -> tuple[Tensor, Tensor]:
-    pl = lightning_of(flavour)
+def on_one_node(flavour: str) -> tuple[Tensor, Tensor, list[str]]:
+    pl, lines = lightning_of(flavour), Lines()
 
     class ByHand(type(module(flavour))):  # type: ignore[misc]
         def configure_model(self) -> None:
@@ -77,12 +78,14 @@ def on_one_node(flavour: str) -> tuple[Tensor, Tensor]:
     options = {"gradient_clip_val": 0.5}
     theirs = fitted(flavour, plain, ByHand(), **options)
     mine = fitted(flavour, fsdp(flavour), **options)
-    return whole(mine.lightning_module).clone(), whole(theirs.lightning_module).clone()
+    said = [each for each in lines.lines if "no optimizer step was made" in each]
+    return whole(mine.lightning_module).clone(), whole(theirs.lightning_module).clone(), said
 
 
 def test_fsdp_on_one_node_equals_lightnings_fsdp() -> None:
-    for mine, theirs in run_ranks(on_one_node, "pytorch_lightning", nodes=1, devices=2, timeout=120, init=False):
+    for mine, theirs, said in run_ranks(on_one_node, "pytorch_lightning", nodes=1, devices=2, timeout=120, init=False):
         assert torch.equal(mine, theirs)
+        assert said == []
 
 
 @scenario

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,12 +294,28 @@ def test_nodes_train_a_backbone_later_and_a_node_joins_after_that(nodes: Nodes, 
     nodes.wait_for("a0", of(1, begun))
     start_node(nodes, "b", tmp_path / "again", **options)
     back = nodes.wait_for("b0", of(2, begun))
+    # ``BackboneFinetuning`` stores the groups of its first epoch. In the last batch, the next epoch's rate counts.
+    assert back["lr"] == pytest.approx(0.01 * 0.99 ** back["epoch"], rel=0.0101)
     nodes.wait_for("a0", of(2, back["number"] + 10))
     end(nodes, ("a0", "a1", "b0", "b1"))  # type: ignore[arg-type]
     assert nodes.output("a0").count("waits until the other nodes do the same") == 1
     assert nodes.output("b0").count("as the other nodes did before") == 1
     tokens = tokens_of(nodes, ("a0", "b0"))
     assert len(set(tokens["a0"]) & set(tokens["b0"])) > 20
+
+
+@pytest.mark.slow
+def test_node_that_trains_a_backbone_while_there_is_no_lighthouse_waits_for_it(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.start("a", unfreezes_at=1, folder=str(tmp_path), **{**OPTIONS, "timeout": 0.5})
+    nodes.wait_for("a", lambda report: report.get("step", 0) > 1)
+    nodes.darken()
+    until = time.monotonic() + 60
+    while "the lighthouse does not answer. Start it again" not in nodes.output("a"):
+        assert time.monotonic() < until, nodes.output("a")[-2000:]
+        time.sleep(0.1)
+    nodes.light()
+    nodes.wait_for("a", lambda report: report.get("epoch", 0) > 1)
+    end(nodes, "a")
 
 
 def dies_in_a_save(name: str, lighthouse: str, options: dict[str, Any]) -> None:
