@@ -391,6 +391,8 @@ def apart() -> Iterator[Nodes]:
             yield nodes
     finally:
         for name in "abc":
+            # A namespace ends later than its deletion, and the link with it. The next test needs the name of the link.
+            subprocess.run(["ip", "link", "del", f"ls-{name}-0"], check=False)
             subprocess.run(["ip", "netns", "del", f"ls-{name}"], check=False)
         subprocess.run(["ip", "link", "del", BRIDGE], check=False)
 
