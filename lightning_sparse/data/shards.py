@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from glob import has_magic
 from multiprocessing.connection import Connection, wait
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -417,7 +418,7 @@ def files_of(path: str | Path) -> list[TokenFile]:
             raise ValueError(
                 f"{file} is a link to {os.readlink(file)}, which does not exist: repair or remove the link."
             )
-    if not path.exists() and ":/" not in str(path):
+    if not path.exists() and ":/" not in str(path) and not has_magic(str(path)):  # with cache_dir, patterns are read
         raise ValueError(f"{path} does not exist. Check the path.")
     if not paths or not paths[0].exists():
         raise ValueError(

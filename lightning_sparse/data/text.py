@@ -186,12 +186,12 @@ def tokenizer_of(name: str) -> Tokenizer:
         return Tokenizer(name, _bytes_of, BYTES, 0)  # 0, which is rare in text, ends a document
     if kind not in ("tiktoken", "tokenizers") or not which:
         raise ValueError(f"tokenizer={name!r} must be {TOKENIZERS}. Use 'tiktoken:gpt2', for example.")
+    if kind == "tokenizers" and not Path(which).exists():
+        raise ValueError(f"tokenizer={name!r} does not exist. Give the path of an existing tokenizer.json.")
     try:
         return _tiktoken(which) if kind == "tiktoken" else _tokenizers(Path(which))
     except ImportError as error:
         raise ValueError(f"tokenizer={name!r} needs {kind}: `pip install {kind}`.") from error
-    except FileNotFoundError as error:
-        raise ValueError(f"tokenizer={name!r} does not exist. Give the path of an existing tokenizer.json.") from error
     except Exception as error:  # raised by the package for an unusable name or file
         raise ValueError(f"tokenizer={name!r} cannot be used ({type(error).__name__}: {error}).") from error
 

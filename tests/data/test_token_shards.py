@@ -217,6 +217,10 @@ def test_missing_tokenizer_package_is_named(folder: Path, tmp_path: Path, monkey
         module(folder, tmp_path / "cache", tokenizer="tiktoken:gpt2")
     with pytest.raises(ValueError, match="tokenizer='words' must be 'bytes', 'tiktoken:<encoding>' or"):
         module(folder, tmp_path / "cache", tokenizer="words")
+    with pytest.raises(
+        ValueError, match=r"absent\.json' does not exist\. Give the path of an existing tokenizer\.json"
+    ):
+        module(folder, tmp_path / "cache", tokenizer=f"tokenizers:{tmp_path}/absent.json")
 
 
 def test_changed_shard_is_logged_and_created_again(

@@ -71,6 +71,8 @@ def test_file_with_a_wrong_description_is_refused(tmp_path: Path) -> None:
         files_of(tmp_path)
     with pytest.raises(ValueError, match=r"absent\.bin does not exist\. Check the path\.$"):
         files_of(tmp_path / "absent.bin")
+    with pytest.raises(ValueError, match="give cache_dir, a local folder"):
+        files_of(tmp_path / "train-*.parquet")
     path = counted(tmp_path / "a.bin", 10)
     with pytest.raises(ValueError, match=r"context=10 needs 11 tokens or more, but there are 10"):
         TokenStream(corpus_of(path), context=10)

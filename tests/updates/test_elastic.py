@@ -397,17 +397,22 @@ def apart() -> Iterator[Nodes]:
         subprocess.run(["ip", "link", "del", BRIDGE], check=False)
 
 
+def cut_the_link_of(device: str, apart: Nodes, other: str) -> None:
+    """Cut the link of this device's node for `CUT_SECONDS`. Return when all three nodes exchange again."""
+    begun = apart.wait_for(device, of(3))["number"]
+    ip(f"link set ls-{device[0]}-0 down")
+    without = apart.wait_for(other, of(2, begun))["number"]
+    time.sleep(CUT_SECONDS)
+    ip(f"link set ls-{device[0]}-0 up")
+    apart.wait_for(device, of(3, without), timeout=90)
+
+
 @pytest.mark.root
 @pytest.mark.timeout(240)
 def test_node_comes_back_with_its_updates_after_a_link_cut(apart: Nodes) -> None:
     for name in "abc":
         apart.start(name, timeout=5, density=0.1, pause=0.05)  # sums round in each step: few hundreds of them
-    begun = apart.wait_for("c", of(3))["number"]
-    ip("link set ls-c-0 down")
-    without = apart.wait_for("a", of(2, begun))["number"]
-    time.sleep(CUT_SECONDS)
-    ip("link set ls-c-0 up")
-    apart.wait_for("c", of(3, without), timeout=90)
+    cut_the_link_of("c", apart, other="a")
     assert "has missed rounds" in apart.output("c")
     finish(apart, "abc")
 
@@ -419,12 +424,7 @@ def test_node_of_two_devices_comes_back_with_its_updates_after_a_link_cut(apart:
         for device in range(2):  # each namespace has its own ports
             options: dict[str, Any] = {"timeout": 5, "density": 0.1, "pause": 0.05, "width": 67}
             apart.start(f"{name}{device}", device=device, devices=2, port=29400, **options)
-    begun = apart.wait_for("c0", of(3))["number"]
-    ip("link set ls-c-0 down")
-    without = apart.wait_for("a0", of(2, begun))["number"]
-    time.sleep(CUT_SECONDS)
-    ip("link set ls-c-0 up")
-    apart.wait_for("c0", of(3, without), timeout=90)
+    cut_the_link_of("c0", apart, other="a0")
     for device in "01":
         assert "has missed rounds" in apart.output(f"c{device}")
     for name in "abc":

@@ -115,7 +115,7 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
         _whole(file, column, [int(value) if _WHOLE.fullmatch(value.strip()) else 0 for value in values])
         numbers = [float(word) for word in distinct]
         # Python reads 2e999 as inf, so name the text of the file.
-        if (large := next((word for word, one in zip(distinct, numbers, strict=True) if math.isinf(one)), "")) != "":
+        if large := next((word for word, one in zip(distinct, numbers, strict=True) if math.isinf(one)), ""):
             raise _refused(file, column, values.index(large), f"is {large}: give each sample a finite number")
     else:
         return None
