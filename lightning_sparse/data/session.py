@@ -360,6 +360,7 @@ class Session:
         def end() -> None:
             self._end_pipelines()
             for store in self._stores:
+                store.end_serving()
                 store.disk.flush()
 
         on_all(end)

@@ -73,6 +73,19 @@ def test_sample_of_another_node_comes_from_its_memory(nodes: Nodes) -> None:
     copy.close()
 
 
+def test_files_of_an_idle_or_ended_server_are_on_its_disk(nodes: Nodes) -> None:
+    first, second = nodes[0]
+    owned = np.flatnonzero(first.owners == 1).tolist()
+    first.get(owned[:3])
+    end = time.monotonic() + 60
+    while second.disk.entries() < 3 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert second.disk.entries() == 3
+    first.get(owned[3:])
+    second.end_serving()
+    assert second.disk.entries() == 6
+
+
 def test_peer_with_another_format_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = make_nodes(make_folder(tmp_path / "pictures"), formats=("jpeg", "decoded"))
     first.connect({1: second.serve()})

@@ -412,6 +412,12 @@ class SampleStore:
             tiers.server = PeerServer(self, self._run, address, ports=ports, clients=clients)
         return tiers.server.endpoint
 
+    def end_serving(self) -> None:
+        # waits, because the server process writes its last files to the disk cache
+        server = self._tiers().server
+        if server is not None:
+            server.close()
+
     def connect(self, endpoints: Mapping[int, str]) -> None:
         """Read the samples of other nodes from their memory. endpoints: results of `serve`, by node."""
         self._endpoints = {node: endpoint for node, endpoint in endpoints.items() if node != self.placement.node_index}

@@ -25,7 +25,9 @@ from lightning_sparse.data.peers import Keys, allow_connections
 
 THREADS = 4
 MAX_REQUEST_BYTES = 1 << 16
-START_S, STOP_S = 60.0, 1.0
+START_S = 60.0
+STOP_S = 5.0  # a busy machine writes the last files to the disk cache in this time
+IDLE_MS = 2000
 REBIND_S = 1.0  # pause before connections are accepted again, at the limit of open files
 _ANSWERS = "inproc://answers"
 
@@ -111,8 +113,8 @@ class _Listener:
         while self.failures.poll(0):  # after that: zmq may report failures faster than they are read
             self.failures.recv_multipart()
 
-    def wait_ms(self) -> int | None:
-        return None if self._accept_at is None else max(0, int(1000 * (self._accept_at - time.monotonic())) + 1)
+    def wait_ms(self) -> int:
+        return IDLE_MS if self._accept_at is None else max(0, int(1000 * (self._accept_at - time.monotonic())) + 1)
 
     def resume(self) -> None:
         import zmq
@@ -157,7 +159,10 @@ def serve(
     with ThreadPoolExecutor(THREADS) as pool:
         while True:
             listener.resume()
-            for socket, _ in poller.poll(listener.wait_ms()):
+            events = poller.poll(listener.wait_ms())
+            if not events:
+                pool.submit(store.get, [])  # writes files that wait to be cached on disk
+            for socket, _ in events:
                 if socket is listener.failures:
                     listener.pause()
                     continue
