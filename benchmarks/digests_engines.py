@@ -302,7 +302,7 @@ def run_updates(
     trail.add(*module.parameters(), *module.buffers())
     check_finite(module)
     updates.detach()
-    updates.end()
+    updates.close()
 
 
 def check_finite(module: nn.Module) -> None:

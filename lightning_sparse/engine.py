@@ -135,8 +135,8 @@ class Engine(ABC):
 
     def checkpoint_metadata(self) -> dict[str, Any]:
         nodes = [list(node) for node in self.topology.nodes]
-        told = {"version": VERSION, "kind": self.kind, "nodes": nodes, "config": self.config.to_dict()}
-        return {**told, **(self.metadata() if self.saves else {})}
+        entries = {"version": VERSION, "kind": self.kind, "nodes": nodes, "config": self.config.to_dict()}
+        return {**entries, **(self.metadata() if self.saves else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this device's part for ``torch.distributed.checkpoint.save`` and ``async_save``."""
@@ -197,10 +197,14 @@ class Engine(ABC):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Remove hooks from the module and end threads. Training may start again."""
         return
 
-    def detach(self, reused: Sequence[Optimizer] = ()) -> None:
+    def end(self) -> None:
+        """Deprecated name of `close`, until version 0.3."""
+        self.close()
+
+    def release_optimizers(self, reused: Sequence[Optimizer] = ()) -> None:
         """Release module and optimizers. ``reused`` optimizers get all their state."""
-        self.end()
+        self.close()

@@ -275,7 +275,7 @@ def fixed_losses(topology: Topology, device: torch.device, _: float | None, step
             updates.step()
     if updates is not None:
         updates.finish()
-        updates.end()
+        updates.close()
     state = whole_state(learner.model)
     whole = learner_of(learner.corpus, 0, steps)
     whole.model.load_state_dict(state)
@@ -303,7 +303,7 @@ def fixed_steps(topology: Topology, device: torch.device, _: float | None, steps
         updates.step()
         seconds.append(time.perf_counter() - begin)
     updates.finish()
-    updates.end()
+    updates.close()
     return [{"step s": slowest(median(seconds[WARM:]), device).item()}]
 
 

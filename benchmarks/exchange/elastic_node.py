@@ -144,7 +144,7 @@ def main() -> None:
     if step == node.steps:
         save(learner.model, folder / f"{step}.pt")
         say(ends=step, received=updates.exchange.stats.bytes_between_nodes, **updates.gauges())
-    updates.end()
+    updates.close()
 
 
 def set_rate(learner: text.TextLearner, step: int, steps: int) -> None:

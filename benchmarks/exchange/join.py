@@ -124,7 +124,7 @@ def device(folder: Path, layers: int) -> None:
         row |= {"seconds": None, "received": None}
     joined.touch()
     updates.finish()
-    updates.end()
+    updates.close()
     (folder / f"{node}{place}.json").write_text(json.dumps(row))
     dist.barrier()
     if lighthouse is not None:

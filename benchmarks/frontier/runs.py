@@ -222,7 +222,7 @@ def train(run: Run, corpus: Corpus, device: torch.device) -> dict[str, Any]:
             optimizer.step()
         with torch.no_grad():
             way.after_step(step + 1, lr)
-    way.end()
+    way.close()
     held_out = corpus.val_windows(CONTEXT)
     bits = [models.bits(row_N, *held_out) for row_N in way.results()]
     val_bits = sum(bits) / len(bits)

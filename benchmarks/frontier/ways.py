@@ -78,7 +78,7 @@ class Way:
         """Return the parameters that count: [1, N], or several models."""
         return self.models.flat_MN[:1]
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Release threads."""
 
 
@@ -200,14 +200,14 @@ class Updates(Way):
         since = step % self._config.sync_every
         if since == 0:
             self._all(lambda state: state.exchange_step())
-        elif self._config.settles(since, self.models.num):
+        elif self._config.changes_without_exchange(since, self.models.num):
             self._all(lambda state: state.settle(since))
         self.bits = 8 * self._exchanges[0].stats.bytes_between_nodes / self.received_times
 
     def results(self) -> Tensor:
         return self.states[0].read_global()[None]
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._threads.shutdown()
 
     def _all(self, call: Callable[[UpdateState], None]) -> None:

@@ -34,7 +34,7 @@ def trace(folder: Path, device: torch.device) -> Iterator[Result]:
         plain_ms = times([plain], TRACED, 3)[NONE]["ms"]
         way.communicator.gbps = 8e-9 * way.received / (1e-3 * SHARE * plain_ms)
         lanes = lanes_of(record(way, TRACED, folder / f"{name}.json.gz"))
-        way.end()
+        way.close()
         share = hidden(lanes, TRACED)
         claims[name] = (NOT_RUN, "no link in the trace") if share is None else verdict(share >= 0.7, f"{share:.0%}")
         data[name] = {lane.name: length(lane.work) for lane in lanes}

@@ -40,7 +40,7 @@ def step(model: str, folder: Path, device: torch.device) -> Iterator[Result]:
     slow = times(ways, steps, turns)
     show(f"{model}, with a link of {link_ms:.2f} ms per step", slow)
     for way in ways:
-        way.end()
+        way.close()
     yield {**claims, **link_claims(free, slow, link_ms)}, {**data, "with a link": slow}
 
 

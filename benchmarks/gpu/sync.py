@@ -41,7 +41,7 @@ def sync(folder: Path, device: torch.device) -> Iterator[Result]:
             claims[name] = (HELD, "no wait") if device.type == "cuda" else (NOT_RUN, "no GPU; the steps ran")
         except RuntimeError as error:
             claims[name] = (NOT_HELD, str(error).splitlines()[0])
-        way.end()
+        way.close()
         yield claims, {}
 
 

@@ -90,7 +90,7 @@ class Way:
         """Wait for the exchange of the last step."""
         holder = self._state or self._updates
         if holder is not None:
-            holder.exchange.runner.wait()
+            holder.exchange.runner.synchronize()
         finish(self.device)
 
     @property
@@ -99,12 +99,12 @@ class Way:
         holder = self._state or self._updates
         return 0.0 if holder is None else holder.exchange.stats.round_bytes
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End its threads."""
         if self._state is not None:
             self._state.detach()
         if self._updates is not None:
-            self._updates.end()
+            self._updates.close()
 
 
 def begin(device: torch.device) -> None:

@@ -317,13 +317,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _verdict(path: str, reports: Reports) -> str:
-    told = [None if report is None else json.loads(report) for report in reports]
-    error = next((report["error"] for report in told if report is not None and report["error"]), "")
+    found = [None if report is None else json.loads(report) for report in reports]
+    error = next((report["error"] for report in found if report is not None and report["error"]), "")
     if error:
         return f"a rank could not write its state for {path} ({error}): a checkpoint of that name stays as it was."
-    missing = [rank for rank, report in enumerate(told) if report is None]
+    missing = [rank for rank, report in enumerate(found) if report is None]
     # A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
-    if missing and (told[0] is None or told[0]["replaces"]):
+    if missing and (found[0] is None or found[0]["replaces"]):
         return (
             f"rank(s) {_listed(missing)} did not write their state for {path} in time, so the existing checkpoint "
             f"stays. Look for errors of these ranks."

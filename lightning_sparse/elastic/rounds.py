@@ -486,18 +486,18 @@ class RoundProtocol:
 
     def reconcile(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return sent tensors that become pending, and sent tensors that are pending but counted elsewhere."""
-        returned, counted, known = list[Tensor](), list[Tensor](), set(self.history)
+        to_resend, already_counted, known = list[Tensor](), list[Tensor](), set(self.history)
         for each in self._ledger:
             # The weights lack its round. Rounds on top of a lost round are lost, too.
             if each.base in known and not each.is_pending and each.token not in self.history:
-                returned.append(each.tensor)
+                to_resend.append(each.tensor)
                 known.add(each.token)
             # The round did not count here, but another node counted it, so the weights contain it.
             elif each.is_pending and each.token in self.history:
-                counted.append(each.tensor)
+                already_counted.append(each.tensor)
         kept = [each for each in self._ledger if each.token in self.history and not each.is_pending]
         self._ledger = deque(kept, maxlen=LEDGER)
-        return returned, counted
+        return to_resend, already_counted
 
     def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
         outcome.open_requests = [each.status.wants for each in quorum.members if each.status.wants]

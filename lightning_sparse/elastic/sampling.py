@@ -68,8 +68,8 @@ class SampleAssigner:
         if not self._assignments:
             return SampleProgress(self._limit, reached=self.reached, ahead=self.ahead)
         now = max(self._end, self._assignments[0].begin)
-        holds = next(place for place, each in reversed(list(enumerate(self._assignments))) if each.begin <= now)
-        strides = [len(each.names) for each in self._assignments[holds:]]
+        newest = next(place for place, each in reversed(list(enumerate(self._assignments))) if each.begin <= now)
+        strides = [len(each.names) for each in self._assignments[newest:]]
         # Two positions of the node are at most one stride apart; two strides if the second is in a later assignment.
         end = now + (self.ahead + len(strides) - 1) * max(strides)
         # includes samples of nodes that have left

@@ -54,7 +54,7 @@ class ElasticUpdateState(SparseUpdateState):
     def exchange_step(self, step_id: int = 0) -> None:
         self._rounds.request(self)
 
-    def may_settle(self, since: int) -> bool:
+    def may_change_without_exchange(self, since: int) -> bool:
         return True
 
     def receive(self) -> None:
@@ -194,12 +194,12 @@ class OptimizerRounds:
         transfers = [each.begin_exchange() for each in states]
         job = RoundJob([each.payload for each, _ in transfers], self._message_sizes(), self._peers, states[0].exchanges)
         self.receive()
-        self._take(self._flight.start(self.exchange, job, states[0].global_S))
+        self._finish(self._flight.start(self.exchange, job, states[0].global_S))
         for state, (_, sent) in zip(states, transfers, strict=True):
             state.end_exchange(sent)
 
     def receive(self) -> None:
-        self._take(self._flight.wait(self.exchange))
+        self._finish(self._flight.wait(self.exchange))
 
     def flush(self) -> None:
         """Send all pending updates to the present nodes. If rounds fail, some updates stay pending."""
@@ -229,7 +229,7 @@ class OptimizerRounds:
         # An uncertain round is settled by the quorum of the next try.
         return not outcome.returned and self._peers.settled
 
-    def _take(self, job: RoundJob | None) -> None:
+    def _finish(self, job: RoundJob | None) -> None:
         if job is not None:
             rounds = job.outcome.rounds
             self._record(job.outcome, rounds[-1].messages_MB.shape[-1] if rounds else 0)

@@ -115,7 +115,7 @@ class ElasticUpdates(LocalUpdates):
             updates.step()
             updates.serve()
         updates.finish()
-        updates.end()
+        updates.close()
 
     Args:
         topology: topology of this node alone.
@@ -179,7 +179,7 @@ class ElasticUpdates(LocalUpdates):
                 self.peers.assigner.start_at(place)
             self._join()
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     def _has_others(self) -> bool:
@@ -334,7 +334,7 @@ class ElasticUpdates(LocalUpdates):
                 )
         super().swap_in_local_weights()
 
-    def _settle_changes(self) -> tuple[bool, bool]:
+    def _agree_on_changes(self) -> tuple[bool, bool]:
         # Other nodes take no part: a change is an update of this node, except before a new run begins.
         changed = any(one.is_changed() for one in self.optimizers)
         return changed, not changed or (self.steps == 0 and self._begins)
@@ -453,12 +453,12 @@ class ElasticUpdates(LocalUpdates):
         self._all_sent = False  # rounds may have failed
         super().finish()
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._watch.stop()
         # The runner may still make a round, which uses the peers and their groups.
         if self.optimizers:
-            self.exchange.runner.drain()
-            super().end()
+            self.exchange.runner.discard_errors()
+            super().close()
         self.peers.leave()
         self._server.close()
 

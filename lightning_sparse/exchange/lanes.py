@@ -55,9 +55,9 @@ class Runner:
     def run(self, job: Job, result: Tensor) -> TensorFuture:
         """Run a job. The future completes with ``result``."""
         job.select()
-        return Runner.start(self, job, result)
+        return Runner.submit_selected(self, job, result)
 
-    def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
+    def submit_selected(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
         """Run a job whose ``select`` has returned ``selected``, in the background until ``finish``."""
         job.transfer()
         job.apply()
@@ -74,13 +74,13 @@ class Runner:
         """Wait for a started job, and raise its error. On CUDA the current stream waits, not the host."""
         future.wait()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait until no job is running, so that the process groups are free."""
 
-    def drain(self) -> None:
+    def discard_errors(self) -> None:
         """Wait for jobs that a failed backward pass left running, and drop their errors."""
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """End threads. The next job starts them again."""
 
 
@@ -96,7 +96,7 @@ class StreamLanes(Runner):
         stages = (job.select, job.transfer, job.apply)
         return self._queue(zip(self._streams, stages, strict=True), result, ())
 
-    def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
+    def submit_selected(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
         # One lane suffices, because no other job shares the network with this job.
         stream = self._streams[1]
         return self._queue(((stream, job.transfer), (stream, job.apply)), result, selected)
@@ -119,12 +119,12 @@ class StreamLanes(Runner):
         with torch.cuda.stream(before):
             return self._done(result)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         for stream in self._streams:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def drain(self) -> None:
-        self.wait()
+    def discard_errors(self) -> None:
+        self.synchronize()
 
 
 def _record(stream: torch.cuda.Stream, tensors: Iterable[Tensor]) -> None:
@@ -163,7 +163,7 @@ class FifoLanes(Runner):
         for thread in self._threads:
             thread.start()
         _join_at_exit(self._threads)
-        # Idle threads stop at `end`, and when this object is garbage collected.
+        # Idle threads stop at `shutdown`, and when this object is garbage collected.
         self._last_call = weakref.finalize(self, queues[0].put, None)  # at exit, finalizers run last in, first out
         return queues[0]
 
@@ -178,7 +178,7 @@ class FifoLanes(Runner):
             self._backward = backward
         return self._queue((job.select, job.transfer, job.apply), result)
 
-    def start(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
+    def submit_selected(self, job: Job, result: Tensor, selected: Sequence[Tensor] = ()) -> TensorFuture:
         return self._queue((tuple, job.transfer, job.apply), result)
 
     def _queue(self, stages: Sequence[_Stage], result: Tensor) -> TensorFuture:
@@ -191,16 +191,16 @@ class FifoLanes(Runner):
         self._first.put((stages, result, future))
         return future
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         if self._pending is not None:
             self._pending.wait()
 
-    def drain(self) -> None:
-        self.wait()
+    def discard_errors(self) -> None:
+        self.synchronize()
         self._pending = None
         self._errors.clear()
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         # After a failed backward pass, jobs may still run. The next job must queue behind them, and a thread that hangs
         # in a collective cannot be joined.
         idle = self._pending is None or self._pending.done()
@@ -216,7 +216,7 @@ class FifoLanes(Runner):
         self._raise()
 
     def _join(self) -> None:
-        self.wait()
+        self.synchronize()
         self._pending = None
         self._raise()
 

@@ -246,7 +246,7 @@ class Bucket:
 
     Attributes:
         unused: parameters that this rank did not use, with DDP's ``find_unused_parameters``.
-        spends_parked: residuals of a run on several nodes join the sum, because one node has no shards.
+        applies_by_name: residuals of a run on several nodes join the sum, because one node has no shards.
     """
 
     group: ParamGroup
@@ -254,7 +254,7 @@ class Bucket:
     index: int
     last: bool
     unused: frozenset[str] = frozenset()
-    spends_parked: bool = False
+    applies_by_name: bool = False
     groups: list[BucketGroup] = field(default_factory=list)
 
     def gradient(self, name: str) -> Tensor:

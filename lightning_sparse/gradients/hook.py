@@ -12,7 +12,7 @@ def hier_hook(state: HierState, bucket: GradBucket) -> torch.futures.Future[Tens
     """Reduce one bucket. Register it with ``ddp.register_comm_hook(state, hier_hook)``.
 
     In a loop, call ``state.watch([optimizer])`` once, ``state.before_backward()`` before each backward pass, and
-    ``state.end()`` at the end.
+    ``state.close()`` at the end.
 
     Raises:
         CommunicationError: if a collective failed. With ``overlap``, it is raised at the end of the backward pass.

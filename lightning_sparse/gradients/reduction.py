@@ -61,7 +61,7 @@ class Reduction:
             self._sum(part, transfer)
             if part.has_residual:
                 self._stage(part, transfer.shard.next_S)
-            elif self._bucket.spends_parked:
+            elif self._bucket.applies_by_name:
                 self._state.store.apply_by_name(
                     part.group, self._state.topology.num_nodes, self._state.rescale, part.grad_N
                 )

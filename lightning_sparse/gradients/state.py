@@ -124,13 +124,13 @@ class HierState(Engine):
         if not self._round_is_open:
             self.commit_round()
             if self.exchange.choice.needs_probe:
-                self.exchange.runner.wait()  # for another module with this topology
+                self.exchange.runner.synchronize()  # for another module with this topology
                 self.exchange.choice.measure(flat_N.device, self.round)
             self._round_is_open = self._is_reducing = True
         group = group_of(bucket.parameters(), self.parameters.names)
         unused = frozenset[str]() if self.unused is None else self.unused.take(group)
         received = Bucket(group, flat_N, bucket.index(), last, frozenset() if self._reason_for_dense else unused)
-        received.spends_parked = not self.active and not self._reason_for_dense
+        received.applies_by_name = not self.active and not self._reason_for_dense
         self.layout.record(group)
         received.groups = [self._part(received, each) for each in self.layout.groups_in(group) if each.numel]
         if last:
@@ -154,7 +154,7 @@ class HierState(Engine):
     def commit_round(self) -> set[str]:
         """Commit the residuals of stepped parameters. Return the undecided parameters."""
         if self._is_reducing:
-            self.exchange.runner.drain()
+            self.exchange.runner.discard_errors()
             self._is_reducing = False
         # A round that an exception interrupted does not count.
         if self.layout.abandon_round() or self._round_is_open:
@@ -200,11 +200,11 @@ class HierState(Engine):
             way_out = "exchange='auto', which sends everything here"
             self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
 
-    def end(self) -> None:
+    def close(self) -> None:
         # The last round stays open until the next one begins: only then is it known whether its gradient was stepped,
         # and after an exception, its buckets may still be in flight.
         self._steps.unwatch()
-        self.exchange.runner.end()
+        self.exchange.runner.shutdown()
         if self.momentum is not None:
             self.momentum.unwatch()
         if self.unused is not None:

@@ -78,12 +78,12 @@ class StepTracker:
     """Notes which parameters optimizers step.
 
     Args:
-        open_names: returns the parameters with undecided residuals.
+        undecided_names: returns the parameters with undecided residuals.
     """
 
-    def __init__(self, parameters: Parameters, open_names: Callable[[], set[str]]) -> None:
+    def __init__(self, parameters: Parameters, undecided_names: Callable[[], set[str]]) -> None:
         self.watching = False
-        self._parameters, self._open_names = parameters, open_names
+        self._parameters, self._undecided_names = parameters, undecided_names
         self._hooks: list[Callable[[], Any]] = []  # each removes one hook
         self._begun: dict[int, set[str]] = {}  # names of parameters with a gradient, by id() of the optimizer
         self._steps: list[tuple[set[str], AsyncHostTensor | None]] = []  # each with the scaler's found_inf
@@ -135,7 +135,7 @@ class StepTracker:
         module = self._parameters.module
         if not self.watching or module is None:
             return set(), set()
-        left = self._open_names() - self.stepped()
+        left = self._undecided_names() - self.stepped()
         grads = {self._parameters.name_of(p): p.grad for p in module.parameters() if p.grad is not None}
         waiting = left & grads.keys()
         if not any(bool(grads[name].any()) for name in waiting):  # zero_grad(set_to_none=False) has dropped them
@@ -155,7 +155,7 @@ class StepTracker:
         names = self._begun.pop(id(optimizer), set())
         if _has_closure(args, kwargs):
             names = self._with_gradient(parameters_of(optimizer))
-        names &= self._open_names() - self._stepped
+        names &= self._undecided_names() - self._stepped
         if names:
             found_inf = getattr(optimizer, "found_inf", None)
             self._steps.append((names, None if found_inf is None else AsyncHostTensor(found_inf)))

@@ -154,7 +154,7 @@ class ShardedStep:
             try:
                 return step(*args, **kwargs)
             except BaseException:
-                self._share.put_back()  # restore the shapes after any exception
+                self._share.restore()  # restore the shapes after any exception
                 raise
 
         # A subclass may call super().step(), which runs the hooks again, so only the outermost call counts. It is a
@@ -181,7 +181,7 @@ class ShardedStep:
             self._choice.begin(self.device)
         if self.sharing:
             self._unfinished = True
-            self._share.show(self.parameters, self.local_parts)
+            self._share.apply(self.parameters, self.local_parts)
             if replay is not None:
                 replay.only_once = type(self.optimizer).__name__
         return args, kwargs
@@ -191,7 +191,7 @@ class ShardedStep:
         if not self.active or self._depth:
             return
         if self.sharing:
-            self._share.put_back()
+            self._share.restore()
             if self._gathers:
                 self.communicator.error_context = f"while step {self.steps} gathered the parameters"
                 self._gather(self.communicator)
@@ -202,7 +202,7 @@ class ShardedStep:
 
     def _refuse_if_unfinished(self) -> None:
         if self._unfinished:
-            self._share.put_back()
+            self._share.restore()
             raise RuntimeError(
                 f"step {self.steps} of {type(self.optimizer).__name__} raised an exception before the parameters were "
                 f"gathered, so ranks have different parameters. Resume from the last checkpoint."
@@ -358,7 +358,7 @@ class LocalShard:
     def __init__(self) -> None:
         self._whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its data, its gradient
 
-    def show(self, parameters: Sequence[Tensor], local_parts: Sequence[Part | None]) -> None:
+    def apply(self, parameters: Sequence[Tensor], local_parts: Sequence[Part | None]) -> None:
         for parameter, part in zip(parameters, local_parts, strict=True):
             grad = parameter.grad
             if grad is None or (part is not None and part.end - part.begin == parameter.numel()):
@@ -375,7 +375,7 @@ class LocalShard:
                 parameter.data = flat_view(parameter)[part.begin : part.end]
                 parameter.grad = narrow
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for parameter, data, grad in self._whole:
             parameter.grad = None
             parameter.data = data

@@ -417,7 +417,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
         """
         super().finish()
         for engine in self.engines:
-            engine.end()
+            engine.close()
         self.engines.clear()
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:

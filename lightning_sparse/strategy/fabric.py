@@ -142,7 +142,7 @@ class UpdatesFabricAdapter(FabricAdapter):
             if any(id(p) in stepped for one in engine.optimizers for p in one.parameters):
                 # An earlier engine of the same parameters first sends its pending updates.
                 engine.finish()
-                engine.detach([optimizer])
+                engine.release_optimizers([optimizer])
                 self.engines.remove(engine)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

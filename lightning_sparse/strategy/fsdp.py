@@ -120,7 +120,7 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         """Start the exchange. A collective of the world."""
         earlier = self._gradients
         for before in self.engines:
-            before.detach(self.optimizers)
+            before.release_optimizers(self.optimizers)
         if self.send == "gradients":
             self.engines[:] = [self._new_gradients(self.lightning_module, earlier)]
             self.engines[0].watch(self.optimizers)

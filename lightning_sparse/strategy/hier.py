@@ -100,15 +100,15 @@ class GradientEngines:
                     "parameters were replaced since the last set-up: their residuals are lost", logging.WARNING
                 )
             if replaced or state.parameters.module is None or (fresh and state.parameters.module is module):
-                state.end()
+                state.close()
                 self.states.remove(state)
                 stale = self.optimizers_by_state.pop(state)
                 self.known_optimizers = [each for each in self.known_optimizers if each() not in stale]
 
 
-def _drop_superseded(watched: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
+def _drop_superseded(known: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
     taken = {id(parameter) for each in new for parameter in parameters_of(each)}
-    return [each for each in watched if taken.isdisjoint(map(id, parameters_of(each)))]
+    return [each for each in known if taken.isdisjoint(map(id, parameters_of(each)))]
 
 
 class HierAdapter(Adapter):

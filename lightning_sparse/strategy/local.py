@@ -65,7 +65,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
             self._side_files.loaded = []  # a checkpoint that was loaded for a test
             return
         for before in self.engines:
-            before.detach(self.optimizers)
+            before.release_optimizers(self.optimizers)
         self._disable_ddp_sync(self.model)
         self.engines[:] = [self._new_updates(self.lightning_module, self.optimizers)]
         self._restore(self.engines[0])

@@ -190,7 +190,7 @@ class TrainerAdapter(Adapter, Host):
         """Remove hooks from the model. Pending updates stay for a second fit of the same module."""
         self._release_trainer()
         for engine in self.engines:
-            engine.end()
+            engine.close()
         super().teardown()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class UpdatesConfig(ExchangeConfig):
         parts = num_nodes > 2 or (num_nodes == 2 and self.sync_every > 1)
         return self.step_ahead == "auto" and self.exchange == "sparse" and parts
 
-    def settles(self, since: int, num_nodes: int) -> bool:
+    def changes_without_exchange(self, since: int, num_nodes: int) -> bool:
         """Return whether the weights of a device may change ``since`` steps after an exchange, equal on all ranks."""
         return since == self.delay or self.measures_ahead(num_nodes) or self.ahead(num_nodes) != 1.0
 

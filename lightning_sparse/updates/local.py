@@ -168,7 +168,7 @@ class LocalUpdates(Engine):
             self._make_up()
             for one in self.optimizers:  # all, before a flush uses their process group
                 one.state.receive()
-            self.exchange.runner.wait()  # for other modules with this topology
+            self.exchange.runner.synchronize()  # for other modules with this topology
             self._flush()
             self.buffers.average()
         self._all_sent = True
@@ -240,7 +240,7 @@ class LocalUpdates(Engine):
         """
         if not self._shown:
             return
-        changed, adopt = self._settle_changes() if self._waits else (self._may_be_changed(), True)
+        changed, adopt = self._agree_on_changes() if self._waits else (self._may_be_changed(), True)
         self._trusted |= not self._waits
         self._all_sent &= adopt
         self._shown = False
@@ -248,26 +248,26 @@ class LocalUpdates(Engine):
             if changed:
                 one.swap_in_local_weights(adopt)
             else:
-                one.put_back()
+                one.restore_local_weights()
         if self._waits:
             self.buffers.swap_in_local_weights()
 
     @torch.no_grad()
     def adopt_changes(self) -> None:
-        if self._shown and self._waits and self._settle_changes() == (True, True):
+        if self._shown and self._waits and self._agree_on_changes() == (True, True):
             self.swap_in_local_weights()
             self.swap_in_global_weights()
 
     @torch.no_grad()
     def average_changes(self) -> None:
         if self._shown and self._waits:
-            self._settle_changes()
+            self._agree_on_changes()
 
     def _may_be_changed(self) -> bool:
         # On GPUs, a comparison would make the host wait, so assume a change.
         return self._device.type != "cpu" or any(one.is_changed() for one in self.optimizers)
 
-    def _settle_changes(self) -> tuple[bool, bool]:
+    def _agree_on_changes(self) -> tuple[bool, bool]:
         """Return whether any rank changed the shown global weights, and whether the global weights adopt the change."""
         changed = any(one.is_changed() for one in self.optimizers)
         # A collective of the world. If nodes made different changes, the mean is written into the parameters.
@@ -372,15 +372,15 @@ class LocalUpdates(Engine):
     def gauges(self) -> dict[str, float]:
         return {"step_ahead": self.step_ahead}
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.active:
-            self.exchange.runner.end()
+            self.exchange.runner.shutdown()
 
-    def detach(self, reused: Sequence[Optimizer] = ()) -> None:
+    def release_optimizers(self, reused: Sequence[Optimizer] = ()) -> None:
         """Remove the hooks and end threads. Reused optimizers get all their state: a collective of the node."""
-        self.end()
+        self.close()
         for one in self.optimizers:
-            one.detach(any(one.optimizer is each for each in reused))
+            one.release(any(one.optimizer is each for each in reused))
 
     def _name_place(self, where: str) -> None:
         self.exchange.communicator.error_context = self._inside.error_context = where
@@ -445,6 +445,6 @@ def options_to_compare(
     """Return the values that must be equal on all ranks, by name."""
     held = [*module.named_parameters(), *module.named_buffers()]
     stepped = [[names[id(p)] for p in trainable_params(each)] for each in optimizers]
-    told = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
-    digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+    entries = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
+    digest = hashlib.sha256(entries.encode()).hexdigest()[:8]
     return {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}

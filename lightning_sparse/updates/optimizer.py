@@ -73,11 +73,11 @@ class LocalOptimizer:
         return self.division.parameters
 
     def stepped(self) -> list[tuple[Tensor, Part]]:
-        if self.division.steps_all:
+        if self.division.is_replicated:
             return [(parameter, Part(0, 0, parameter.numel())) for parameter in self.parameters]
         return self.state.slices.pieces
 
-    def detach(self, reused: bool) -> None:
+    def release(self, reused: bool) -> None:
         for hook in self._hooks:
             hook.remove()
         if reused:
@@ -99,8 +99,8 @@ class LocalOptimizer:
         if since == 0:
             self.state.exchange_step(step_id)
         else:
-            self.state.settle(since)
-            if self.division.steps_all and not self.state.may_settle(since) and not probed:
+            self.state.step_without_exchange(since)
+            if self.division.is_replicated and not self.state.may_change_without_exchange(since) and not probed:
                 return  # all devices have equal parameters
         self.gather()
 
@@ -173,7 +173,7 @@ class LocalOptimizer:
         self.state.slices.write(self._shown())
         self.gather()
 
-    def put_back(self) -> None:
+    def restore_local_weights(self) -> None:
         # No hook has changed the global weights, so the copy is exact.
         self._put(self._own or ())
         self._end_swap()
@@ -188,7 +188,7 @@ class LocalOptimizer:
         if changed_S is not None and self._waits:
             # Apply all messages first, so that the hook's values become global exactly.
             self._put(self._own or ())
-            state.settle_now()
+            state.absorb_and_write()
             state.set_global(changed_S)
             state.write_model()
         else:
@@ -360,7 +360,7 @@ class StepPartition:
 
     def __init__(self, optimizer: Optimizer, inside: HierCommunicator, step: ShardedStep | None = None) -> None:
         self.optimizer, self._inside, self._step = optimizer, inside, step
-        self.steps_all = step is None  # all devices have equal parameters after the step
+        self.is_replicated = step is None  # all devices have equal parameters after the step
         self.parameters: list[Tensor] = []  # trained, in the order of the optimizer's groups
         self.local_parts: list[Part | None] = []  # the part of each parameter that this device exchanges
         self._parts: list[Parts] = []
@@ -404,7 +404,7 @@ class FSDPPartition(StepPartition):
     def __init__(self, optimizer: Optimizer, inside: HierCommunicator, module: nn.Module) -> None:
         self._module = module
         super().__init__(optimizer, inside)
-        self.steps_all = False
+        self.is_replicated = False
 
     def follow_groups(self) -> None:
         self.parameters = trainable_params(self.optimizer, set(map(id, self.parameters)))

@@ -39,7 +39,7 @@ class InFlight(Generic[JobKind]):
         """Start a job that has selected. Return it if it has finished."""
         if self._delay:
             # The runner owns the job until `wait`.
-            self._running = exchange.runner.start(job, result, job.select()), job
+            self._running = exchange.runner.submit_selected(job, result, job.select()), job
             return None
         with exchange.communicator.waiting():
             job.transfer()
@@ -91,7 +91,7 @@ class UpdateState(ABC):
             RuntimeError: if nodes exchanged in different steps, two exchanges later.
         """
 
-    def settle(self, since: int) -> None:
+    def step_without_exchange(self, since: int) -> None:
         """Finish a step without an exchange, ``since`` steps after the last."""
         # Received messages count at a fixed step, so that the result does not depend on their arrival.
         due = since == self._config.delay
@@ -99,14 +99,14 @@ class UpdateState(ABC):
         # Between exchanges, the parameters keep only the fraction a of each update. Otherwise the models of nodes drift
         # apart.
         if self.slices.numel and (due or self.local_fraction != 1.0):
-            self._settle(due, since)
+            self._step_without_exchange(due, since)
 
     @abstractmethod
-    def _settle(self, due: bool, since: int) -> None: ...
+    def _step_without_exchange(self, due: bool, since: int) -> None: ...
 
-    def may_settle(self, since: int) -> bool:
+    def may_change_without_exchange(self, since: int) -> bool:
         """Return whether ``settle`` may change the parameters on a device of the node, alike on all of them."""
-        return self._config.settles(since, self._exchange.topology.num_nodes)
+        return self._config.changes_without_exchange(since, self._exchange.topology.num_nodes)
 
     @abstractmethod
     def write_model(self) -> None:
@@ -147,7 +147,7 @@ class UpdateState(ABC):
         """Return the global weights without waiting, if nodes then still agree. Do not write to them."""
         return self.read_global()
 
-    def settle_now(self) -> None:
+    def absorb_and_write(self) -> None:
         self.absorb()
         self.write_model()
 
@@ -240,9 +240,9 @@ class PendingUpdateState(UpdateState):
     def _store_received(self, job: Any) -> None:
         pass  # the job added everything
 
-    def _settle(self, due: bool, since: int) -> None:
+    def _step_without_exchange(self, due: bool, since: int) -> None:
         if since >= self._config.delay:  # before, the path still adds to the pending updates
-            self.settle_now()
+            self.absorb_and_write()
 
     def write_model(self) -> None:
         torch.add(self.global_S, self._pending_S, alpha=-self.local_fraction, out=self._start_S)
@@ -417,7 +417,7 @@ class SparseUpdateState(UpdateState):
             transfer.payload = torch.cat([transfer.payload, sample_B])
             self._exchange.stats.count_bytes((self._exchange.topology.num_nodes - 1) * sample_B.nbytes)
 
-    def _settle(self, due: bool, since: int) -> None:
+    def _step_without_exchange(self, due: bool, since: int) -> None:
         if due:
             self._take_local_change()
             self.receive()
@@ -478,7 +478,7 @@ class SparseUpdateState(UpdateState):
         self.write_model()
 
     def migrate_from(self, before: Self) -> None:
-        before.settle_now()  # indices in messages refer to the slices of ``before``
+        before.absorb_and_write()  # indices in messages refer to the slices of ``before``
         super().migrate_from(before)
         self._exchanges = before._exchanges
 

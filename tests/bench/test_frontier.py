@@ -114,7 +114,7 @@ def test_workers_have_bit_identical_global_weights(corpus: Corpus) -> None:
         models.flat_MN += 0.01 * torch.randn(models.flat_MN.shape, generator=generator)
         way.after_step(step + 1, 0.0)
     first, *others = [state.read_global() for state in way.states]
-    way.end()
+    way.close()
     assert all(torch.equal(first, each) for each in others)
     assert not torch.equal(models.flat_MN[0], models.flat_MN[1])
 
@@ -125,7 +125,7 @@ def test_worker_that_fails_ends_the_run(corpus: Corpus) -> None:
     way.states[1].exchange_step = lambda: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
     with pytest.raises(OSError, match="gone"):
         way.after_step(1, 0.0)
-    way.end()
+    way.close()
 
 
 def changed_by(models: Models, *changes: float) -> Tensor:

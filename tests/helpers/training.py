@@ -155,7 +155,7 @@ def look(engine: Engine, model: nn.Module, optimizer: Optimizer) -> Look:
             whole = (value.full_tensor() if isinstance(value, DTensor) else value).double()
             sums += torch.stack([whole.sum(), whole.abs().sum()])
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    if not sharded and any(not one.division.steps_all for one in getattr(engine, "optimizers", ())):
+    if not sharded and any(not one.division.is_replicated for one in getattr(engine, "optimizers", ())):
         dist.all_reduce(moments, group=engine.topology.intra)
     return Look(weights, pending, moments, engine.rounds)
 
@@ -354,7 +354,7 @@ def loop_of(case: Case) -> Iterator[tuple[nn.Module, Optimizer, Engine]]:
         if "fsdp" not in kind:
             model = DistributedDataParallel(model, process_group=topology.intra)
     yield model, optimizer, engine
-    engine.end()
+    engine.close()
 
 
 def train_loop(model: nn.Module, optimizer: Optimizer, engine: Engine, begin: int, end: int) -> None:

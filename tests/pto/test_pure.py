@@ -95,10 +95,10 @@ def test_parameter_is_narrowed_and_put_back(layout: torch.memory_format, of_grad
     grad = parameter.grad = torch.randn(8, 4, 3, 3).to(memory_format=of_grad)
     data, expected, share = parameter.data, parameter.detach() - 0.5 * grad, LocalShard()
     for part in (Part(0, 0, 64), Part(1, 64, 288)):
-        share.show([parameter], [part])
+        share.apply([parameter], [part])
         assert parameter.shape == (part.end - part.begin,)
         torch.optim.SGD([parameter], lr=0.5).step()
-        share.put_back()
+        share.restore()
     assert parameter.grad is grad
     assert parameter.data_ptr() == data.data_ptr()
     assert parameter.stride() == data.stride()
@@ -109,7 +109,7 @@ def test_sparse_gradient_is_not_split() -> None:
     embedding = nn.Embedding(100, 4, sparse=True)
     embedding(torch.tensor([3])).sum().backward()
     with pytest.raises(ValueError, match="is sparse"):
-        LocalShard().show([embedding.weight], [Part(0, 0, 128)])
+        LocalShard().apply([embedding.weight], [Part(0, 0, 128)])
     assert sparse_parameters(nn.Sequential(embedding, nn.Embedding(3, 3))) == {id(embedding.weight)}
 
 

@@ -117,11 +117,11 @@ def test_ended_lanes_leave_no_thread_and_restart_with_the_next_job() -> None:
 
     before = set(threading.enumerate())
     lanes = FifoLanes()
-    lanes.end()  # no job has started
+    lanes.shutdown()  # no job has started
     for number in range(2):
         backward_with([job(number)], lanes)
         assert len(set(threading.enumerate()) - before) == LANES
-        lanes.end()
+        lanes.shutdown()
         assert not set(threading.enumerate()) - before
     assert ran == [0, 1]
 
@@ -141,11 +141,11 @@ def test_lanes_end_does_not_wait_for_a_job_that_hangs() -> None:
     def leave() -> None:
         lanes.run(Job(hangs()), torch.tensor(0.0))
         assert begun.wait(PATIENCE_S)
-        lanes.end()
+        lanes.shutdown()
         released.set()
 
     _During.apply(torch.ones((), requires_grad=True), leave).backward()
-    lanes.drain()
+    lanes.discard_errors()
 
 
 def test_job_after_a_failed_backward_waits_for_queued_jobs() -> None:
@@ -171,11 +171,11 @@ def test_job_after_a_failed_backward_waits_for_queued_jobs() -> None:
 
     with pytest.raises(KeyError):
         _During.apply(torch.ones((), requires_grad=True), leave).backward()
-    lanes.end()
+    lanes.shutdown()
     threading.Timer(0.3, released.set).start()
     backward_with([following()], lanes)
     assert seen == ["slow", "following"]
-    lanes.end()
+    lanes.shutdown()
     assert not {each for each in threading.enumerate() if each.name == "lightning_sparse"} - before
 
 

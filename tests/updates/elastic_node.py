@@ -178,7 +178,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
                 time.sleep(0.3)
     updates.finish()
     report(ends=step)
-    updates.end()
+    updates.close()
 
 
 def loss_of(model: nn.Module, teacher: nn.Module, data: torch.Generator) -> Tensor:

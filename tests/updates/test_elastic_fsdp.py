@@ -83,7 +83,7 @@ def digests_of_fixed_nodes(steps: int, options: dict[str, Any]) -> list[str]:
         updates.step()
         weights_S = updates.optimizers[0].state.read_global()
         digests.append(hashlib.sha1(weights_S.numpy().tobytes()).hexdigest()[:12])
-    updates.end()
+    updates.close()
     return digests
 
 

@@ -181,7 +181,7 @@ def trained(make: Make, dtype: torch.dtype = torch.float32, count: int = STEPS +
             break
     if not said:
         updates.finish()
-    updates.end()
+    updates.close()
     warnings = [each for each in lines.lines if "pulls the weights back" in each]
     return {"said": said, "warnings": warnings, "losses": losses, "weights": flat_parameters(model).float()}
 
@@ -239,7 +239,7 @@ def no_step() -> list[str]:
     lines = Lines()
     _, _, updates = start(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     updates.finish()
-    updates.end()
+    updates.close()
     return [each for each in lines.lines if "no optimizer step was made" in each]
 
 

@@ -255,7 +255,7 @@ def used_again() -> list[Tensor]:
         steps(ddp, optimizer, updates, 0, 4)
         updates.finish()
         if again:
-            updates.detach([optimizer])
+            updates.release_optimizers([optimizer])
             updates = LocalUpdates(updates.module, optimizer, updates.config, updates.topology)
         steps(ddp, optimizer, updates, 4, 8)
         found.append(shared_of(updates))

@@ -59,7 +59,7 @@ def fifty_one_steps(options: dict[str, Any], sharded: bool) -> tuple[Tensor, flo
 def whole(updates: Any) -> None:
     """Gather the slices, because a device steps only its own slice in a sharded step."""
     for node in updates.optimizers:
-        if not node.division.steps_all:
+        if not node.division.is_replicated:
             node.gather()
 
 
@@ -250,7 +250,7 @@ def two_optimizers_finish(exchange: str) -> Tensor:
                 optimizer.step()
                 updates.step(optimizer)
         updates.finish()
-        updates.end()
+        updates.close()
         ends.append(flat_parameters(model).clone())
     return torch.stack(ends)
 

@@ -57,7 +57,7 @@ def train_until(topology: Topology, exchange: str, steps: int) -> None:
         train(net, optimizer, updates, range(steps))
         raise Interrupted
     finally:
-        updates.end()
+        updates.close()
 
 
 def interrupted_and_again(exchange: str, steps: tuple[int, int]) -> list[tuple[float, Tensor]]:
@@ -70,7 +70,7 @@ def interrupted_and_again(exchange: str, steps: tuple[int, int]) -> list[tuple[f
         start = net.weight.detach().clone()
         moved = train(net, optimizer, updates, range(7))
         updates.finish()
-        updates.end()
+        updates.close()
         found.append(lost(net, start, moved))
     return found
 
@@ -97,7 +97,7 @@ def one_skips(exchange: str, sync_every: int, looks: bool) -> tuple[float, Tenso
             assert torch.equal(*of_both_nodes(net.weight.detach()))
         moved += train(net, optimizer, updates, range(40, 40 + sync_every))
     updates.finish()
-    updates.end()
+    updates.close()
     return *lost(net, start, moved), [line for line in lines.lines if "made fewer steps" in line]
 
 

@@ -91,7 +91,7 @@ def losses_of(make: Make, lr: float, strategy: str, topology: Topology) -> list[
         losses = [step(ddp, optimizer, engine, number) for number in range(STEPS)]
     finally:
         if engine is not None:
-            engine.end()
+            engine.close()
     return [sum(losses[:5]) / 5, sum(losses[-5:]) / 5]
 
 
