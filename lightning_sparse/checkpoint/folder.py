@@ -151,7 +151,7 @@ def verify_file(path: Path) -> None:
 
 def _items(path: Path) -> list[tuple[str, int, int]]:
     stored = FileSystemReader(path).read_metadata().storage_data
-    items = sorted({(each.relative_path, each.offset, each.length) for each in stored.values()})
+    items = sorted({(info.relative_path, info.offset, info.length) for info in stored.values()})
     meta = path / META
     return [*items, (META, 0, meta.stat().st_size)] if meta.is_file() else items
 
@@ -176,5 +176,5 @@ def _replace(path: Path, whole: Path) -> None:
 
 def _swap_atomically(one: Path, other: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2 is not None and renameat2(cwd, os.fsencode(one), cwd, os.fsencode(other), exchange) == 0

@@ -104,7 +104,7 @@ def check_loaded_by_all(saved: EngineCheckpoint | None) -> None:
     loaded: list[str | None] = [mine] * dist.get_world_size()
     with log_if_slow("comparing which checkpoint each rank has loaded"):
         dist.all_gather_object(loaded, mine)
-    other = [rank for rank, each in enumerate(loaded) if each != loaded[0]]
+    other = [rank for rank, save_id in enumerate(loaded) if save_id != loaded[0]]
     if other:
         raise ValueError(
             f"rank(s) {_listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 {loaded[0] or 'none'}: "

@@ -62,14 +62,14 @@ class EngineCheckpoint:
 
     def read_all(self, device: torch.device) -> list[list[State]]:
         """Return the states of all ranks by node. Skip a state if any rank cannot read it. A collective."""
-        here, size, nodes = dist.get_rank(), dist.get_world_size(), self.metadata["nodes"]
+        own_rank, size, nodes = dist.get_rank(), dist.get_world_size(), self.metadata["nodes"]
         # One rank verifies each file, so no rank reads all files.
-        files = {rank: self.read(rank, verify=rank % size == here) for node in nodes for rank in node}
+        files = {rank: self.read(rank, verify=rank % size == own_rank) for node in nodes for rank in node}
         unread = torch.tensor([files[rank] is None for rank in sorted(files)], dtype=torch.uint8, device=device)
         dist.all_reduce(unread, op=dist.ReduceOp.MAX)
         missing = unread.tolist()
         readable = [[files[rank] for rank in node if not missing[rank]] for node in nodes]
-        return [[State.from_dict(each) for each in node if each is not None] for node in readable]
+        return [[State.from_dict(file) for file in node if file is not None] for node in readable]
 
 
 class SideFiles:
@@ -132,8 +132,8 @@ class SideFiles:
                 fs, main_file = fsspec.core.url_to_fs(path)
                 report["replaces"] = fs.exists(main_file)
             for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
-                more = {"entries": dict(entries)} if index == 0 else {}
-                write_side_file({**engine.state().to_dict(), **more}, save_id, path, rank)
+                extras = {"entries": dict(entries)} if index == 0 else {}
+                write_side_file({**engine.state().to_dict(), **extras}, save_id, path, rank)
         except Exception as error:
             failure, report["error"] = error, f"{type(error).__name__}: {error}"
         key, task = f"lightning_sparse/{'/'.join(ids)}", "write their side files"
@@ -147,7 +147,7 @@ class SideFiles:
         if verdict:
             raise RuntimeError(verdict)
         if rank == 0:
-            paths = [json.loads(each)["path"] for each in reports if each is not None]
+            paths = [json.loads(text)["path"] for text in reports if text is not None]
             _warn_of_reports(path, paths, len(reports))
             if len(set(paths)) == 1:  # otherwise, a launcher has given each rank its own folder
                 self._warn_if_not_shared(path, ids[0])
@@ -182,8 +182,8 @@ class SideFiles:
         self.take(load(checkpoint, os.fspath(path), rank), path, rank)
 
     def take(self, found: Sequence[EngineCheckpoint], path: Any, rank: int) -> None:
-        self.loaded = [each for each in found if each.kind == self._kind]
-        other = next((each.kind for each in found if each.kind != self._kind), None)
+        self.loaded = [checkpoint for checkpoint in found if checkpoint.kind == self._kind]
+        other = next((checkpoint.kind for checkpoint in found if checkpoint.kind != self._kind), None)
         if other is not None and rank == 0:
             log.warning(
                 "%s was saved by a strategy that exchanges %s: only its weights are loaded, and its pending updates or "
@@ -229,9 +229,9 @@ def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> Non
     """Remove the side files of a checkpoint, except the saves ``but``."""
     fs, folder = _folder(os.fspath(checkpoint_path))
     with contextlib.suppress(FileNotFoundError):
-        for each in fs.ls(folder, detail=False):
-            if os.path.basename(each) not in but:
-                fs.rm(each, recursive=True)
+        for path in fs.ls(folder, detail=False):
+            if os.path.basename(path) not in but:
+                fs.rm(path, recursive=True)
         if not but:
             fs.rm(folder, recursive=True)
 
@@ -239,20 +239,20 @@ def remove_side_files(checkpoint_path: Any, *, but: Collection[str] = ()) -> Non
 def _remove_stale_local_saves(checkpoint_path: str, *, but: Collection[str]) -> None:
     fs, folder = _folder(checkpoint_path)
     with contextlib.suppress(FileNotFoundError):
-        earlier = [each for each in fs.ls(folder, detail=False) if os.path.basename(each) not in but]
+        earlier = [path for path in fs.ls(folder, detail=False) if os.path.basename(path) not in but]
         # If the nodes do not share the folder, rank 0 cannot remove these saves, which have no file of rank 0. This
         # node's last save stays, because rank 0 may not have replaced the main file yet.
-        own = [each for each in earlier if not fs.exists(f"{each}/rank00000.pt")]
-        for each in sorted(own, key=fs.modified)[:-1]:
-            fs.rm(each, recursive=True)
+        own = [path for path in earlier if not fs.exists(f"{path}/rank00000.pt")]
+        for path in sorted(own, key=fs.modified)[:-1]:
+            fs.rm(path, recursive=True)
 
 
 def load(checkpoint: Mapping[str, Any], checkpoint_path: str, rank: int) -> list[EngineCheckpoint]:
     """Return the part of each engine, with this rank's side file."""
     metadata_list = checkpoint.get(CHECKPOINT_KEY) or []
     return [
-        EngineCheckpoint(each, checkpoint_path, read_side_file(checkpoint_path, each["save_id"], rank))
-        for each in metadata_list
+        EngineCheckpoint(metadata, checkpoint_path, read_side_file(checkpoint_path, metadata["save_id"], rank))
+        for metadata in metadata_list
     ]
 
 
@@ -317,13 +317,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _verdict(path: str, reports: Reports) -> str:
-    found = [None if report is None else json.loads(report) for report in reports]
-    error = next((report["error"] for report in found if report is not None and report["error"]), "")
+    contents = [None if report is None else json.loads(report) for report in reports]
+    error = next((report["error"] for report in contents if report is not None and report["error"]), "")
     if error:
         return f"a rank could not write its state for {path} ({error}): a checkpoint of that name stays as it was."
-    missing = [rank for rank, report in enumerate(found) if report is None]
+    missing = [rank for rank, report in enumerate(contents) if report is None]
     # A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
-    if missing and (found[0] is None or found[0]["replaces"]):
+    if missing and (contents[0] is None or contents[0]["replaces"]):
         return (
             f"rank(s) {_listed(missing)} did not write their state for {path} in time, so the existing checkpoint "
             f"stays. Look for errors of these ranks."
@@ -332,7 +332,7 @@ def _verdict(path: str, reports: Reports) -> str:
 
 
 def _warn_of_reports(path: str, paths: Sequence[str], world_size: int) -> None:
-    names = sorted({os.path.basename(each) for each in paths})
+    names = sorted({os.path.basename(file) for file in paths})
     if len(names) > 1:
         log.warning(
             "ranks save a checkpoint under different names (%s), so a resume cannot find the state of all ranks. Log "

@@ -60,9 +60,9 @@ class State:
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> State:
-        (rest,) = saved["rest"]
-        state = State(layouts=rest["layouts"], own=rest["own"])
-        for quantity, places in rest["pieces"].items():
+        (fields,) = saved["rest"]
+        state = State(layouts=fields["layouts"], own=fields["own"])
+        for quantity, places in fields["pieces"].items():
             state.pieces[quantity] = [
                 Piece(name, begin, end, saved[_name_of(quantity, name, begin, end)]) for name, begin, end in places
             ]
@@ -132,7 +132,7 @@ def read_slice(
     Returns:
         A flat tensor, zero where no device has a piece; None if there are no pieces, or the shape was different.
     """
-    saved = next((each.layouts[name] for each in devices if name in each.layouts), None)
+    saved = next((device.layouts[name] for device in devices if name in device.layouts), None)
     if saved is None or saved[0] != layout[0]:
         return None
     # Mapped files may be larger than memory, so read no other elements.
@@ -154,7 +154,7 @@ def sum_slice_over_nodes(
     nodes: Iterable[Sequence[State]], cut: SliceReader, name: str, begin: int, end: int, layout: Layout
 ) -> Tensor | None:
     """Return the sum of `read_slice` over nodes."""
-    found = (read_slice(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
-    parts = (part for part in found if part is not None)
+    slices = (read_slice(devices, cut, name, begin, end, layout) for devices in nodes)  # one at a time
+    parts = (part for part in slices if part is not None)
     first = next(parts, None)
     return None if first is None else functools.reduce(Tensor.add_, parts, first)
