@@ -173,7 +173,11 @@ def collect(state: State, group: Group, device: torch.device, to: int) -> State 
     for rank, description in zip(ranks, descriptions, strict=True):
         if rank != to and not isinstance(description, str):
             whole.update(_received(description, rank, group, device))
-    refusals = [f"rank {rank}: {each}" for rank, each in zip(ranks, descriptions, strict=True) if isinstance(each, str)]
+    refusals = [
+        f"rank {rank}: {description}"
+        for rank, description in zip(ranks, descriptions, strict=True)
+        if isinstance(description, str)
+    ]
     if refusals:
         raise RuntimeError("; ".join(refusals))
     return dict(sorted(whole.items()))
@@ -252,8 +256,8 @@ def placed_like(state: Any, like: Mapping[str, Any], device: torch.device) -> An
     """Move state to `device`, and scalars to their device in `like`, another parameter's state."""
 
     def place(key: Any, value: Any) -> Any:
-        known = like.get(key)
-        where = known.device if isinstance(known, Tensor) and known.dim() == 0 else device
+        template = like.get(key)
+        where = template.device if isinstance(template, Tensor) and template.dim() == 0 else device
         return tree_map_only(Tensor, lambda tensor: tensor.to(where), value)
 
     return {key: place(key, value) for key, value in state.items()} if isinstance(state, dict) else state

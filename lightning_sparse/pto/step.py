@@ -128,8 +128,8 @@ class ShardedStep:
     @property
     def local_parts(self) -> list[Part | None]:
         """The part of each parameter that this rank steps, or None."""
-        here = self.group.place
-        return [next((part for part in parts if part.owner == here), None) for parts in self.parts]
+        place = self.group.place
+        return [next((part for part in parts if part.owner == place), None) for parts in self.parts]
 
     def describe(self) -> str:
         size = self.group.size
@@ -220,10 +220,10 @@ class ShardedStep:
             return
         size = self.group.size
         # Known parameters keep their owners, and so their optimizer state.
-        known = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
+        by_id = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
         elementwise = type(self.optimizer) in ELEMENTWISE
         self.parts = partition_new(
-            parameters, known, size, self._cost, lambda parameter: elementwise and id(parameter) not in self._uncut
+            parameters, by_id, size, self._cost, lambda parameter: elementwise and id(parameter) not in self._uncut
         )
         self.parameters = parameters
         self._gather = FlatGather(self.parameters, self.parts, self.group.place, size)
@@ -258,15 +258,15 @@ class ShardedStep:
             self._drop_unowned_state()
         if choice.left:
             return
-        found = choice.verdict(self.communicator, self.device)
-        if found.shared < found.plain:
+        timing = choice.verdict(self.communicator, self.device)
+        if timing.shared < timing.plain:
             self._choice = None
             if self.group.rank == 0:
-                log.info("PTO is on for %s: %s", type(self.optimizer).__name__, found)
+                log.info("PTO is on for %s: %s", type(self.optimizer).__name__, timing)
         else:
             self.release()
             if self.group.rank == 0:
-                log.info("PTO is off for %s; every rank runs the full step: %s.", type(self.optimizer).__name__, found)
+                log.info("PTO is off for %s; every rank runs the full step: %s.", type(self.optimizer).__name__, timing)
 
     def _return_state(self) -> None:
         state = self.optimizer.state
@@ -312,8 +312,8 @@ class ShardedStep:
                 f"state_dict() of {type(self.optimizer).__name__}: this rank has only the state of its share. Call "
                 f"optimizer.consolidate_state_dict(to=rank) on all ranks first, then state_dict() on that rank."
             )
-        known = range(len(self.parameters))
-        general = {key: value for key, value in state_dict["state"].items() if key not in known}
+        indices = range(len(self.parameters))
+        general = {key: value for key, value in state_dict["state"].items() if key not in indices}
         state_dict["state"] = {**self._consolidated, **general}
 
     def _select(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -323,8 +323,8 @@ class ShardedStep:
         if not self.sharing or len(ids) != len(self.parts):  # for a wrong number, the optimizer raises
             return None
         places = {key: place for place, key in enumerate(ids)}
-        kept = {key: self._own_state(state, places.get(key)) for key, state in state_dict["state"].items()}
-        return {**state_dict, "state": {key: state for key, state in kept.items() if state is not None}}
+        states = {key: self._own_state(state, places.get(key)) for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": {key: state for key, state in states.items() if state is not None}}
 
     def _own_state(self, state: Any, place: int | None) -> Any:
         # State that belongs to no parameter stays on every rank.
