@@ -328,28 +328,28 @@ def expected_loss(rows: Sequence[Row], steps: int) -> str:
 
 def parameter_shapes(name: str) -> list[torch.Size]:
     """Return the shapes of a model's trainable parameters, from torchvision or timm, without downloads."""
-    known: list[str] = []
+    names: list[str] = []
     create: Callable[[str], torch.nn.Module] | None = None
     with suppress(ImportError):
         from torchvision import models
 
-        known = models.list_models(module=models)
-        create = models.get_model if name in known else None
+        names = models.list_models(module=models)
+        create = models.get_model if name in names else None
     if create is None:
         with suppress(ImportError):
             import timm
 
-            known = known + timm.list_models()
-            create = timm.create_model if name in known else None
+            names = names + timm.list_models()
+            create = timm.create_model if name in names else None
     if create is not None:
         with torch.device("meta"):  # no memory, no weights
             return [p.shape for p in create(name).parameters() if p.requires_grad]
-    if not known:
+    if not names:
         raise ValueError(
             f"model={name!r} needs torchvision or timm, and neither is installed: "
             f"pip install torchvision, give --parameters instead, or name one of {', '.join(SIZES)}."
         )
-    close = difflib.get_close_matches(name, dict.fromkeys(known), n=4)
+    close = difflib.get_close_matches(name, dict.fromkeys(names), n=4)
     hint = f"Did you mean {' or '.join(close)}?" if close else "See torchvision.models.list_models()."
     raise ValueError(f"model={name!r} is not a classifier of torchvision or timm. {hint} Or give --parameters instead.")
 
