@@ -163,8 +163,8 @@ class CachedSource:
     def describe(self) -> str:
         other = "" if self.version == VERSION else f" (version {self.version}, which this version does not use)"
         lines = [f"{self.source}{other}: {human_bytes(self.bytes)} in {self.folder}"]
-        for split, kept, listed, nbytes in self.splits:
-            lines.append(f"  {split}: {kept:,} of {listed:,} files, {human_bytes(nbytes)}")
+        for split, entries, listed, nbytes in self.splits:
+            lines.append(f"  {split}: {entries:,} of {listed:,} files, {human_bytes(nbytes)}")
         return "\n".join(lines)
 
 
@@ -173,7 +173,7 @@ def caches(cache_dir: str) -> list[CachedSource]:
     root = Path(cache_dir)
     if not root.is_dir():
         raise ValueError(f"cache_dir={root} is not a folder. Give the cache_dir of your runs.")
-    found = []
+    sources = []
     for folder in sorted(root.iterdir()):
         match = _FOLDER.fullmatch(folder.name)
         if match is None or folder.is_symlink() or not (folder / "cache.json").is_file():
@@ -184,8 +184,8 @@ def caches(cache_dir: str) -> list[CachedSource]:
         except (OSError, ValueError, KeyError, TypeError):
             source = "an unknown source (its cache.json is corrupt)"
         splits = _splits(folder) if version == VERSION else ()
-        found.append(CachedSource(folder, source, version, splits))
-    return found
+        sources.append(CachedSource(folder, source, version, splits))
+    return sources
 
 
 def clear(cache_dir: str, source: str | None = None) -> list[CachedSource]:
@@ -200,15 +200,15 @@ def _splits(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
     rows = []
     for split, files in listed_splits(folder).items():
         store = folder / f"{split}.lmdb"
-        kept, nbytes = 0, 0
+        entries, nbytes = 0, 0
         try:
             if store.is_dir():
                 disk = DiskCache(store)
-                kept, nbytes = disk.entries(), disk.bytes()
+                entries, nbytes = disk.entries(), disk.bytes()
                 disk.close()
         except DataError:
             continue  # corrupt; the run that uses it reports it
-        rows.append((split, kept, files, nbytes))
+        rows.append((split, entries, files, nbytes))
     for tokens in sorted(folder.glob("tokens-*")):  # of a tokenizer, see `shards.py`
         sizes = [file.stat().st_size for file in tokens.glob("*.bin") if file.with_suffix(".json").exists()]
         rows.append((tokens.name, len(sizes), len(list(tokens.glob("*.bin"))), sum(sizes)))

@@ -98,17 +98,17 @@ class DiskCache:
 
     def get(self, keys: Sequence[FileKey]) -> list[CachedFile | None]:
         """Return the cached files; None if a file is not cached, has changed on storage, or fails its checksum."""
-        found: list[CachedFile | None] = []
+        files: list[CachedFile | None] = []
         with self._environment.begin(buffers=True) as transaction:
             for key in keys:
                 digest = key.digest()
                 pending = self._pending.get(digest)
                 if pending is not None:
-                    found.append(pending[1] if pending[0] == key else None)
+                    files.append(pending[1] if pending[0] == key else None)
                     continue
                 value = transaction.get(digest)
-                found.append(None if value is None else self._checked(key, digest, value))
-        return found
+                files.append(None if value is None else self._checked(key, digest, value))
+        return files
 
     def has(self, keys: Sequence[FileKey]) -> list[bool]:
         """Whether each file is cached in its listed version, from the header alone."""
@@ -315,12 +315,12 @@ def _check(environment: lmdb.Environment, folder: Path, read_only: bool) -> None
     if info["last_txnid"] and (folder / "data.mdb").stat().st_size < needed:
         raise _unusable(folder, f"is truncated: expected {needed:,} bytes")
     with environment.begin(write=not stat["entries"] and not read_only) as transaction:
-        found = transaction.get(b"format")
-        if found is None and not environment.stat()["entries"] and not read_only:
+        format = transaction.get(b"format")
+        if format is None and not environment.stat()["entries"] and not read_only:
             transaction.put(b"format", _FORMAT)
-            found = _FORMAT
-    if found != _FORMAT:
-        raise _unusable(folder, f"was written by another version ({found!r}, expected {_FORMAT!r})")
+            format = _FORMAT
+    if format != _FORMAT:
+        raise _unusable(folder, f"was written by another version ({format!r}, expected {_FORMAT!r})")
 
 
 def _unusable(folder: Path, reason: str) -> DataError:

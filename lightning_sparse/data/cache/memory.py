@@ -83,13 +83,13 @@ class MemoryCache:
         """
         from xxhash import xxh3_64_intdigest
 
-        found: list[View | None] = []
+        views: list[View | None] = []
         flipped, decoded, payloads = 0, self.format == "decoded", self._readable
         # without a lock, and without a copy
         for index, slot in zip(indices, self._slots[indices].tolist(), strict=True):
             state, length, offset, height, width, checksum = slot
             if state != READY:
-                found.append(None)
+                views.append(None)
                 continue
             data = payloads[offset : offset + length]
             if xxh3_64_intdigest(data.data, _seed(index, height, width)) != checksum:
@@ -97,10 +97,10 @@ class MemoryCache:
                 # again.
                 self._states[index] = EMPTY
                 flipped += 1
-                found.append(None)
+                views.append(None)
                 continue
-            found.append(View(data.reshape(height, width, 3) if decoded else data, height, width))
-        return found, flipped
+            views.append(View(data.reshape(height, width, 3) if decoded else data, height, width))
+        return views, flipped
 
     def put(self, index: int, data: npt.NDArray[np.uint8], height: int, width: int) -> bool:
         """Keep a sample, unless it is already there or the lock is not free. Return False if the cache is full."""
@@ -257,15 +257,15 @@ def open_memory(config: CacheConfig, manifest: Manifest, owned: npt.NDArray[np.b
         content_name(config, manifest, owned, format),
         needed_bytes(manifest, owned, format, config.short_side),
     )
-    found, unknown = segments.find(name), format != "decoded" and bool((manifest.sizes < 0).any())
-    if found is None:
+    segment, unknown = segments.find(name), format != "decoded" and bool((manifest.sizes < 0).any())
+    if segment is None:
         allowed, limit = _allowed(config)
         # If the size of decoded images is a guess, leave room for other runs.
         guessed = format == "decoded" and not len(manifest.probed)
         most = allowed if unknown else 2 * needed if guessed else needed
         tier = create(name, format, len(manifest), min(allowed, most))
     else:
-        tier, limit = MemoryCache(found), "the copy of another run on this node"
+        tier, limit = MemoryCache(segment), "the copy of another run on this node"
         if not counter.is_first:
             return tier
         log.info(f"memory tier of {manifest.split}: {tier.cached:,} samples are there, of another run on this node")

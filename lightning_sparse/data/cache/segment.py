@@ -100,18 +100,18 @@ def create(name: str, size: int, header: bytes) -> Segment:
 
 def sizes(name: str = "") -> list[tuple[int, int]]:
     """Return (size, allocated bytes) of each segment `name` of this user; "": of all segments."""
-    found = {}
+    by_inode = {}
     for path in _open_files(_PREFIX + name if name else ""):
         with contextlib.suppress(OSError):
             about = os.stat(path)
             if about.st_uid == os.geteuid():
-                found[about.st_ino] = (about.st_size, about.st_blocks * 512)
-    return list(found.values())
+                by_inode[about.st_ino] = (about.st_size, about.st_blocks * 512)
+    return list(by_inode.values())
 
 
 def available_memory() -> int:
     """Return the bytes that new segments may take. Existing segments may grow to their sizes first."""
-    return max(0, free_memory() - sum(max(0, size - taken) for size, taken in sizes()))
+    return max(0, free_memory() - sum(max(0, size - allocated) for size, allocated in sizes()))
 
 
 def free_memory() -> int:
@@ -136,7 +136,7 @@ def _open_files(name: str) -> Iterator[str]:
 
 
 def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    found = []
+    amounts = []
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -157,7 +157,7 @@ def _left_to_control_groups(mounted: Path = Path("/sys/fs/cgroup"), own: Path = 
                         lines = (group / "memory.stat").read_text().splitlines()
                         pages = dict(line.split() for line in lines)
                         left += int(pages.get("total_inactive_file", pages.get("inactive_file", 0)))
-                    found.append(left)
+                    amounts.append(left)
                 if group == root:
                     break
-    return found
+    return amounts

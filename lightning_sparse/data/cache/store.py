@@ -188,39 +188,39 @@ class SampleStore:
         hits = [view.data.nbytes for view in views if view is not None]
         counts = {f"{self.hit_counter}_samples": len(hits), f"{self.hit_counter}_bytes": sum(hits)}
         tiers.counter.add(**counts, checksum_errors_memory=flipped)
-        found: dict[int, Sample] = {}
+        samples: dict[int, Sample] = {}
         if len(hits) < len(views):
             absent = dict.fromkeys(index for index, view in zip(requested, views, strict=True) if view is None)
             for index, answer in self._read_lower_tiers(tiers, [*absent]).items():
-                found[index] = self._replacement(tiers, index, answer) if isinstance(answer, str) else answer
+                samples[index] = self._replacement(tiers, index, answer) if isinstance(answer, str) else answer
         tiers.disk.flush_old()
         return [
-            found[index] if view is None else Sample(view.data, label, index, view.height, view.width)
+            samples[index] if view is None else Sample(view.data, label, index, view.height, view.width)
             for index, label, view in zip(requested, labels, views, strict=True)
         ]
 
     def _read_lower_tiers(self, tiers: Tiers, indices: list[int]) -> dict[int, Sample | str]:
-        found: dict[int, Sample | str] = {}
+        answers: dict[int, Sample | str] = {}
         if tiers.peers is not None:
             foreign = [index for index in indices if not self._owned[index]]
             for requested, index, view in tiers.peers.fetch(foreign, self.owners[foreign]):
                 # a str is the reason why a file is corrupt
-                found[requested] = view if isinstance(view, str) else self._sample(index, view)
+                answers[requested] = view if isinstance(view, str) else self._sample(index, view)
                 if not isinstance(view, str):
                     tiers.counter.add(peer_samples=1, peer_bytes=view.data.nbytes)
         for index in indices:
-            if index not in found and index in self._corrupt:
-                found[index] = self._corrupt[index]
-        rest = [index for index in indices if index not in found]
-        for index, view in self._from_files(tiers, rest):
-            found[index] = view if isinstance(view, str) else self._sample(index, view)
-        return found
+            if index not in answers and index in self._corrupt:
+                answers[index] = self._corrupt[index]
+        absent = [index for index in indices if index not in answers]
+        for index, view in self._from_files(tiers, absent):
+            answers[index] = view if isinstance(view, str) else self._sample(index, view)
+        return answers
 
     def _from_files(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
         absent = dict.fromkeys(indices)
-        for index, found in self._on_disk(tiers, indices):
+        for index, view in self._on_disk(tiers, indices):
             del absent[index]
-            yield index, found
+            yield index, view
         if absent and self.manifest.has_row_groups:
             yield from self._from_row_groups(tiers, [*absent])
         else:
@@ -234,9 +234,9 @@ class SampleStore:
     def _on_disk(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
         files = tiers.disk.get(self.manifest.keys(indices))
         for index, file in zip(indices, files, strict=True):
-            found = None if file is None else self._from_disk(tiers, index, file)
-            if found is not None:
-                yield index, found
+            view = None if file is None else self._from_disk(tiers, index, file)
+            if view is not None:
+                yield index, view
 
     def _from_row_groups(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, View | str]]:
         groups = self.manifest.shard_of
@@ -244,9 +244,9 @@ class SampleStore:
             requested = dict.fromkeys(index for index in indices if groups[index] == group)
             # the ranks of a node ask for the same groups
             with locked(tiers.disk.folder.with_suffix(f".{group % GROUP_LOCKS}.lock"), quiet=True):
-                for index, found in self._on_disk(tiers, [*requested]):
+                for index, view in self._on_disk(tiers, [*requested]):
                     del requested[index]
-                    yield index, found
+                    yield index, view
                 if requested:
                     yield from self._from_row_group(tiers, group, set(requested))
 
@@ -258,20 +258,22 @@ class SampleStore:
         for index in range(first, last):
             # keep all samples of the group that this node owns, because it is read as a whole
             if index in requested or self._owned[index] or self.config.shuffle == "local":
-                found = self._from_storage(tiers, index, answers[int(self.manifest.offsets[index])])
+                view = self._from_storage(tiers, index, answers[int(self.manifest.offsets[index])])
                 if index in requested:
-                    yield index, found
+                    yield index, view
         tiers.disk.flush()
 
     def _from_disk(self, tiers: Tiers, index: int, file: CachedFile) -> View | str | None:
-        known = file.decoder == tiers.decoder  # another decoder may decide otherwise
+        same_decoder = file.decoder == tiers.decoder  # another decoder may decide otherwise
         if file.error is not None:
-            return file.error if known and self.config.on_corrupt == "skip" else None
+            return file.error if same_decoder and self.config.on_corrupt == "skip" else None
         try:
-            pixels = None if known and self.format != "decoded" else decode.decode(file.data, self.config.short_side)
+            pixels = (
+                None if same_decoder and self.format != "decoded" else decode.decode(file.data, self.config.short_side)
+            )
         except decode.UndecodableError:
             return None
-        if not known:
+        if not same_decoder:
             file = file._replace(decoder=tiers.decoder)
             tiers.disk.put(self.manifest.key(index), file)
         tiers.counter.add(disk_samples=1, disk_bytes=len(file.data))
@@ -331,7 +333,7 @@ class SampleStore:
 
         Return the samples that differed from the cache, or that can no longer be read.
         """
-        tiers, found = self._tiers(), []
+        tiers, differing = self._tiers(), []
         with tiers.reading():
             cached = tiers.disk.get(self.manifest.keys(indices))
             for (index, answer), file in zip(self._read_again(tiers, list(indices)), cached, strict=True):
@@ -340,8 +342,8 @@ class SampleStore:
                 result = self._from_storage(tiers, index, answer)
                 same = isinstance(answer, StoredFile) and answer.data == file.data
                 if result != file.error if isinstance(result, str) else not same:
-                    found.append(index)
-        return found
+                    differing.append(index)
+        return differing
 
     def _read_again(self, tiers: Tiers, indices: list[int]) -> Iterator[tuple[int, StoredFile | Unreadable]]:
         if not self.manifest.has_row_groups:
@@ -358,8 +360,8 @@ class SampleStore:
         """Cache files on disk; return the errors of corrupt files, by index."""
         tiers = self._tiers()
         with tiers.reading():
-            found = dict(self._from_files(tiers, list(indices)))
-        return {index: reason for index, reason in found.items() if isinstance(reason, str)}
+            answers = dict(self._from_files(tiers, list(indices)))
+        return {index: reason for index, reason in answers.items() if isinstance(reason, str)}
 
     def replacement(self, requested: int, index: int, reason: str) -> Sample:
         """Return a sample that replaces a requested sample, because sample `index` cannot be decoded.
@@ -391,10 +393,10 @@ class SampleStore:
             if other in self._corrupt:
                 continue
             view = tiers.memory.get([other])[0][0]
-            found = self._read_lower_tiers(tiers, [other])[other] if view is None else self._sample(other, view)
-            if not isinstance(found, str):
-                return found
-            self._corrupt[other] = found
+            answer = self._read_lower_tiers(tiers, [other])[other] if view is None else self._sample(other, view)
+            if not isinstance(answer, str):
+                return answer
+            self._corrupt[other] = answer
         raise CorruptSampleError(path, f"{reason}; the {len(tries)} samples that could replace it are corrupt, too")
 
     def _sample(self, index: int, view: View) -> Sample:
