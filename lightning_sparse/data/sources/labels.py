@@ -41,10 +41,10 @@ def columns_of_csv(file: str, data: bytes) -> Columns:
                 f"{file}: line {number:,} has {len(row)} column(s), but the header has {len(lines[0][1])}: {row}."
             )
     rows = (row for _, row in lines)
-    found = _columns(file, ((names[0].strip(), names[1:]) for names in zip(*rows, strict=True)))
-    for name, values in [*found.items()][1:]:  # the first column holds paths
+    columns = _columns(file, ((names[0].strip(), names[1:]) for names in zip(*rows, strict=True)))
+    for name, values in [*columns.items()][1:]:  # the first column holds paths
         _check_text(file, name, values)
-    return found
+    return columns
 
 
 def columns_of_parquet(file: str, data: bytes) -> Columns:
@@ -115,13 +115,13 @@ def _numbers_in_text(file: str, column: str, values: Sequence[str]) -> npt.NDArr
         _whole(file, column, [int(value) if _WHOLE.fullmatch(value.strip()) else 0 for value in values])
         numbers = [float(word) for word in distinct]
         # Python reads 2e999 as inf, so name the text of the file.
-        if large := next((word for word, one in zip(distinct, numbers, strict=True) if math.isinf(one)), ""):
+        if large := next((word for word, number in zip(distinct, numbers, strict=True) if math.isinf(number)), ""):
             raise _refused(file, column, values.index(large), f"is {large}: give each sample a finite number")
     else:
         return None
     number = dict(zip(distinct, numbers, strict=True))
-    found = [number[value] for value in values]
-    return _finite(file, column, np.array(found)) if isinstance(found[0], float) else _whole(file, column, found)
+    labels = [number[value] for value in values]
+    return _finite(file, column, np.array(labels)) if isinstance(labels[0], float) else _whole(file, column, labels)
 
 
 def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] | None:

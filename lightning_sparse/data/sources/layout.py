@@ -212,15 +212,15 @@ class ClassFolders(Layout):
         split, names = self.split, sorted(self.stamps)
         self._check_beside()
         below = split.below([f"{split.name}/{name}" for name in names], images=split.images)
-        found = dict(zip(names, below, strict=True))
-        self._check_classes(found)
+        by_class = dict(zip(names, below, strict=True))
+        self._check_classes(by_class)
         if split.images:
-            self._check_depth(found)
+            self._check_depth(by_class)
         else:
-            self._warn_of_shards(found)
+            self._warn_of_shards(by_class)
         log_ignored(f"{split.source}/{split.name}", [path for folder in below for path in folder.ignored], IMAGES)
         probed = split.probed([path for folder in below for path, *_ in folder.files] if split.images else [])
-        return manifest_of(split.source, split.name, self.stamps, found, probed=probed)
+        return manifest_of(split.source, split.name, self.stamps, by_class, probed=probed)
 
     def _check_classes(self, below: Mapping[str, Listed]) -> None:
         source, split, what = self.split.source, self.split.name, "images" if self.split.images else "files"
@@ -285,11 +285,11 @@ def manifest_of(
     source: str, split: str, stamps: Mapping[str, int], below: Mapping[str, Listed], **more: object
 ) -> Manifest:
     """Return the manifest of class folders, from their stamps and contents."""
-    found = sorted((*file, label) for label, listed in enumerate(below.values()) for file in listed.files)
+    rows = sorted((*file, label) for label, listed in enumerate(below.values()) for file in listed.files)
     folders = {f"{split}/{name}": stamp for name, stamp in stamps.items()}
     folders |= {path: stamp for listed in below.values() for path, stamp in listed.folders if path not in folders}
-    labels = np.array([label for *_, label in found], np.int64)
-    listed = Listed([(path, size, mtime, tag) for path, size, mtime, tag, _ in found], list(folders.items()), [])
+    labels = np.array([label for *_, label in rows], np.int64)
+    listed = Listed([(path, size, mtime, tag) for path, size, mtime, tag, _ in rows], list(folders.items()), [])
     return build_manifest(source, split, listed, labels, tuple(below), **more)
 
 
@@ -367,11 +367,11 @@ def _highest(paths: Sequence[str]) -> list[str]:
     ['a/b', 'd']
     """
     folders = {path.rpartition("/")[0] for path in paths}
-    found: list[str] = []
+    roots: list[str] = []
     for folder in sorted(folders, key=lambda each: f"{each}/") if "" not in folders else [""]:
-        if not found or not folder.startswith(f"{found[-1]}/"):
-            found.append(folder)
-    return found
+        if not roots or not folder.startswith(f"{roots[-1]}/"):
+            roots.append(folder)
+    return roots
 
 
 class _Sample(NamedTuple):
@@ -399,12 +399,12 @@ class TarShards(Layout):
 
     def manifest(self) -> Manifest:
         split, shards = self.split, [path for path, *_ in self.listed.files]
-        found = self._found(shards)
-        if not found:
+        samples = self._found(shards)
+        if not samples:
             raise ValueError(f"the shards {shards[0]}, ... contain no samples.")
-        labelled = [sample for sample in found if sample.label]
-        if labelled and len(labelled) < len(found):
-            without = next(sample for sample in found if not sample.label)
+        labelled = [sample for sample in samples if sample.label]
+        if labelled and len(labelled) < len(samples):
+            without = next(sample for sample in samples if not sample.label)
             raise ValueError(
                 f"{without.path} has no .cls member, and other samples have one: give all of them a label."
             )
@@ -412,16 +412,18 @@ class TarShards(Layout):
             labels = np.array([[int(sample.label)] for sample in labelled], np.int64)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
-        shard_of, offsets, sizes = (np.array(values, np.int64) for values in list(zip(*found, strict=True))[1:4])
+        shard_of, offsets, sizes = (np.array(values, np.int64) for values in list(zip(*samples, strict=True))[1:4])
         mtimes, tags = (np.array([file[column] for file in self.listed.files], np.int64) for column in (2, 3))
-        parts = [(shards[sample.shard], sample.offset, sample.offset + sample.size) for sample in found if split.images]
+        parts = [
+            (shards[sample.shard], sample.offset, sample.offset + sample.size) for sample in samples if split.images
+        ]
         return build_manifest(
             split.source,
             split.name,
             self.listed,
-            labels.reshape(len(found), -1),
+            labels.reshape(len(samples), -1),
             (),
-            paths=[sample.path for sample in found],
+            paths=[sample.path for sample in samples],
             sizes=sizes,
             mtimes_ns=mtimes[shard_of],
             tags=tags[shard_of],
@@ -433,15 +435,15 @@ class TarShards(Layout):
 
     def _found(self, shards: list[str]) -> list[_Sample]:
         split, ignored = self.split, []
-        found: list[_Sample] = []
+        samples: list[_Sample] = []
         answers = split.progress(split.storage.members(shards), len(shards), "shard")
         for number, (shard, (members, others)) in enumerate(zip(shards, answers, strict=True)):
-            found += self._samples(number, shard, members)
+            samples += self._samples(number, shard, members)
             ignored += [f"{shard}/{name}" for name in others]
         where = f"{split.source}/{split.name}"
         log_ignored(where, self.listed.ignored, "shards")
         log_ignored(where, ignored, "visible files in a shard")
-        return found
+        return samples
 
     def _samples(self, number: int, shard: str, members: list[Member]) -> Iterator[_Sample]:
         groups: dict[str, list[Member]] = {}
@@ -497,8 +499,8 @@ class ParquetFiles(Layout):
             raise ValueError(
                 f"source={split.source}: the Parquet files in {split.name}/ need pyarrow: `pip install pyarrow`."
             )
-        found = split.storage.row_groups(files, split.config.member or "")
-        contents = list(split.progress(found, len(files), "shard"))
+        answers = split.storage.row_groups(files, split.config.member or "")
+        contents = list(split.progress(answers, len(files), "shard"))
         log_ignored(f"{split.source}/{split.name}", self.listed.ignored, "shards")
         groups = [
             (f"{file}#{number}", rows, nbytes, mtime, tag)
@@ -544,8 +546,8 @@ class ParquetFiles(Layout):
         if not values:
             self._check_columns(files, contents)
             return np.zeros((total, 0), np.int64), names
-        labels, found = numbered(f"{files[0]}, ...", {"label": values}, text=False)
-        return labels, found or names
+        labels, classes = numbered(f"{files[0]}, ...", {"label": values}, text=False)
+        return labels, classes or names
 
     def _check_columns(self, files: list[str], contents: list[dict[str, Any]]) -> None:
         split, unclear = self.split, [name for content in contents[:1] for name in content["unclear"]]
@@ -567,14 +569,14 @@ def files_of_repository(storage: Storage, split: str, folders: dict[str, int]) -
     if has_folders:
         _check_alone(storage, split, f"{has_folders[0]}/", folders)
         return None
-    there = ("data", "") if "data" in folders else ("",)
-    found = {folder: files for folder in there if (files := _by_prefix(storage, folder))}
-    if not found:
+    candidates = ("data", "") if "data" in folders else ("",)
+    by_folder = {folder: files for folder in candidates if (files := _by_prefix(storage, folder))}
+    if not by_folder:
         _check_no_configurations(storage, folders)
         return None
-    if len(found) > 1:
+    if len(by_folder) > 1:
         raise ValueError(f"source={storage.source} has Parquet files in the folder and in data/: remove one set.")
-    ((folder, files),) = found.items()
+    ((folder, files),) = by_folder.items()
     prefixes = [prefix for prefix in _prefixes(split) if prefix in files]
     if not prefixes:
         raise MissingFolderError(
@@ -608,22 +610,22 @@ def _check_alone(storage: Storage, split: str, folder: str, folders: Iterable[st
 
 def _check_no_configurations(storage: Storage, folders: Iterable[str]) -> None:
     some = sorted(name for name in folders if not name.startswith("."))[:_MAX_CONFIGURATIONS]
-    found = [name for name in some if _by_prefix(storage, name)]
-    if found:
+    names = [name for name in some if _by_prefix(storage, name)]
+    if names:
         raise ValueError(
-            f"source={storage.source} has no train/, but Parquet files in {', '.join(f'{name}/' for name in found)}. "
-            f"Give one of these folders as the source, such as {storage.source}/{found[0]}."
+            f"source={storage.source} has no train/, but Parquet files in {', '.join(f'{name}/' for name in names)}. "
+            f"Give one of these folders as the source, such as {storage.source}/{names[0]}."
         )
 
 
 def _by_prefix(storage: Storage, folder: str) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = {}
-    known = {prefix for split in SPLITS for prefix in _prefixes(split)}
+    by_prefix: dict[str, list[Entry]] = {}
+    prefixes = {prefix for split in SPLITS for prefix in _prefixes(split)}
     for file in storage.files(folder):
         match = _FILE.fullmatch(file[0])
-        if match is not None and match[1] in known:
-            found.setdefault(match[1], []).append(file)
-    return found
+        if match is not None and match[1] in prefixes:
+            by_prefix.setdefault(match[1], []).append(file)
+    return by_prefix
 
 
 def _prefixes(split: str) -> tuple[str, ...]:

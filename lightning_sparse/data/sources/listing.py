@@ -44,19 +44,19 @@ def _open_split(
 ) -> Iterator[Split]:
     # a short time if the cache has a list
     timeout = config.storage_timeout if kept is None else min(CHECK_S, config.storage_timeout)
-    asked = Split(config, split, timeout, quiet)
-    with asked.storage:
-        yield asked
+    source_split = Split(config, split, timeout, quiet)
+    with source_split.storage:
+        yield source_split
 
 
 def find_layout(split: Split) -> Layout:
     """Return the layout of a split. Raise MissingFolderError if the source does not have the split."""
-    return next(found for kind in LAYOUTS if (found := kind.find(split)) is not None)
+    return next(layout for kind in LAYOUTS if (layout := kind.find(split)) is not None)
 
 
 def list_source(config: CacheConfig, split: str) -> Manifest:
-    with _open_split(config, split) as asked:
-        return find_layout(asked).manifest()
+    with _open_split(config, split) as source_split:
+        return find_layout(source_split).manifest()
 
 
 def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Manifest:
@@ -66,18 +66,18 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
     """
     file = _file(config, split)
     if not file.parent.exists():
-        with _open_split(config, split) as asked:
-            find_layout(asked)  # a missing source must leave no folder in the cache
+        with _open_split(config, split) as source_split:
+            find_layout(source_split)  # a missing source must leave no folder in the cache
     cache_folder(config)
     with wrap_os_errors(file.parent), locked(file.with_suffix(".lock")):
         # under the lock: one process per node lists
-        kept = None if relist else cached_manifest(config, split)
-        if kept is not None and not _has_changed(config, kept):
-            return kept
-        fixed = kept is not None and is_read_only(file.parent)
-        if kept is not None and fixed and not (config.lists or kept.list_digest):
+        cached = None if relist else cached_manifest(config, split)
+        if cached is not None and not _has_changed(config, cached):
+            return cached
+        fixed = cached is not None and is_read_only(file.parent)
+        if cached is not None and fixed and not (config.lists or cached.list_digest):
             log.warning("using the list of %s/ in %s, which cannot be written", split, file.parent)
-            return kept
+            return cached
         manifest = list_source(config, split)
         if not fixed:
             write_private(file, manifest.to_bytes())
@@ -91,31 +91,31 @@ def has_split(config: CacheConfig, split: str) -> bool:
     if cached_manifest(config, split) is not None:
         return True
     others = (cached_manifest(config, name) for name in ("val", "train"))
-    kept = next((manifest for manifest in others if manifest), None)
+    cached = next((manifest for manifest in others if manifest), None)
     try:
-        with _open_split(config, split, kept) as asked:
-            layout = find_layout(asked)
+        with _open_split(config, split, cached) as source_split:
+            layout = find_layout(source_split)
             return not isinstance(layout, ClassFolders) or layout.classes() is not None
     except MissingFolderError:
         return False
     except DataError:
-        if kept is None:
+        if cached is None:
             raise
         return False
 
 
 def classes_of(config: CacheConfig, split: str) -> tuple[tuple[str, ...], int]:
     """Return the names of the classes (none if labels are numbers), and their number."""
-    kept = cached_manifest(config, split)
+    cached = cached_manifest(config, split)
     try:
-        with _open_split(config, split, kept) as asked:
-            found = find_layout(asked).classes()
+        with _open_split(config, split, cached) as source_split:
+            classes = find_layout(source_split).classes()
     except DataError:
-        if kept is None:
+        if cached is None:
             raise
-        return kept.classes, kept.num_classes
-    if found is not None:
-        return found
+        return cached.classes, cached.num_classes
+    if classes is not None:
+        return classes
     manifest = load_or_list(config, split)  # shards say their labels only when they are listed
     return manifest.classes, manifest.num_classes
 
@@ -135,25 +135,25 @@ def store_manifest(config: CacheConfig, split: str, data: bytes) -> Manifest:
     if is_read_only(file.parent):
         return sent
     with wrap_os_errors(file.parent), locked(file.with_suffix(".lock")):
-        kept = cached_manifest(config, split)
-        if kept is not None and kept.identity == sent.identity:
-            return kept
+        cached = cached_manifest(config, split)
+        if cached is not None and cached.identity == sent.identity:
+            return cached
         write_private(file, data)
         return Manifest.load(file)
 
 
 def listed_splits(folder: Path) -> dict[str, int]:
-    found = {}
+    counts = {}
     for file in sorted(folder.glob("*.manifest")):
         with contextlib.suppress(DataError):  # corrupt; the run that uses it lists again
-            found[file.stem] = len(Manifest.load(file))
-    return found
+            counts[file.stem] = len(Manifest.load(file))
+    return counts
 
 
 def _has_changed(config: CacheConfig, kept: Manifest) -> bool:
     try:
-        with _open_split(config, kept.split, kept, quiet=True) as asked:
-            change = _change(asked, kept)
+        with _open_split(config, kept.split, kept, quiet=True) as source_split:
+            change = _change(source_split, kept)
     except DataError as error:
         log.warning("using the list of %s/ in the cache, because storage did not answer: %s", kept.split, error)
         return False

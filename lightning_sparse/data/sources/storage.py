@@ -142,9 +142,9 @@ class Storage:
         return self._ask("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
-        (found,) = self._ask("rows", [path], column, group)
+        (rows,) = self._ask("rows", [path], column, group)
         return [
-            Unreadable("its row contains no bytes") if row is None else StoredFile(row, len(row), 0) for row in found
+            Unreadable("its row contains no bytes") if row is None else StoredFile(row, len(row), 0) for row in rows
         ]
 
     def members(self, paths: Sequence[str]) -> Iterator[tuple[list[Member], list[str]]]:
@@ -152,7 +152,7 @@ class Storage:
 
     def listing(self, folders: Sequence[str], *, images: bool = True) -> Iterator[Listed]:
         """Yield the files and the folders below each folder: only images, or all visible files."""
-        return (Listed(*found) for found in self._ask("list", folders, "images" if images else "visible"))
+        return (Listed(*answer) for answer in self._ask("list", folders, "images" if images else "visible"))
 
     def names(self, folder: str) -> dict[str, int]:
         """Return the stamps of the subfolders of a folder, by name; 0 if unknown."""

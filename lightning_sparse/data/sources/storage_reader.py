@@ -107,15 +107,15 @@ class LocalStorage:
 
     def listing(self, path: str, kind: str, progress: "Callable[[], None]") -> Listing:
         """List a folder. `progress` is called every `PROGRESS_S` seconds, if entries are read."""
-        found: Listing = ([], [], [])
-        add, clock = tuple(entries.append for entries in found), time.monotonic  # looked up once, not for each entry
+        listing: Listing = ([], [], [])
+        add, clock = tuple(entries.append for entries in listing), time.monotonic  # looked up once, not for each entry
         next_report = clock() + PROGRESS_S
         for place, entry in self._walk(path, kind, (), _volatile_devices()):
             add[place](entry)
             if clock() >= next_report:
                 progress()
                 next_report = clock() + PROGRESS_S
-        return found
+        return listing
 
     def _walk(
         self, folder: str, kind: str, parents: "tuple[tuple[int, int], ...]", volatile: "frozenset[int]"
@@ -194,30 +194,30 @@ class FsspecStorage:
 
     def _listing(self, path: str, kind: str) -> Listing:
         at, skip = self._at(path), len(self._root) + 1 if self._root else 0
-        found: Listing = ([], [], [])
+        listing: Listing = ([], [], [])
         for name, about in self._entries(at, kind).items():
             *folders, last = name[len(at) :].rstrip("/").split("/")
             if not all(map(is_visible, folders)):
                 continue
             is_folder, own = about["type"] == "directory", self._name(name[skip:])
             if is_folder and is_visible(last):
-                found[1].append((own.rstrip("/"), _mtime_or_tag(about)))
+                listing[1].append((own.rstrip("/"), _mtime_or_tag(about)))
             elif is_folder or name.endswith("/") or name == at:  # a placeholder of a folder, or its index page
                 continue
             elif FILTERS[kind](self._name(last)):
                 size = about.get("size")
-                found[0].append((own, -1 if size is None else size, _mtime(about), _tag_of_entry(about)))
+                listing[0].append((own, -1 if size is None else size, _mtime(about), _tag_of_entry(about)))
             elif is_visible(last):
-                found[2].append(own)
-        return found
+                listing[2].append(own)
+        return listing
 
     def _entries(self, at: str, kind: str) -> "dict[str, dict[str, Any]]":
         if self._is_web:
             return dict(self._linked(at, below=kind != "here"))
         if kind == "here":
             return {entry["name"]: entry for entry in self._fs.ls(at, detail=True)}
-        found: dict[str, dict[str, Any]] = self._fs.find(at, detail=True, withdirs=True)
-        return found
+        entries: dict[str, dict[str, Any]] = self._fs.find(at, detail=True, withdirs=True)
+        return entries
 
     def _linked(self, at: str, *, below: bool) -> "Iterator[tuple[str, dict[str, Any]]]":
         for entry in self._fs.ls(f"{at}/", detail=True):
@@ -294,13 +294,13 @@ FILTERS: "dict[str, Callable[[str], bool]]" = {
 
 def _volatile_devices() -> "frozenset[int]":
     """Return the devices of FUSE mounts. Many of them change the inode number of a file over time."""
-    found = set()
+    devices = set()
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
         for line in mounts:
             own, _, other = line.partition(" - ")
             if other.startswith("fuse"):
-                found.add(os.makedev(*map(int, own.split()[2].split(":"))))
-    return frozenset(found)
+                devices.add(os.makedev(*map(int, own.split()[2].split(":"))))
+    return frozenset(devices)
 
 
 def _stamp(about: os.stat_result, volatile: "frozenset[int]") -> int:
@@ -453,8 +453,8 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
     """
     import tarfile
 
-    found: list[Member] = []
-    links: list[tuple[int, str, str]] = []  # place in `found`, name, target
+    members: list[Member] = []
+    links: list[tuple[int, str, str]] = []  # place in `members`, name, target
     ignored: list[str] = []
     last_report = time.monotonic()
     try:
@@ -466,14 +466,14 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
                 elif member.islnk() or member.issym():
                     folder = "" if member.islnk() else posixpath.dirname(member.name)
                     target = posixpath.normpath(posixpath.join(folder, member.linkname))
-                    links.append((len(found), name, target))
-                    found.append((name, 0, 0, ""))
+                    links.append((len(members), name, target))
+                    members.append((name, 0, 0, ""))
                 elif member.isreg():
                     is_short_label = is_label(name) and member.size <= MAX_LABEL_BYTES
                     stream = tar.extractfile(member) if is_short_label else None
                     label = stream.read().decode("ascii", "replace").strip() if stream else ""
                     offset = -1 - member.offset if member.issparse() else member.offset_data
-                    found.append((name, offset, member.size, label))
+                    members.append((name, offset, member.size, label))
                 elif not member.isdir():
                     ignored.append(name)
                 if time.monotonic() - last_report >= PROGRESS_S:
@@ -482,8 +482,8 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
             check_end(file, tar.offset)
     except tarfile.TarError as error:
         raise UnreadableFileError(f"it is not an uncompressed tar file: {error}") from error
-    _follow(found, links)
-    return found, ignored
+    _follow(members, links)
+    return members, ignored
 
 
 def _member_name(name: str) -> str:
