@@ -148,9 +148,9 @@ def readable_by_dali(file: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return file
     # DALI finds the orientation in other places than Pillow: one EXIF block with Pillow's orientation replaces all
     # others
-    kept = [file[begin:end] for kind, begin, end in segments if kind != _APP1]
+    parts = [file[begin:end] for kind, begin, end in segments if kind != _APP1]
     block = np.frombuffer(_EXIF + bytes([orientation(file.tobytes()), 0, 0, 0, 0, 0, 0]), np.uint8)
-    return np.concatenate([file[:2], block, *kept, file[segments[-1][2] :]])
+    return np.concatenate([file[:2], block, *parts, file[segments[-1][2] :]])
 
 
 def jpeg_segments(file: memoryview) -> list[tuple[int, int, int]]:

@@ -291,13 +291,13 @@ class _Ahead(Generic[T, R]):
         self.free = threading.Semaphore(depth)
 
     def work(self) -> None:
-        while (taken := self._take()) is not None:
-            item, result = taken
+        while (task := self._take()) is not None:
+            item, result = task
             try:
                 result.set_result(self._make(item))
             except BaseException as error:  # raised in the consumer
                 result.set_exception(error)
-            del taken, item, result  # while waiting for the next one
+            del task, item, result  # while waiting for the next one
 
     def _take(self) -> tuple[T, Future[R]] | None:
         self.free.acquire()

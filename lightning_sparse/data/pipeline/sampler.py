@@ -200,15 +200,15 @@ class Sampler:
         return EpochPlan(config, [Shard(share, (*key, node), (node,)) for node, share in enumerate(shares)], owners)
 
     def _remaining(self, plan: EpochPlan, steps: int, config: SamplerConfig, epoch: int) -> EpochPlan:
-        rest = [replace(shard, start=shard.start + steps * shard.width(plan.config)) for shard in plan.shards]
+        shards = [replace(shard, start=shard.start + steps * shard.width(plan.config)) for shard in plan.shards]
         owners = self._owners_of(config.num_nodes)
         if config == plan.config:
-            return EpochPlan(config, rest, owners)
+            return EpochPlan(config, shards, owners)
         nodes = tuple(range(config.num_nodes))
         # a single global shard keeps its order; several shards are shuffled into one
-        if len(rest) == 1:
-            return EpochPlan(config, [replace(rest[0], nodes=nodes)], owners)
-        left = np.concatenate([shard.order[shard.start :] for shard in rest])
+        if len(shards) == 1:
+            return EpochPlan(config, [replace(shards[0], nodes=nodes)], owners)
+        left = np.concatenate([shard.order[shard.start :] for shard in shards])
         return EpochPlan(config, [Shard(left, (config.seed, epoch, _REST), nodes)], owners)
 
 
@@ -233,9 +233,9 @@ def overflow(owners: NDArray[Any], capacity: NDArray[np.int64]) -> tuple[NDArray
     (array([2]), array([1]))
     """
     begin, left = _skip_uncontested(owners, capacity)
-    rest = owners[begin:]
-    counts = _counts(rest, len(capacity))
-    over = _positions_beyond(rest, counts, left)
+    tail = owners[begin:]
+    counts = _counts(tail, len(capacity))
+    over = _positions_beyond(tail, counts, left)
     return begin + over, np.repeat(np.arange(len(capacity)), (left - counts).clip(0))
 
 
