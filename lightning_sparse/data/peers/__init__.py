@@ -83,10 +83,10 @@ def _address_of(interface: str) -> str:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError:
-            known = ", ".join(name for _, name in socket.if_nameindex())
+            names = ", ".join(name for _, name in socket.if_nameindex())
             raise ValueError(
                 f"peer_address={interface!r} is neither an IP address nor an interface of this node that has one. "
-                f"Give one of its interfaces: {known}."
+                f"Give one of its interfaces: {names}."
             ) from None
     return socket.inet_ntoa(answer[20:24])
 

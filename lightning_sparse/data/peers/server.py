@@ -169,11 +169,11 @@ def serve(
                 if socket is answers:
                     router.send_multipart(answers.recv_multipart(copy=False), copy=False)
                     continue
-                client, kind, *rest = router.recv_multipart()
+                client, kind, *arguments = router.recv_multipart()
                 if kind == b"ping":
                     router.send_multipart([client, b"pong", b""])
-                elif kind == b"get" and len(rest) == 2 and len(rest[1]) % 8 == 0:
-                    pool.submit(work, client, *rest)
+                elif kind == b"get" and len(arguments) == 2 and len(arguments[1]) % 8 == 0:
+                    pool.submit(work, client, *arguments)
 
 
 def _answer(store: SampleReader, number: bytes, requested: bytes) -> list[Any]:
