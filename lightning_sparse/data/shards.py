@@ -92,9 +92,9 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
 
     Raise ValueError if there are no shards, both ids and text, or several splits.
     """
-    found = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
-    by_path = {shard.path: shard for shard in found}
-    ids, text = [[shard for shard in found if kind(shard.path)] for kind in (id_suffix, text_suffix)]
+    shards = sorted(Shard(path, max(0, size), mtime_ns, tag) for path, size, mtime_ns, tag in files)
+    by_path = {shard.path: shard for shard in shards}
+    ids, text = [[shard for shard in shards if kind(shard.path)] for kind in (id_suffix, text_suffix)]
     described = {shard.path: by_path.get(_json_of(shard.path)) for shard in ids if id_suffix(shard.path) == ".bin"}
     left_out = by_path.keys() - {shard.path for shard in (*ids, *text, *filter(None, described.values()))}
     if text and ids:
@@ -179,13 +179,13 @@ class ShardFile(io.RawIOBase):
         shard, first = self._shard, self._at
         last = min(first + PART, shard.size)
         self._part = b""  # free it before the next read
-        (found,) = self._storage.read([(shard.path, first, last) if shard.size else shard.path])
-        if isinstance(found, Unreadable):
-            raise DataError(f"{self._storage.source}: {shard.path} cannot be read: {found.reason}.")
-        if (shard.size and len(found.data) != last - first) or (found.mtime_ns and found.mtime_ns != shard.mtime_ns):
+        (answer,) = self._storage.read([(shard.path, first, last) if shard.size else shard.path])
+        if isinstance(answer, Unreadable):
+            raise DataError(f"{self._storage.source}: {shard.path} cannot be read: {answer.reason}.")
+        if (shard.size and len(answer.data) != last - first) or (answer.mtime_ns and answer.mtime_ns != shard.mtime_ns):
             raise DataError(f"{self._storage.source}: {shard.path} changed while it was read. Start again.")
-        self._first, self._part = first, found.data
-        self._progress(len(found.data))
+        self._first, self._part = first, answer.data
+        self._progress(len(answer.data))
 
 
 @dataclass(frozen=True)
@@ -240,26 +240,26 @@ class TokenSource:
         """List the shards. If storage does not answer, return the last list."""
         name = hashlib.blake2b(self.only.encode(), digest_size=4).hexdigest() if self.only else "shards"
         file = self.folder / f"{name}.json"
-        kept: list[Shard] | None = None
+        cached: list[Shard] | None = None
         with contextlib.suppress(OSError, ValueError, TypeError):  # as a loss of power may leave it, it is made again
-            kept = [Shard(*row) for row in json.loads(file.read_text())]
-        timeout = self.config.storage_timeout if kept is None else min(CHECK_S, self.config.storage_timeout)
+            cached = [Shard(*row) for row in json.loads(file.read_text())]
+        timeout = self.config.storage_timeout if cached is None else min(CHECK_S, self.config.storage_timeout)
         try:
             with Storage(self.config, timeout=timeout, readers=1) as storage:
-                found = self._found(storage)
+                shards = self._found(storage)
         except DataError as error:
-            if kept is None:
+            if cached is None:
                 raise
             log.warning("using the list of shards in the cache, because storage did not answer: %s", error)
-            return kept
+            return cached
         self.create_folder()
-        for shard in set(found) - set(kept or found):
-            known = any(other.path == shard.path for other in kept or ())
+        for shard in set(shards) - set(cached or shards):
+            known = any(other.path == shard.path for other in cached or ())
             log.info("%s: %s %s: reading it", self.config.source, shard.path, "has changed" if known else "is new")
-        if found != kept and os.access(file.parent, os.W_OK):
+        if shards != cached and os.access(file.parent, os.W_OK):
             with wrap_os_errors(file.parent):
-                write_private(file, json.dumps(found).encode())
-        return found
+                write_private(file, json.dumps(shards).encode())
+        return shards
 
     def _found(self, storage: Storage) -> list[Shard]:
         source = self.config.source
@@ -348,10 +348,10 @@ def encode_documents(encoder: Tokenizer, name: str, file: BinaryIO, writer: IdWr
 
 def _described(storage: Storage, shard: Shard, size: int | None) -> TokenFile:
     def read_json() -> bytes:
-        (found,) = storage.read([_json_of(shard.path)])
-        if isinstance(found, Unreadable):
-            raise ValueError(found.reason)
-        return found.data
+        (answer,) = storage.read([_json_of(shard.path)])
+        if isinstance(answer, Unreadable):
+            raise ValueError(answer.reason)
+        return answer.data
 
     return TokenFile.of(f"{storage.source}/{shard.path}", read_json, size)
 
@@ -393,10 +393,10 @@ def check_cache_dir(path: str, cache_dir: str) -> None:
 
 def is_used_in_place(path: str) -> bool:
     """Whether a path is a ``.bin`` file, or a folder with only ``.bin`` shards, on a local disk."""
-    here = Path(path)
-    if "://" in path or not here.exists() or file_system(here) in NETWORK_FILE_SYSTEMS:
+    location = Path(path)
+    if "://" in path or not location.exists() or file_system(location) in NETWORK_FILE_SYSTEMS:
         return False
-    names = [name for name, *_ in local_files(here)] if here.is_dir() else [here.name]
+    names = [name for name, *_ in local_files(location)] if location.is_dir() else [location.name]
     kinds = {id_suffix(name) or text_suffix(name) for name in names} - {""}
     return kinds == {".bin"}
 
@@ -452,15 +452,15 @@ def verified_in_place(files: Sequence[TokenFile], cache_dir: str | None) -> list
     """Return the checksums of files that are used in place. A cache folder keeps them, so each file is read once."""
     if cache_dir is None:
         return [*verified_checksums(files, {}).values()]
-    record, known = Path(cache_dir) / "checksums.json", dict[str, int]()
+    record, cached = Path(cache_dir) / "checksums.json", dict[str, int]()
     with wrap_os_errors(record.parent):
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError, ValueError):
-            known = json.loads(record.read_text())
-        found = verified_checksums(files, known)
-        if not found.keys() <= known.keys() and os.access(record.parent, os.W_OK):
-            write_private(record, json.dumps(known | found).encode())
-    return [*found.values()]
+            cached = json.loads(record.read_text())
+        checksums = verified_checksums(files, cached)
+        if not checksums.keys() <= cached.keys() and os.access(record.parent, os.W_OK):
+            write_private(record, json.dumps(cached | checksums).encode())
+    return [*checksums.values()]
 
 
 MAX_WORKERS = 16
@@ -515,7 +515,7 @@ class Workers:
         elif kind == "error":
             raise value
         else:
-            self._left_out = LeftOut(*(own + more for own, more in zip(self._left_out, value, strict=True)))
+            self._left_out = LeftOut(*(own + count for own, count in zip(self._left_out, value, strict=True)))
             self._running.pop(connection).process.wait()
             connection.close()
 
