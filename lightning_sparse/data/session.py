@@ -66,15 +66,15 @@ def broadcast_manifest(config: CacheConfig, split: str) -> Manifest:
         return own[0].identity
 
     identity = on_first(lead)
-    found = own[0] if own else cached_manifest(config, split)
-    if found is not None and found.identity != identity:
-        found = None
+    manifest = own[0] if own else cached_manifest(config, split)
+    if manifest is not None and manifest.identity != identity:
+        manifest = None
     # Each node keeps the list in its cache, where its ranks map it. It is sent only if a node lacks it.
-    if all(on_all(lambda: found is not None)):
-        assert found is not None
-        return found
+    if all(on_all(lambda: manifest is not None)):
+        assert manifest is not None
+        return manifest
     sent = on_first(lambda: own[0].to_bytes())
-    return found or store_manifest(config, split, sent)
+    return manifest or store_manifest(config, split, sent)
 
 
 def common_format(config: CacheConfig, manifest: Manifest, placement: Placement) -> Format:
@@ -187,14 +187,14 @@ class Session:
         if stage == "fit" or fraction is not None:
             manifest = broadcast_manifest(cache, "train")
             self._check_labels(manifest)
-            held_out, rest = _split(len(manifest), fraction or 0.0)
+            held_out, train = _split(len(manifest), fraction or 0.0)
             if self.options.limit is not None:
-                rest = _limited(rest, manifest.class_ids, self.options.limit)
-                kept = np.union1d(held_out, rest)
-                manifest = manifest.select(kept)
-                held_out, rest = np.searchsorted(kept, held_out), np.searchsorted(kept, rest)
+                train = _limited(train, manifest.class_ids, self.options.limit)
+                indices = np.union1d(held_out, train)
+                manifest = manifest.select(indices)
+                held_out, train = np.searchsorted(indices, held_out), np.searchsorted(indices, train)
             store = self._open_store(manifest, run)
-            self.train = Subset(store, rest)
+            self.train = Subset(store, train)
             if fraction is not None:
                 self.val = Subset(store, held_out)
                 return
@@ -235,25 +235,25 @@ class Session:
             )
 
     def _open_store(self, manifest: Manifest, run: bytes) -> SampleStore:
-        here = self.topology
-        placement = Placement(here.node_index, here.num_nodes, here.device_index)
-        serves = here.num_nodes > 1 and self.options.cache.shuffle != "local"
+        topology = self.topology
+        placement = Placement(topology.node_index, topology.num_nodes, topology.device_index)
+        serves = topology.num_nodes > 1 and self.options.cache.shuffle != "local"
         wanted = replace(self.options.cache, format=self.formats.get(manifest.split, self.options.cache.format))
         self.formats[manifest.split] = common_format(wanted, manifest, placement)
         config = replace(wanted, format=self.formats[manifest.split])
 
         if serves:
             self.log_once(f"starting a server process on each node, for the {manifest.split} samples in its memory")
-        serves = serves and here.device_index == 0
+        serves = serves and topology.device_index == 0
         addresses = on_all(lambda: node_address(config.peer_address) if serves else "")
 
         def endpoint() -> tuple[int, str]:
             self._stores.append(SampleStore(config, manifest, placement, run))
             if not serves:
-                return here.node_index, ""
-            own, others = addresses[here.rank], [address for address in addresses if address]
+                return topology.node_index, ""
+            own, others = addresses[topology.rank], [address for address in addresses if address]
             address = own if config.peer_address else reachable(own, others)
-            return here.node_index, self._stores[-1].serve(address, here.world_size - here.num_devices)
+            return topology.node_index, self._stores[-1].serve(address, topology.world_size - topology.num_devices)
 
         endpoints = {node: url for node, url in on_all(endpoint) if url}
         if endpoints:
@@ -406,8 +406,8 @@ class Session:
                 made = WorkerPipeline(store, options, workers=workers, pin=pin)
                 about = f"; {workers} process(es) per rank make batches"
             if not self._pipelines:
-                kept = {"bytes": "files", "decoded": "decoded pixels"}.get(store.format, f"{store.format} files")
-                self.log_once(f"the memory of the nodes holds {kept}{about}")
+                contents = {"bytes": "files", "decoded": "decoded pixels"}.get(store.format, f"{store.format} files")
+                self.log_once(f"the memory of the nodes holds {contents}{about}")
             self._pipelines[split] = made
         return self._pipelines[split]
 
