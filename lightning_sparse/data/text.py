@@ -91,8 +91,8 @@ def _readable(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _failing(error: Exception) -> Iterator[bytes]:
     # raised when the document is read, not when it is listed
-    for each in (error,):
-        raise each
+    for failure in (error,):
+        raise failure
     yield b""
 
 
@@ -204,38 +204,38 @@ def _bytes_of(blocks: Iterator[bytes]) -> Iterator[Ids]:
 def _tiktoken(name: str) -> Tokenizer:
     import tiktoken  # type: ignore[import-not-found, unused-ignore]
 
-    found = tiktoken.get_encoding(name)
+    encoding = tiktoken.get_encoding(name)
 
     def encode(text: str) -> Encoded:
-        ids = found.encode_ordinary(text)
-        sizes = np.array([len(token) for token in found.decode_tokens_bytes(ids)], np.int64)
+        ids = encoding.encode_ordinary(text)
+        sizes = np.array([len(token) for token in encoding.decode_tokens_bytes(ids)], np.int64)
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         bytes_of_characters = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
         characters = np.searchsorted(np.cumsum(bytes_of_characters), np.cumsum(sizes) - sizes, side="right")
         return np.array(ids, np.int64), characters
 
     def encode_whole(text: str) -> Ids:
-        return np.array(found.encode_ordinary(text), np.int64)
+        return np.array(encoding.encode_ordinary(text), np.int64)
 
     in_blocks = partial(encode_in_blocks, encode=encode, encode_whole=encode_whole)
-    return Tokenizer(f"tiktoken:{name}", in_blocks, found.n_vocab, found.eot_token)
+    return Tokenizer(f"tiktoken:{name}", in_blocks, encoding.n_vocab, encoding.eot_token)
 
 
 def _tokenizers(file: Path) -> Tokenizer:
     import tokenizers  # type: ignore[import-not-found, unused-ignore]
 
     about = file.read_bytes()
-    found = tokenizers.Tokenizer.from_str(about.decode())
-    found.no_truncation()  # meant for short inputs of a fixed length, or for regularization
-    found.no_padding()
-    if getattr(found.model, "dropout", None):
-        found.model.dropout = None
-    name, end = _end_of(found, file)
-    found.add_special_tokens([name])  # some files do not mark it as special
-    found.encode_special_tokens = True  # as ordinary text, if a document contains them
+    tokenizer = tokenizers.Tokenizer.from_str(about.decode())
+    tokenizer.no_truncation()  # meant for short inputs of a fixed length, or for regularization
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    name, end = _end_of(tokenizer, file)
+    tokenizer.add_special_tokens([name])  # some files do not mark it as special
+    tokenizer.encode_special_tokens = True  # as ordinary text, if a document contains them
 
     def ids_of(text: str) -> NDArray[np.int64]:
-        return np.array(found.encode(text, add_special_tokens=False).ids, np.int64)
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def spelled() -> NDArray[np.int64]:  # for models whose own vocabulary has the token
         return np.append(ids_of(name[:1]), ids_of(name[1:]))
@@ -244,23 +244,23 @@ def _tokenizers(file: Path) -> Tokenizer:
         return _spell_out(end, spelled, ids_of(text))[0]
 
     def encode(text: str) -> Encoded:
-        encoded = found.encode(text, add_special_tokens=False)
+        encoded = tokenizer.encode(text, add_special_tokens=False)
         begins = np.array(encoded.offsets, np.int64).reshape(-1, 2)[:, 0]
         ids, counts = _spell_out(end, spelled, np.array(encoded.ids, np.int64))
         return ids, np.repeat(begins, counts)
 
     digest = hashlib.blake2b(about, digest_size=16).hexdigest()
     in_blocks = partial(encode_in_blocks, encode=encode, encode_whole=encode_whole)
-    size = max(found.get_vocab().values()) + 1  # ids may have gaps
+    size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
     return Tokenizer(f"tokenizers:{digest} without truncation", in_blocks, size, end)
 
 
 def _end_of(tokenizer: Any, file: Path) -> tuple[str, int]:
     named = next((token for config in _CONFIGS if (token := _named_end(file.with_name(config))) is not None), None)
     for token in _ENDS if named is None else (named,):
-        found: int | None = tokenizer.token_to_id(token)
-        if found is not None:
-            return token, found
+        token_id: int | None = tokenizer.token_to_id(token)
+        if token_id is not None:
+            return token, token_id
     problem = "names no token for the end of a document" if named is None else f"has no token {named!r}"
     raise ValueError(
         f"{file} {problem}: put a tokenizer_config.json, as save_pretrained() writes it, into the same folder, with a "
@@ -298,8 +298,8 @@ def encode_in_blocks(
     """
     text, done, size = "", 0, BLOCK  # text that is still needed; number of its characters that are encoded
     is_first = True
-    for more in _decoded(blocks):
-        text += more
+    for part in _decoded(blocks):
+        text += part
         while len(text) - done > size + OVERLAP:
             # The first and last ids of a text depend on the text around it. So encode each block with characters before
             # and after it, and drop their ids.
@@ -307,8 +307,8 @@ def encode_in_blocks(
             last = _place_to_cut(text, begins, done, done + size)
             yield ids[: np.searchsorted(begins, last)]
             size = BLOCK if last > done else 2 * size  # a token spans the whole block
-            kept = max(0, last - OVERLAP)
-            text, done, is_first = text[kept:], last - kept, False
+            begin = max(0, last - OVERLAP)
+            text, done, is_first = text[begin:], last - begin, False
     if is_first and text:
         yield encode_whole(text)
     elif text:

@@ -88,12 +88,12 @@ class TokenStream:
     def fingerprint(self) -> str:
         files = self.corpus.files
         about = [(file.dtype.name, file.vocab_size, file.tokens, file.checksum) for file in files]
-        more: tuple[Any, ...] = () if self.documents == "joined" else (self.documents, files[0].end)
+        extras: tuple[Any, ...] = () if self.documents == "joined" else (self.documents, files[0].end)
         if self._spans is not None:
-            more += tuple(hashlib.blake2b(span.tobytes(), digest_size=16).hexdigest() for span in self._spans)
+            extras += tuple(hashlib.blake2b(span.tobytes(), digest_size=16).hexdigest() for span in self._spans)
         elif len(files) > 1 and self.documents != "packed":
-            more += ("over the ends of files",)  # earlier versions cut each file separately
-        return hashlib.blake2b(repr((self.context, about, *more)).encode(), digest_size=16).hexdigest()
+            extras += ("over the ends of files",)  # earlier versions cut each file separately
+        return hashlib.blake2b(repr((self.context, about, *extras)).encode(), digest_size=16).hexdigest()
 
     def windows(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
         rows = np.empty((len(indices), self.context + 1), np.int64)
@@ -206,16 +206,16 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
         length = int(lengths[pieces[0]])
         while len(pieces) and (place := bisect_left(rooms, length)) < len(rooms):
             space = rooms.pop(place)
-            some, rest = np.split(left.pop(space), [len(pieces)])
+            some, remainder = np.split(left.pop(space), [len(pieces)])
             windows[pieces[: len(some)]], pieces = some, pieces[len(some) :]
-            add_free(space, rest)
+            add_free(space, remainder)
             add_free(space - length, some)
-        each = capacity // length
-        new = count + np.arange(-(-len(pieces) // each))
-        windows[pieces] = np.repeat(new, each)[: len(pieces)]
-        full, last = np.split(new, [len(pieces) // each])
-        add_free(capacity - each * length, full)
-        add_free(capacity - len(pieces) % each * length, last)
+        per_window = capacity // length
+        new = count + np.arange(-(-len(pieces) // per_window))
+        windows[pieces] = np.repeat(new, per_window)[: len(pieces)]
+        full, last = np.split(new, [len(pieces) // per_window])
+        add_free(capacity - per_window * length, full)
+        add_free(capacity - len(pieces) % per_window * length, last)
         count += len(new)
     return windows
 
@@ -278,12 +278,12 @@ class Mixture:
         numbers = np.searchsorted(self._ends, indices, side="right")
         out: list[NDArray[np.int64]] = []
         for number in np.unique(numbers).tolist():
-            here, order, count = numbers == number, self._orders[number], int(self._counts[number])
-            places = indices[here] - (self._ends[number] - count) + epoch * count
-            found = self._streams[number].windows(order[places % len(order)], epoch)
-            out = out or [np.empty((len(indices), self.context), np.int64) for _ in found]
-            for whole, part in zip(out, found, strict=True):
-                whole[here] = part
+            mask, order, count = numbers == number, self._orders[number], int(self._counts[number])
+            places = indices[mask] - (self._ends[number] - count) + epoch * count
+            arrays = self._streams[number].windows(order[places % len(order)], epoch)
+            out = out or [np.empty((len(indices), self.context), np.int64) for _ in arrays]
+            for whole, part in zip(out, arrays, strict=True):
+                whole[mask] = part
         return tuple(out)
 
 
