@@ -164,8 +164,8 @@ def _check_storage(source: str, options: dict[str, Any] | None) -> None:
 
 
 def _are(kind: type, values: object, count: int) -> bool:
-    each = list(values) if isinstance(values, Iterable) else []
-    return len(each) == count and all(isinstance(one, kind) and not isinstance(one, bool) for one in each)
+    items = list(values) if isinstance(values, Iterable) else []
+    return len(items) == count and all(isinstance(item, kind) and not isinstance(item, bool) for item in items)
 
 
 def _checked_lists(lists: object) -> dict[str, str]:
@@ -286,12 +286,12 @@ class ImageOptions:
 
     @cached_property
     def sizes(self) -> dict[int, int]:
-        given = self.image_size
-        sizes = dict(sorted(given.items())) if isinstance(given, Mapping) else {0: given}
+        image_size = self.image_size
+        sizes = dict(sorted(image_size.items())) if isinstance(image_size, Mapping) else {0: image_size}
         are_whole = all(_are(int, pair, 2) for pair in sizes.items())
         if not are_whole or 0 not in sizes or min(sizes) < 0 or min(sizes.values()) < 1:
             raise ValueError(
-                f"image_size={given!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
+                f"image_size={image_size!r} must be a size in pixels, or a dict of sizes by first epoch, starting with "
                 f"epoch 0, such as {{0: 128, 6: 224}}."
             )
         return sizes

@@ -167,8 +167,8 @@ def verified_checksums(files: Sequence[TokenFile], known: Mapping[str, int]) -> 
         names = []  # they differ after each change of a file
         for about, path in ((file.path.stat(), file.path.resolve()) for file in files):
             names.append(f"{path} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}")
-        found = threads.map(lambda name, file: known[name] if name in known else _checksum(file.path), names, files)
-        checksums = dict(zip(names, found, strict=True))
+        results = threads.map(lambda name, file: known[name] if name in known else _checksum(file.path), names, files)
+        checksums = dict(zip(names, results, strict=True))
     for name, file in zip(names, files, strict=True):
         if file.checksum not in (0, checksums[name]):
             raise ValueError(
@@ -319,10 +319,10 @@ class Corpus:
         for first in range(0, file.tokens, _SCANNED):
             ids = self._read(number, first, min(_SCANNED, file.tokens - first))
             ends.append(np.flatnonzero(ids == file.end) + first + 1)
-        found = np.concatenate(ends)
-        if file.tokens and (not len(found) or found[-1] != file.tokens):
-            found = np.append(found, file.tokens)
-        shifted: NDArray[np.int64] = found + self._begins[number]
+        positions = np.concatenate(ends)
+        if file.tokens and (not len(positions) or positions[-1] != file.tokens):
+            positions = np.append(positions, file.tokens)
+        shifted: NDArray[np.int64] = positions + self._begins[number]
         return shifted
 
 
