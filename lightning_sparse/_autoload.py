@@ -72,7 +72,9 @@ def autoload() -> None:
 
 def _register(strategies: ModuleType | None) -> None:
     # The registry does not exist yet if the module is still being imported.
-    registry = next((found for name in _REGISTRIES if (found := getattr(strategies, name, None)) is not None), None)
+    registry = next(
+        (candidate for name in _REGISTRIES if (candidate := getattr(strategies, name, None)) is not None), None
+    )
     if strategies is None or registry is None:
         return
     for base, (cls, does, suffixes) in CLASSES.items():

@@ -40,7 +40,7 @@ def all_agree(condition: bool, reduce: Reduce, device: torch.device) -> bool:
 
 def differing(tensors: Sequence[Tensor | None], reduce: Reduce, device: torch.device) -> list[int]:
     """Return the indices of the tensors whose bits differ between ranks, equal on all ranks. A collective."""
-    sums = torch.stack([fingerprint(each).to(device) for each in tensors])
+    sums = torch.stack([fingerprint(tensor).to(device) for tensor in tensors])
     extremes = torch.stack([sums, -sums])
     reduce(extremes, op=dist.ReduceOp.MAX)
     places: list[int] = (extremes[0] != -extremes[1]).nonzero().flatten().tolist()
@@ -66,10 +66,10 @@ def same_options(mine: Mapping[str, Any]) -> None:
 def compare(options: Sequence[Mapping[str, Any]]) -> None:
     # A rank with other options would call other collectives, and hang.
     first = options[0]
-    for rank, given in enumerate(options):
-        different = [name for name in {**first, **given} if given.get(name) != first.get(name)]
+    for rank, rank_options in enumerate(options):
+        different = [name for name in {**first, **rank_options} if rank_options.get(name) != first.get(name)]
         if different:
-            said = ", ".join(f"{name}={given.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different)
+            said = ", ".join(f"{name}={rank_options.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different)
             raise ValueError(f"ranks differ in their options: rank {rank} has {said}. Give all ranks the same.")
 
 

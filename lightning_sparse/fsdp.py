@@ -66,13 +66,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     names = mesh.mesh_dim_names
     inside = mesh["shard"] if names is not None and len(names) > 1 else mesh
     wholes = list(with_forward([model]))
-    if not all(_is_alone(each, model) for each in wholes):
+    if not all(_is_alone(whole, model) for whole in wholes):
         raise ValueError(f"modules of a {type(model).__name__} share parameters: {by_hand(model)}")
-    for each in [*blocks(model), *(each for each in wholes if any(True for _ in each.parameters()))]:
+    for module in [*blocks(model), *(whole for whole in wholes if any(True for _ in whole.parameters()))]:
         try:
-            fully_shard(each, mesh=inside, **options)
+            fully_shard(module, mesh=inside, **options)
         except (AssertionError, ValueError) as error:
-            raise ValueError(f"FSDP2 refuses {type(each).__name__} ({error}): {by_hand(model)}") from error
+            raise ValueError(f"FSDP2 refuses {type(module).__name__} ({error}): {by_hand(model)}") from error
     return model
 
 
@@ -115,16 +115,18 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     >>> [type(block).__name__ for block in blocks(nn.ModuleDict({"layers": layers}))]
     ['Sequential', 'Sequential', 'Sequential']
     """
-    found = {id(block): block for block in _repeated(model)}
-    yield from (block for block in found.values() if _is_alone(block, model))
+    blocks_by_id = {id(block): block for block in _repeated(model)}
+    yield from (block for block in blocks_by_id.values() if _is_alone(block, model))
 
 
 def _repeated(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
             inside = list(with_forward(child.children()))
-            kinds = [type(each) for each in inside]
-            repeated = [each for each in inside if kinds.count(type(each)) > 1 and any(True for _ in each.parameters())]
+            kinds = [type(module) for module in inside]
+            repeated = [
+                module for module in inside if kinds.count(type(module)) > 1 and any(True for _ in module.parameters())
+            ]
             if repeated:
                 yield from repeated
                 continue
@@ -167,21 +169,21 @@ class FSDPParamGroup:
 
     def __init__(self, name: str, managed: dict[str, DTensor]) -> None:
         self.name = name
-        self.parameters = parameters = {key: each for key, each in managed.items() if each.requires_grad}
+        self.parameters = parameters = {key: parameter for key, parameter in managed.items() if parameter.requires_grad}
         # Frozen parameters take no part. A change during the fit would change the layout.
-        self._trained = {key: (each, each.requires_grad) for key, each in managed.items()}
+        self._trained = {key: (parameter, parameter.requires_grad) for key, parameter in managed.items()}
         self.numel = 0
         self._begins: list[int] = []
-        for each in parameters.values():
+        for parameter in parameters.values():
             self._begins.append(self.numel)
-            rows = -(-each.shape[0] // each.device_mesh.size()) if each.dim() else 1
-            self.numel += rows * prod(each.shape[1:])
+            rows = -(-parameter.shape[0] // parameter.device_mesh.size()) if parameter.dim() else 1
+            self.numel += rows * prod(parameter.shape[1:])
         self.residual_S: Tensor | None = None
         self._spare_S: Tensor | None = None
 
     def check(self, numel: int) -> None:
         # The hook must get the gradients of all parameters that were trainable at set-up.
-        changed = [name for name, (each, trained) in self._trained.items() if each.requires_grad != trained]
+        changed = [name for name, (parameter, trained) in self._trained.items() if parameter.requires_grad != trained]
         if changed:
             raise ValueError(
                 f"{changed[0]} was frozen or unfrozen during the fit, but the layout of messages is fixed at its "
@@ -196,8 +198,8 @@ class FSDPParamGroup:
 
     def views(self, flat_S: Tensor) -> Iterator[tuple[str, DTensor, Tensor]]:
         """Yield each parameter, and its shard in a flat tensor, without padding."""
-        for (name, each), begin in zip(self.parameters.items(), self._begins, strict=True):
-            yield name, each, flat_S[begin : begin + local_of(each).numel()]
+        for (name, parameter), begin in zip(self.parameters.items(), self._begins, strict=True):
+            yield name, parameter, flat_S[begin : begin + local_of(parameter).numel()]
 
     def take_accumulated(self, flat_S: Tensor) -> None:
         """Add the gradients of earlier backward passes, which no other node has, and remove them."""
@@ -272,9 +274,9 @@ class ShardedGradients(Engine):
         device = next(local_of(p).device for p in model.parameters())
         self.exchange = Exchange(config, topology, device, sum(p.numel() for p in model.parameters()), self.log_once)
         names = {id(p): name for name, p in model.named_parameters()}
-        for name, each in model.named_modules():
-            if isinstance(each, FSDPModule) and (managed := params_of(each, names)):
-                self._attach(each, FSDPParamGroup(name, managed))
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and (managed := params_of(module, names)):
+                self._attach(module, FSDPParamGroup(name, managed))
         self.exchange.communicator.broadcast_from_rank0([*model.parameters(), *model.buffers()])
 
     def _attach(self, module: FSDPModule, managed: FSDPParamGroup) -> None:
@@ -297,11 +299,11 @@ class ShardedGradients(Engine):
         """Continue with the residuals and the warm-up of an earlier set-up of the same parameters."""
         if before.module is self.module:
             self.steps, self.epoch, self.warmup = before.steps, before.epoch, before.warmup
-        of = {tuple(map(id, each.parameters.values())): each for each in before.managed}
-        for each in self.managed:
-            old = of.get(tuple(map(id, each.parameters.values())))
+        of = {tuple(map(id, group.parameters.values())): group for group in before.managed}
+        for group in self.managed:
+            old = of.get(tuple(map(id, group.parameters.values())))
             if old is not None:
-                each.residual_S = old.residual_S
+                group.residual_S = old.residual_S
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Warn about optimizers that do not tolerate gradients with missing entries."""
@@ -314,7 +316,7 @@ class ShardedGradients(Engine):
     def swap_in_global_weights(self, wait: bool = True) -> None:
         """Average floating-point buffers over all ranks, if there are any. A collective of the world."""
         # Weights are equal on all nodes anyway. Buffers such as batch norm statistics are not.
-        buffers = [each for each in self.module.buffers() if each.is_floating_point() and each.numel()]
+        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point() and buffer.numel()]
         if not self.active or not buffers:
             return
         all_reduce, ranks = self.exchange.communicator.flat_all_reduce, self.topology.world_size
@@ -327,7 +329,7 @@ class ShardedGradients(Engine):
             self.exchange.stats.end_round()
 
     def norms(self) -> dict[str, Tensor]:
-        held = [torch.linalg.vector_norm(each.residual_S) for each in self.managed if each.residual_S is not None]
+        held = [torch.linalg.vector_norm(group.residual_S) for group in self.managed if group.residual_S is not None]
         return {"residual_norm": torch.stack(held).norm() if held else torch.zeros(())}
 
     # -- checkpoints: residuals, by pieces of parameters and without padding -------------------------------------------
@@ -351,11 +353,11 @@ class ShardedGradients(Engine):
     @torch.no_grad()
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
         self.steps = metadata["steps"]
-        found = {piece.name: piece.tensor for piece in state.pieces["residual"]} if state is not None else {}
+        residuals = {piece.name: piece.tensor for piece in state.pieces["residual"]} if state is not None else {}
         for managed in self.managed:
             for name, _, view in managed.views(managed.new_residual()):
-                if name in found:
-                    view.copy_(found[name])
+                if name in residuals:
+                    view.copy_(residuals[name])
 
     @torch.no_grad()
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
@@ -367,9 +369,9 @@ class ShardedGradients(Engine):
         for managed in self.managed:
             for name, parameter, view in managed.views(managed.new_residual()):
                 _, begin, end = part_of(parameter)
-                found = sum_slice_over_nodes(nodes, residual_of, name, begin, end, layout_of(parameter))
-                if found is not None:
-                    view.copy_(found.div_(len(nodes)))
+                residual = sum_slice_over_nodes(nodes, residual_of, name, begin, end, layout_of(parameter))
+                if residual is not None:
+                    view.copy_(residual.div_(len(nodes)))
 
     @torch.no_grad()
     def _reduce(self, managed: FSDPParamGroup, flat_S: Tensor) -> None:
@@ -403,7 +405,7 @@ def record_stream_use(tensor: Tensor) -> None:
 
 def params_of(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
     """Return the parameters that FSDP2 manages with a module, in the order in which it lays out their gradients."""
-    found: dict[str, DTensor] = {}
+    params: dict[str, DTensor] = {}
 
     def visit(each: nn.Module) -> None:
         for child in each.children():  # children first, as in FSDP2's buffer
@@ -412,7 +414,7 @@ def params_of(module: Any, names: dict[int, str]) -> dict[str, DTensor]:
         for parameter in each.parameters(recurse=False):
             check_sharded(names[id(parameter)], parameter)
             assert isinstance(parameter, DTensor)
-            found.setdefault(names[id(parameter)], parameter)
+            params.setdefault(names[id(parameter)], parameter)
 
     visit(module)
-    return found
+    return params

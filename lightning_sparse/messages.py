@@ -31,9 +31,9 @@ def log_ignored(where: str, names: Collection[str], kind: str) -> None:
         kind: kind of the files that are used, such as "images".
     """
     if names:
-        more = ", ..." if len(names) > SHOWN else ""
+        ellipsis = ", ..." if len(names) > SHOWN else ""
         first = ", ".join(nsmallest(SHOWN, names))
-        log.warning("%s: ignored %s file(s) that are not %s: %s%s", where, f"{len(names):,}", kind, first, more)
+        log.warning("%s: ignored %s file(s) that are not %s: %s%s", where, f"{len(names):,}", kind, first, ellipsis)
 
 
 def human_bytes(number: float) -> str:

@@ -29,14 +29,14 @@ def gradient_scaling_of(optimizer: Optimizer) -> Scaling:
     if _LINEAR.intersection(names):
         return "linear"
     inner = [getattr(optimizer, name, None) for name in _INNER]
-    return next((gradient_scaling_of(each) for each in inner if isinstance(each, Optimizer)), "unknown")
+    return next((gradient_scaling_of(candidate) for candidate in inner if isinstance(candidate, Optimizer)), "unknown")
 
 
 def sparse_gradient_objection(optimizers: Iterable[Optimizer]) -> str:
     """Return the reason to send all entries with these optimizers; empty if none is known."""
-    found = {type(each).__name__: gradient_scaling_of(each) for each in optimizers}
-    adaptive = [name for name, response in found.items() if response == "adaptive"]
-    unknown = [name for name, response in found.items() if response == "unknown"]
+    scalings = {type(optimizer).__name__: gradient_scaling_of(optimizer) for optimizer in optimizers}
+    adaptive = [name for name, response in scalings.items() if response == "adaptive"]
+    unknown = [name for name, response in scalings.items() if response == "unknown"]
     if adaptive:
         return f"{', '.join(adaptive)} divides by the size of recent gradients, so rare sums move parameters too little"
     if unknown:

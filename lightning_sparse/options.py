@@ -107,10 +107,10 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
                 if field.default is not MISSING and field.name not in without:
                     option = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
                     parameters.setdefault(field.name, option.replace(annotation=types[field.name]))
-        rest = [others] if takes_others else []
-        init.__signature__ = inspect.Signature([*parameters.values(), *rest])  # type: ignore[attr-defined]
+        tail = [others] if takes_others else []
+        init.__signature__ = inspect.Signature([*parameters.values(), *tail])  # type: ignore[attr-defined]
         said: dict[str, str] = {}
-        for described in (each for config in reversed(configs) for each in reversed(config.__mro__)):
+        for described in (base for config in reversed(configs) for base in reversed(config.__mro__)):
             said.update(descriptions(described))  # a subclass describes an option better
         lines = [f"    {name}: {said[name]}" for name in parameters if name in said]
         init.__doc__ = "\n".join(["Set the options. The class describes the other arguments.", "", "Args:", *lines])
@@ -124,8 +124,8 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
 def descriptions(cls: type) -> dict[str, str]:
     """Return the description of each argument in a docstring, by name."""
     text = re.split(r"\n    \*\*\w+: ", inspect.getdoc(cls) or "")[0]
-    found = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
-    entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", found[1] if found else "", re.MULTILINE)
+    match = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
+    entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", match[1] if match else "", re.MULTILINE)
     return {name.strip(): said.strip() for names, said in entries for name in names.split(",")}
 
 
@@ -141,7 +141,7 @@ def refuse_unknown(cls: type, given: Mapping[str, Any], known: Collection[str], 
     unknown = sorted(given.keys() - set(known))
     if not unknown:
         return
-    ours = [name for each in unknown for name in _OTHER_NAMES.get(each, ()) if name in known]
+    ours = [name for option in unknown for name in _OTHER_NAMES.get(option, ()) if name in known]
     close = [near for name in unknown for near in get_close_matches(name, sorted(known), 1)]
     fix = f" Use {' and '.join(ours)}." if ours else f" Did you mean {' or '.join(close)}?" if close else otherwise
     values = ", ".join(f"{name}={given[name]!r}" for name in unknown)

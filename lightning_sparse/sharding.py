@@ -59,7 +59,9 @@ def flatten_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 def sparse_parameters(module: nn.Module) -> set[int]:
     """Return the ``id()`` of each embedding weight with sparse gradients, which cannot be divided."""
     embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return {id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse}
+    return {
+        id(submodule.weight) for submodule in module.modules() if isinstance(submodule, embeddings) and submodule.sparse
+    }
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -111,9 +113,9 @@ def partition_new(
     cuttable: Callable[[Tensor], bool],
 ) -> list[Parts]:
     """Return the parts of all parameters on `size` ranks. Known parameters keep their parts."""
-    kept = [p for p in parameters if id(p) in known]
+    old = [p for p in parameters if id(p) in known]
     new = [p for p in parameters if id(p) not in known]
-    loads = loads_of([known[id(p)] for p in kept], list(map(cost, kept)), size)
+    loads = loads_of([known[id(p)] for p in old], list(map(cost, old)), size)
     divided = partition([p.numel() for p in new], list(map(cost, new)), loads, list(map(cuttable, new)))
     parts = {**known, **dict(zip(map(id, new), divided, strict=True))}
     return [parts[id(p)] for p in parameters]
@@ -181,8 +183,8 @@ def part_of(parameter: Tensor) -> Part:
     assert isinstance(parameter, DTensor)
     index, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
     rows, row = parameter.shape[0], prod(parameter.shape[1:])
-    each = -(-rows // size)
-    begin, end = min(index * each, rows), min((index + 1) * each, rows)
+    rows_per_device = -(-rows // size)
+    begin, end = min(index * rows_per_device, rows), min((index + 1) * rows_per_device, rows)
     return Part(index, begin * row, end * row) if begin < end else Part(index, 0, 0)
 
 
@@ -194,9 +196,9 @@ def flat_view_of_part(parameter: Tensor, part: Part) -> Tensor:
 
 def drop_gathered(module: nn.Module) -> None:
     """Drop the parameters that FSDP2 gathered."""
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 def check_sharded(name: str, parameter: Tensor) -> None:

@@ -213,8 +213,8 @@ def discover(
     Raises:
         ValueError: if torch.distributed is not initialized, or ranks differ in ``config``.
     """
-    found = find_nodes(node_rank=node_rank, local_rank=local_rank, node_name=node_name, config=config)
-    return with_groups(found.nodes, timeout=timeout)
+    topology = find_nodes(node_rank=node_rank, local_rank=local_rank, node_name=node_name, config=config)
+    return with_groups(topology.nodes, timeout=timeout)
 
 
 def find_nodes(
@@ -235,8 +235,8 @@ def find_nodes(
     )
     stated: list[tuple[RankInfo, dict[str, Any]]] = [(place, {})] * dist.get_world_size()
     dist.all_gather_object(stated, (place, dict(config or {})))
-    compare([each for _, each in stated])
-    return Topology(nodes_from_places(each for each, _ in stated), dist.get_rank())
+    compare([options for _, options in stated])
+    return Topology(nodes_from_places(info for info, _ in stated), dist.get_rank())
 
 
 def with_groups(nodes: tuple[tuple[int, ...], ...], *, timeout: timedelta | None = None) -> Topology:

@@ -47,15 +47,15 @@ def _watch(over: threading.Event, published: threading.Event, place: str) -> Non
 
 def _others(place: str) -> str:
     try:
-        found = _exchange_places(place)
+        places = _exchange_places(place)
     except RuntimeError as error:
         return f"The store that says where other ranks wait does not answer: {error}"
-    if not found:
+    if not places:
         return "No other rank has waited that long: a rank still computes, is stopped, or has left the training"
-    named = ", ".join(f"rank {rank} {there}" for rank, there in list(found.items())[:MOST_NAMED])
-    more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    named = ", ".join(f"rank {rank} {other_place}" for rank, other_place in list(places.items())[:MOST_NAMED])
+    remainder = f", and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
     return (
-        f"Also waiting: {named}{more}. If their step differs, a rank has skipped a step. Let every "
+        f"Also waiting: {named}{remainder}. If their step differs, a rank has skipped a step. Let every "
         f"rank make the same number of steps, even a rank without a gradient"
     )
 
@@ -64,8 +64,8 @@ def _exchange_places(place: str) -> dict[int, str]:
     rank, store = dist.get_rank(), default_store()
     store.set(_key(rank), place)
     others = [other for other in range(dist.get_world_size()) if other != rank and store.check([_key(other)])]
-    found = {other: store.get(_key(other)).decode() for other in others}
-    return {other: there for other, there in found.items() if there}
+    places = {other: store.get(_key(other)).decode() for other in others}
+    return {other: other_place for other, other_place in places.items() if other_place}
 
 
 def _key(rank: int) -> str:

@@ -34,14 +34,16 @@ def snapshot_of(
     Args:
         head: plain values for the joining device.
     """
-    weights = [one.state.read_global().to("cpu", copy=True) for one in with_elements(optimizers)]
+    weights = [
+        local_optimizer.state.read_global().to("cpu", copy=True) for local_optimizer in with_elements(optimizers)
+    ]
     # The weights come first: a node that has only missed rounds downloads this prefix.
-    tensors = [(WEIGHTS, each) for each in weights]
-    rest = {}
-    for one in optimizers:
-        for parameter, part in one.stepped():
+    tensors = [(WEIGHTS, tensor) for tensor in weights]
+    other_values = {}
+    for local_optimizer in optimizers:
+        for parameter, part in local_optimizer.stepped():
             name = names[id(parameter)]
-            flats, rest[name] = optimizer_state.split(one.optimizer, parameter, part)
+            flats, other_values[name] = optimizer_state.split(local_optimizer.optimizer, parameter, part)
             # Not a copy: optimizer states differ between nodes anyway, so a step during the download does no harm.
             tensors += [(f"{OPTIMIZER}/{name}/{quantity}", flat) for quantity, flat in flats.items()]
     others, parameters = {}, {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -53,23 +55,23 @@ def snapshot_of(
         else:
             others[name] = value
     head = {**head, "trained": trained_of(optimizers, names), "places": places_of(optimizers, names)}
-    groups = [optimizer_state.options_of(one.optimizer) for one in optimizers]
-    return Snapshot({**head, "optimizer": rest, "groups": groups, "module": others}, tensors)
+    groups = [optimizer_state.options_of(local_optimizer.optimizer) for local_optimizer in optimizers]
+    return Snapshot({**head, "optimizer": other_values, "groups": groups, "module": others}, tensors)
 
 
 def trained_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return for each optimizer the names in each of its groups, and the names of the exchanged parameters."""
     return [
         {
-            "groups": [[names[id(p)] for p in group["params"]] for group in one.optimizer.param_groups],
-            "exchanged": [names[id(p)] for p in one.parameters],
+            "groups": [[names[id(p)] for p in group["params"]] for group in local_optimizer.optimizer.param_groups],
+            "exchanged": [names[id(p)] for p in local_optimizer.parameters],
         }
-        for one in optimizers
+        for local_optimizer in optimizers
     ]
 
 
 def places_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> list[list[Any]]:
-    return [[list(place) for place in one.state.slices.named(names)] for one in optimizers]
+    return [[list(place) for place in local_optimizer.state.slices.named(names)] for local_optimizer in optimizers]
 
 
 class OtherParameters(RuntimeError):
@@ -80,22 +82,22 @@ class OtherParameters(RuntimeError):
     """
 
     def __init__(self, mine: list[dict[str, Any]], trained: list[dict[str, Any]]) -> None:
-        here, there = ({name for each in of for name in each["exchanged"]} for of in (mine, trained))
+        own_names, other_names = ({name for entry in of for name in entry["exchanged"]} for of in (mine, trained))
         super().__init__(
-            f"this node trains {len(here - there)} parameters that the other nodes do not train, and lacks "
-            f"{len(there - here)} of theirs. Parameters were added, unfrozen or removed during the run. Start this "
-            f"node again, with the same frozen parameters and optimizers as the other nodes."
+            f"this node trains {len(own_names - other_names)} parameters that the other nodes do not train, and lacks "
+            f"{len(other_names - own_names)} of theirs. Parameters were added, unfrozen or removed during the run. "
+            f"Start this node again, with the same frozen parameters and optimizers as the other nodes."
         )
         self.trained = trained
 
 
 def with_elements(optimizers: Sequence[LocalOptimizer]) -> list[LocalOptimizer]:
-    return [one for one in optimizers if one.state.slices.numel]
+    return [local_optimizer for local_optimizer in optimizers if local_optimizer.state.slices.numel]
 
 
 def not_exchanged(optimizers: Sequence[LocalOptimizer], module: nn.Module) -> dict[str, Any]:
     """Return the entries of the module's state dict without the exchanged parameters."""
-    exchanged = {id(parameter) for one in optimizers for parameter in one.parameters}
+    exchanged = {id(parameter) for local_optimizer in optimizers for parameter in local_optimizer.parameters}
     left_out = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in exchanged}
     return {name: value for name, value in module.state_dict().items() if name not in left_out}
 
@@ -111,7 +113,11 @@ class DeviceReceiver(Receiver):
         self, optimizers: Sequence[LocalOptimizer], module: nn.Module, names: Mapping[int, str], *, joins: bool
     ) -> None:
         self._optimizers, self._module, self._names, self._joins = optimizers, module, names, joins
-        self._stepped = {names[id(p)]: (one.optimizer, p, part) for one in optimizers for p, part in one.stepped()}
+        self._stepped = {
+            names[id(p)]: (local_optimizer.optimizer, p, part)
+            for local_optimizer in optimizers
+            for p, part in local_optimizer.stepped()
+        }
         self._found: dict[str, dict[str, Any]] = {name: {} for name in self._stepped}
         self._others = not_exchanged(optimizers, module)
         self.weights: list[Tensor] = []  # this device's slice of the global weights per optimizer, fp32, CPU
@@ -127,7 +133,10 @@ class DeviceReceiver(Receiver):
                 "the devices of a training node divide the parameters differently, because some parameters were added "
                 "or unfrozen later. Use nodes of one device, or strategy='mstopk_elastic_fsdp'."
             )
-        weights = [(WEIGHTS, "float32", one.state.slices.numel) for one in with_elements(self._optimizers)]
+        weights = [
+            (WEIGHTS, "float32", local_optimizer.state.slices.numel)
+            for local_optimizer in with_elements(self._optimizers)
+        ]
         if missing or len(head["version"]) != 2 or list(layout[: len(weights)]) != weights:
             raise RuntimeError(
                 f"a training node offers {layout[: len(weights)]}, but this device needs {weights}: the nodes differ "
@@ -138,24 +147,26 @@ class DeviceReceiver(Receiver):
         return len(layout) if self._joins else len(weights)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        kind, _, rest = name.partition("/")
+        kind, _, key = name.partition("/")
         if kind == WEIGHTS:
             self.weights.append(tensor)
         elif kind == OPTIMIZER:
-            owner, _, quantity = rest.rpartition("/")
+            owner, _, quantity = key.rpartition("/")
             _, parameter, part = self._stepped[owner]
             self._found[owner][quantity] = optimizer_state.as_stepped(tensor, parameter, part)
         else:
-            own = local_of(self._others[rest])
+            own = local_of(self._others[key])
             own.copy_(tensor.view(own.shape))
 
     def install(self) -> None:
         """Load everything except the weights."""
         for name, (optimizer, parameter, _) in self._stepped.items():
-            found = {**self.head["optimizer"].get(name, {}), **self._found[name]}
+            state = {**self.head["optimizer"].get(name, {}), **self._found[name]}
             # State that the peer lacks would belong to other weights.
             optimizer.state.pop(parameter, None)
-            if found:
-                optimizer.state[parameter] = optimizer_state.placed(found, optimizer, parameter)
-        optimizer_state.load_options([one.optimizer for one in self._optimizers], self.head["groups"])
+            if state:
+                optimizer.state[parameter] = optimizer_state.placed(state, optimizer, parameter)
+        optimizer_state.load_options(
+            [local_optimizer.optimizer for local_optimizer in self._optimizers], self.head["groups"]
+        )
         self._module.load_state_dict({**self._others, **self.head["module"]}, strict=False)

@@ -57,18 +57,18 @@ def place_of(address: str) -> tuple[str, int]:
 
 def _resolved(address: str, host: str, port: int) -> Any:
     # In a thread, because the resolver has no timeout.
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def look_up() -> None:
         try:
-            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0])
+            answers.append(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0])
         except (OSError, UnicodeError) as error:
-            found.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(RESOLVE_SECONDS)
-    answer = found[0] if found else TimeoutError(f"no answer in {RESOLVE_SECONDS:.0f} s")
+    answer = answers[0] if answers else TimeoutError(f"no answer in {RESOLVE_SECONDS:.0f} s")
     if isinstance(answer, Exception):
         raise ValueError(
             f"{address}: the name {host!r} does not resolve ({answer}). Correct it, or give an IP address."

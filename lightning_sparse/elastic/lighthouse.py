@@ -128,7 +128,10 @@ class Lighthouse:
             self._is_answered = False
             return None
         self._is_answered = True
-        members = (Member(each.replica_id, each.store_address, _status_of(each.data)) for each in quorum.participants)
+        members = (
+            Member(participant.replica_id, participant.store_address, _status_of(participant.data))
+            for participant in quorum.participants
+        )
         # All nodes get the same order, which decides ranks and the order of sums.
         return sorted(members, key=lambda each: each.name)
 
@@ -149,8 +152,8 @@ def read_quorum(address: str) -> list[tuple[str, int]]:
     """
     with open_page(f"{_with_scheme(address)}/status", CONNECT_SECONDS) as answer:
         page = answer.read().decode()
-    found = re.findall(r"<b>([^<]*)</b>.*?Step: (\d+)", page, re.DOTALL)
-    return [(html.unescape(name).rpartition(":")[0], int(rounds)) for name, rounds in found]
+    entries = re.findall(r"<b>([^<]*)</b>.*?Step: (\d+)", page, re.DOTALL)
+    return [(html.unescape(name).rpartition(":")[0], int(rounds)) for name, rounds in entries]
 
 
 def _with_scheme(address: str) -> str:
@@ -163,12 +166,12 @@ def _status_of(data: Any) -> NodeStatus:
     if not isinstance(data, dict):
         return NodeStatus()
     progress = data.get("progress")
-    known = _known(SampleProgress, progress) if isinstance(progress, dict) else {}
-    return NodeStatus(**_known(NodeStatus, {**data, "progress": SampleProgress(**known)}))
+    field_values = _known(SampleProgress, progress) if isinstance(progress, dict) else {}
+    return NodeStatus(**_known(NodeStatus, {**data, "progress": SampleProgress(**field_values)}))
 
 
 def _known(of: type[NodeStatus | SampleProgress], values: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {each.name: getattr(of(), each.name) for each in fields(of)}
+    defaults = {attribute.name: getattr(of(), attribute.name) for attribute in fields(of)}
     kinds = {name: list if isinstance(value, tuple) else type(value) for name, value in defaults.items()}  # from JSON
     return {name: value for name, value in values.items() if type(value) is kinds.get(name)}
 

@@ -299,7 +299,7 @@ class RoundProtocol:
 
     def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
         self._tries += 1
-        if not any(each.status.token for each in members):
+        if not any(member.status.token for member in members):
             # No node has weights yet. The first node's weights become the global weights, unless the next quorum has a
             # node that trains.
             if members[0].name == self.name:
@@ -312,7 +312,7 @@ class RoundProtocol:
         if self.facts != quorum.facts:
             raise ValueError(_refusal(self.facts, quorum.facts))
         self._check_place(members, quorum)
-        self.assigner.update([each.name for each in quorum.members], quorum.progress)
+        self.assigner.update([member.name for member in quorum.members], quorum.progress)
         # Before the comparison with ``token``: it may count the uncertain round, which changes this node's token.
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
@@ -328,9 +328,12 @@ class RoundProtocol:
 
     def _follow_change(self, quorum: Quorum) -> None:
         if not quorum.change:
-            self.awaited = _shown(each.name for each in quorum.training if each.status.change != self._change)
+            self.awaited = _shown(member.name for member in quorum.training if member.status.change != self._change)
             # As this quorum knows it: all devices of the node decide alike.
-            if any(each.name == self.name and each.status.change and each.status.impatient for each in quorum.training):
+            if any(
+                member.name == self.name and member.status.change and member.status.impatient
+                for member in quorum.training
+            ):
                 raise ValueError(_refusal_of_change(self._change, f"not on {self.awaited}"))
             return
         if self.in_step:
@@ -345,24 +348,26 @@ class RoundProtocol:
 
     def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
         # A node that cannot reach the others would make every round fail.
-        here = next(each for each in members if each.name == self.name)
-        local = next((each for each in quorum.training if each.is_local), here)
-        if here not in quorum.members:
-            raise ValueError(_refusal_of_place(here if here.is_local else local))
-        if here.is_local and quorum.unreached and not self._told_place:
+        own_member = next(member for member in members if member.name == self.name)
+        local = next((member for member in quorum.training if member.is_local), own_member)
+        if own_member not in quorum.members:
+            raise ValueError(_refusal_of_place(own_member if own_member.is_local else local))
+        if own_member.is_local and quorum.unreached and not self._told_place:
             self._told_place = True
-            names = _shown(each.name for each in quorum.unreached)
-            log.warning("%s cannot take part: %s", names, _refusal_of_place(here))
+            names = _shown(member.name for member in quorum.unreached)
+            log.warning("%s cannot take part: %s", names, _refusal_of_place(own_member))
 
     def _transfer(self, sent: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         # The result is None unless all devices of this node have all messages and dense updates.
-        sparse = [each for each in quorum.contributors if not each.status.flushes]
+        sparse = [member for member in quorum.contributors if not member.status.flushes]
         row_B = quorum.row_of(sent, self._sizes_in(quorum))
         try:
             group = self._group_for(quorum.members)
             # Every node makes these collectives in this order: one all-gather, then a broadcast per node that flushes.
             rows_PB, whole = _gather(torch.cat([tag, row_B]), group, tag)
-            dense = tuple(self._dense(each, sent, quorum, group) for each in quorum.contributors if each.status.flushes)
+            dense = tuple(
+                self._dense(member, sent, quorum, group) for member in quorum.contributors if member.status.flushes
+            )
         except RuntimeError as error:
             whole = False
             log.debug("round %d failed before this node had its messages: %s", quorum.number + 1, error)
@@ -370,7 +375,7 @@ class RoundProtocol:
         if not self._all_devices(whole):
             self._abort_group()
             return None
-        places = [place for place, each in enumerate(quorum.members) if each in sparse]
+        places = [place for place, member in enumerate(quorum.members) if member in sparse]
         return rows_PB[places, len(tag) :], dense
 
     def _dense(self, member: Member, sent: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
@@ -436,11 +441,11 @@ class RoundProtocol:
 
     def _group_for(self, members: Sequence[Member]) -> Group | None:
         # Reused until a node has seen the group fail: ``broken`` is part of the key, and of the store prefix.
-        key = [(each.name, each.status.broken) for each in members]
+        key = [(member.name, member.status.broken) for member in members]
         if key != self._group_of:
             self._group, self._group_of = None, None
             if len(members) > 1:
-                names = [each.name for each in members]
+                names = [member.name for member in members]
                 prefix = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
                 # Each device has its own group with its counterparts on the other nodes.
                 store = f"{members[0].store}/{prefix}/{self._devices.place}"
@@ -474,7 +479,7 @@ class RoundProtocol:
 
     def since(self, token: str) -> list[Round] | None:
         """Return the rounds from the weights ``token`` to the current weights, or None if they are unknown."""
-        tokens = [self.observed_from, *(each.token for each in self.observed)]
+        tokens = [self.observed_from, *(round_.token for round_ in self.observed)]
         if token in tokens:
             return self.observed[tokens.index(token) :]
         return [] if token == self._now else None
@@ -486,22 +491,22 @@ class RoundProtocol:
 
     def reconcile(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return sent tensors that become pending, and sent tensors that are pending but counted elsewhere."""
-        to_resend, already_counted, known = list[Tensor](), list[Tensor](), set(self.history)
-        for each in self._ledger:
+        to_resend, already_counted, tokens = list[Tensor](), list[Tensor](), set(self.history)
+        for entry in self._ledger:
             # The weights lack its round. Rounds on top of a lost round are lost, too.
-            if each.base in known and not each.is_pending and each.token not in self.history:
-                to_resend.append(each.tensor)
-                known.add(each.token)
+            if entry.base in tokens and not entry.is_pending and entry.token not in self.history:
+                to_resend.append(entry.tensor)
+                tokens.add(entry.token)
             # The round did not count here, but another node counted it, so the weights contain it.
-            elif each.is_pending and each.token in self.history:
-                already_counted.append(each.tensor)
-        kept = [each for each in self._ledger if each.token in self.history and not each.is_pending]
-        self._ledger = deque(kept, maxlen=LEDGER)
+            elif entry.is_pending and entry.token in self.history:
+                already_counted.append(entry.tensor)
+        entries = [entry for entry in self._ledger if entry.token in self.history and not entry.is_pending]
+        self._ledger = deque(entries, maxlen=LEDGER)
         return to_resend, already_counted
 
     def _assign_snapshots(self, quorum: Quorum, outcome: Outcome) -> None:
-        outcome.open_requests = [each.status.wants for each in quorum.members if each.status.wants]
-        offering = quorum.contributors or [each for each in quorum.training if not each.status.wants]
+        outcome.open_requests = [member.status.wants for member in quorum.members if member.status.wants]
+        offering = quorum.contributors or [member for member in quorum.training if not member.status.wants]
         for member in quorum.members:
             if member.status.wants and offering:
                 # The random name of a request spreads requests over nodes. All nodes choose the same source.
@@ -519,7 +524,8 @@ class RoundProtocol:
             self._lighthouse.leave()
 
     def _log_membership(self, quorum: Quorum) -> None:
-        names = tuple(each.name for each in quorum.training)  # with nodes that only observe, such as in a validation
+        # With nodes that only observe, such as in a validation.
+        names = tuple(member.name for member in quorum.training)
         self.first = quorum.training[0].name == self.name
         if self._devices.place > 0 or names == self._names:
             return
@@ -585,16 +591,16 @@ class Quorum:
     @property
     def progress(self) -> list[SampleProgress]:
         return [
-            each.status.progress if each.status.progress.assignment or each in self.training else SampleProgress()
-            for each in self.members
+            member.status.progress if member.status.progress.assignment or member in self.training else SampleProgress()
+            for member in self.members
         ]
 
     def row_of(self, sent: Tensor | None, sizes: Sizes) -> Tensor:
         """Return a member's bytes, padded with zeros to a length that follows from the statuses of all members."""
-        statuses = [each.status for each in self.contributors if not each.status.flushes]
+        statuses = [member.status for member in self.contributors if not member.status.flushes]
         # Samples are comparable only if all contributors took them at the same exchange. Otherwise, the row ends before
         # them.
-        sampled = all(each.sampled for each in statuses) and len({each.exchanges for each in statuses}) == 1
+        sampled = all(status.sampled for status in statuses) and len({status.exchanges for status in statuses}) == 1
         row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
         if sent is not None and sent.dtype == torch.uint8:
             sent_B = sent[: len(row_B)]
@@ -602,37 +608,37 @@ class Quorum:
         return row_B
 
     def is_too_small(self, min_nodes: int) -> bool:
-        return len(self.contributors) < min_nodes and not any(each.status.leaves for each in self.contributors)
+        return len(self.contributors) < min_nodes and not any(member.status.leaves for member in self.contributors)
 
 
 def quorum_of(members: Sequence[Member]) -> Quorum:
     """Return the quorum that all members conclude from their statuses. At least one member must have weights."""
     # Every tie is broken by a token or name, because all nodes must compute the same result.
     run = _run_of(members)
-    members = [each for each in members if each.status.run in ("", run)]
-    named = [each.status for each in members if each.status.token and each.status.run == run]
+    members = [member for member in members if member.status.run in ("", run)]
+    named = [member.status for member in members if member.status.token and member.status.run == run]
     # The newest weights continue, and of several the weights that most nodes have, or are prepared for.
-    votes = Counter(token for each in members for token in {each.status.token, each.status.prepared})
+    votes = Counter(token for member in members for token in {member.status.token, member.status.prepared})
     _, _, token = max((status.number, votes[status.token], status.token) for status in named)
-    training = [each for each in members if token in (each.status.token, each.status.prepared)]
+    training = [member for member in members if token in (member.status.token, member.status.prepared)]
     # A prepared node still has the number of the round before.
-    number = max(each.status.number + (each.status.token != token) for each in training)
-    stated = Counter(_all_stated(each.status) for each in training).most_common(1)[0][0]
-    model = next(each.status for each in training if _all_stated(each.status) == stated)
+    number = max(member.status.number + (member.status.token != token) for member in training)
+    stated = Counter(_all_stated(member.status) for member in training).most_common(1)[0][0]
+    model = next(member.status for member in training if _all_stated(member.status) == stated)
     facts = model.facts
     # Nodes that do not train yet follow the training nodes in the parameters that they exchange.
-    followers = [each for each in members if each not in training and not each.status.trains]
+    followers = [member for member in members if member not in training and not member.status.trains]
     alike = [
-        each
-        for each in members
-        if each.status.facts == facts and (each in followers or _all_stated(each.status) == stated)
+        member
+        for member in members
+        if member.status.facts == facts and (member in followers or _all_stated(member.status) == stated)
     ]
-    near = _near(alike, [each for each in training if each in alike])
-    training = [each for each in training if each in near]
+    near = _near(alike, [member for member in training if member in alike])
+    training = [member for member in training if member in near]
     # A quorum that changes the parameters has no contributors, so no round mixes two layouts.
     change = _agreed_change(training)
-    contributors = [each for each in training if not each.status.observes and not change]
-    unreached = [each for each in alike if each not in near]
+    contributors = [member for member in training if not member.status.observes and not change]
+    unreached = [member for member in alike if member not in near]
     layout = (model.trained, model.sizes)
     return Quorum(near, training, contributors, token, number, facts, run or token, unreached, *layout, change)
 
@@ -647,9 +653,9 @@ def _all_stated(status: NodeStatus) -> str:
 
 def _agreed_change(training: Sequence[Member]) -> str:
     """Return the change that all training nodes want, or most of them if one of these has waited long enough."""
-    changes = Counter(each.status.change for each in training if each.status.change)
+    changes = Counter(member.status.change for member in training if member.status.change)
     change = max(changes, key=lambda each: (changes[each], each), default="")
-    impatient = any(each.status.impatient for each in training if each.status.change == change)
+    impatient = any(member.status.impatient for member in training if member.status.change == change)
     agreed = changes[change] == len(training) or (impatient and 2 * changes[change] > len(training))
     return change if agreed else ""
 
@@ -661,29 +667,29 @@ def _after_change(quorum: Quorum) -> str:
 def _near(members: list[Member], training: list[Member]) -> list[Member]:
     # If a training node has a loopback address, only the nodes on its machine take part. Otherwise, if there are
     # several machines, nodes with a loopback address are left out.
-    if len({each.status.network for each in members}) == 1:
+    if len({member.status.network for member in members}) == 1:
         return members
-    local = next((each for each in training if each.is_local), None)
+    local = next((member for member in training if member.is_local), None)
     if local is not None:
-        return [each for each in members if each.status.network == local.status.network]
-    return [each for each in members if not each.is_local]
+        return [member for member in members if member.status.network == local.status.network]
+    return [member for member in members if not member.is_local]
 
 
 def _run_of(members: Sequence[Member]) -> str:
     # The run that most nodes train continues, even if another run has more rounds. If no node trains yet, it is the run
     # that most nodes name.
-    runs = {each.status.run for each in members} - {""}
+    runs = {member.status.run for member in members} - {""}
 
     def votes(run: str) -> tuple[int, int, int, str]:
-        statuses = [each.status for each in members if each.status.run == run]
-        return sum(each.trains for each in statuses), len(statuses), max(each.number for each in statuses), run
+        statuses = [member.status for member in members if member.status.run == run]
+        return sum(status.trains for status in statuses), len(statuses), max(status.number for status in statuses), run
 
     return max(runs, key=votes, default="")
 
 
 def _after(quorum: Quorum) -> str:
     # With ``tries``, so that every attempt has a different token, and rows of two attempts cannot mix.
-    attempt = repr((quorum.token, [(each.name, each.status.tries) for each in quorum.contributors]))
+    attempt = repr((quorum.token, [(member.name, member.status.tries) for member in quorum.contributors]))
     return hashlib.sha1(attempt.encode()).hexdigest()[:16]
 
 
@@ -707,7 +713,7 @@ def _refusal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def _refusal_of_run(run: str, number: int, quorum: Quorum) -> str:
-    names = _shown(each.name for each in quorum.training)
+    names = _shown(member.name for member in quorum.training)
     return (
         f"this node resumes round {number} of run {run!r}, but the training nodes ({names}) are "
         f"at round {quorum.number} of run {quorum.run!r}. They continue without it. Start this node without a "

@@ -68,8 +68,10 @@ class SampleAssigner:
         if not self._assignments:
             return SampleProgress(self._limit, reached=self.reached, ahead=self.ahead)
         now = max(self._end, self._assignments[0].begin)
-        newest = next(place for place, each in reversed(list(enumerate(self._assignments))) if each.begin <= now)
-        strides = [len(each.names) for each in self._assignments[newest:]]
+        newest = next(
+            place for place, assignment in reversed(list(enumerate(self._assignments))) if assignment.begin <= now
+        )
+        strides = [len(assignment.names) for assignment in self._assignments[newest:]]
         # Two positions of the node are at most one stride apart; two strides if the second is in a later assignment.
         end = now + (self.ahead + len(strides) - 1) * max(strides)
         # includes samples of nodes that have left
@@ -82,15 +84,15 @@ class SampleAssigner:
         # The result depends only on the reports of the quorum, so all of its nodes make the same assignment.
         last = self._assignments[-1] if self._assignments else Assignment()
         newest = max(reports, key=lambda each: (each.number, each.assignment))
-        self._limit, self.reached = max(each.end for each in reports), max(each.reached for each in reports)
-        if last.names == tuple(names) and {each.assignment for each in reports} == {last.name}:
+        self._limit, self.reached = max(report.end for report in reports), max(report.reached for report in reports)
+        if last.names == tuple(names) and {report.assignment for report in reports} == {last.name}:
             return
         # if names differ, assignments were made without this node
         before = self._assignments if newest.assignment == last.name else ()
         self._assignments = (*before, Assignment(self._limit, tuple(names), newest.number + 1))[-REMEMBERED:]
         # Nodes that were away draw from this assignment on, and could not report it.
         self._limit += len(names) * max(
-            (each.ahead for each in reports if each.assignment != newest.assignment), default=0
+            (report.ahead for report in reports if report.assignment != newest.assignment), default=0
         )
         self._reported = max(self._reported, self._limit, self._assignments[-1].begin + len(names) * self.ahead)
 
@@ -128,12 +130,14 @@ class SampleAssigner:
         assignments = self._assignments
         while place < end:
             until = end
-            for each in reversed(assignments):
-                if each.begin > place:  # the last assignment that has begun counts, up to the next one
-                    until = min(until, each.begin)
+            for assignment in reversed(assignments):
+                if assignment.begin > place:  # the last assignment that has begun counts, up to the next one
+                    until = min(until, assignment.begin)
                     continue
-                if self._node in each.names:
-                    mine = place + (each.names.index(self._node) + each.begin - place) % len(each.names)
+                if self._node in assignment.names:
+                    mine = place + (assignment.names.index(self._node) + assignment.begin - place) % len(
+                        assignment.names
+                    )
                     if mine < until:
                         return mine
                 break

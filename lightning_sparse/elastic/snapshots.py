@@ -46,12 +46,12 @@ class Snapshot:
     """
 
     def __init__(self, head: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        layout = [(name, str(each.dtype).removeprefix("torch."), each.numel()) for name, each in tensors]
+        layout = [(name, str(tensor.dtype).removeprefix("torch."), tensor.numel()) for name, tensor in tensors]
         written = io.BytesIO()
         torch.save({"head": head, "layout": layout}, written)
         packed = written.getvalue()
         self._head = len(packed).to_bytes(LENGTH_BYTES, "big") + packed
-        self._tensors = [each.detach().view(torch.uint8) for _, each in tensors if each.numel()]
+        self._tensors = [tensor.detach().view(torch.uint8) for _, tensor in tensors if tensor.numel()]
         self.size = len(self._head) + sum(map(len, self._tensors))
 
     def read(self, begin: int) -> Iterator[memoryview]:
@@ -59,11 +59,11 @@ class Snapshot:
         if begin < len(self._head):
             yield memoryview(self._head)[begin:]
         begin -= len(self._head)
-        for each in self._tensors:
-            for first in range(max(begin, 0), len(each), CHUNK):
+        for tensor in self._tensors:
+            for first in range(max(begin, 0), len(tensor), CHUNK):
                 # Read only when a peer downloads it, so that the server needs no second copy.
-                yield each[first : first + CHUNK].cpu().numpy().data
-            begin -= len(each)
+                yield tensor[first : first + CHUNK].cpu().numpy().data
+            begin -= len(tensor)
 
 
 class SnapshotServer:
@@ -208,10 +208,12 @@ class Download(Generic[Kind]):
             if not packed.startswith(b"PK"):
                 raise ValueError("its head is not an archive of torch.save")
             content = _loaded(bytes(packed))
-            layout = [Entry(*each) for each in content["layout"]]
-            kinds = [getattr(torch, each.dtype) for each in layout]
+            layout = [Entry(*row) for row in content["layout"]]
+            kinds = [getattr(torch, entry.dtype) for entry in layout]
             if (
-                size + LENGTH_BYTES + sum(each.numel * kind.itemsize for each, kind in zip(layout, kinds, strict=True))
+                size
+                + LENGTH_BYTES
+                + sum(entry.numel * kind.itemsize for entry, kind in zip(layout, kinds, strict=True))
                 != self._size
             ):
                 raise ValueError(f"its size of {self._size:,} bytes does not match its tensors")
@@ -254,8 +256,8 @@ class _Server(ThreadingHTTPServer):
 
 def _begin_of(wanted: str, size: int) -> int:
     # The only form that `Download` sends. Anything else gets the whole snapshot, from byte 0.
-    found = re.fullmatch(r"bytes=(\d+)-", wanted)
-    begin = int(found[1]) if found else 0
+    match = re.fullmatch(r"bytes=(\d+)-", wanted)
+    begin = int(match[1]) if match else 0
     return begin if begin < size else 0
 
 

@@ -84,8 +84,8 @@ class ElasticUpdateState(SparseUpdateState):
         """Set the global weights to the weights after these rounds. Call ``go_on`` afterwards."""
         self._samples = None
         self.global_S.copy_(weights_S)
-        for each in rounds:
-            self._add_round(each, self.global_S)
+        for round_ in rounds:
+            self._add_round(round_, self.global_S)
 
     def go_on(self, pending_S: Tensor, returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
         """Continue from ``global_S``, and write this node's model into the parameters.
@@ -127,11 +127,11 @@ class ElasticUpdateState(SparseUpdateState):
         self._returned = []
 
     def _return_unsent(self, returned: Sequence[Tensor], local_S: Tensor, times: float = 1.0) -> None:
-        for each in returned:
-            if each.dtype == torch.uint8:
-                self._path.add(each[: self._path.message_bytes].view(1, -1).to(local_S.device), local_S, -times)
+        for payload in returned:
+            if payload.dtype == torch.uint8:
+                self._path.add(payload[: self._path.message_bytes].view(1, -1).to(local_S.device), local_S, -times)
             else:
-                local_S.sub_(each, alpha=times)
+                local_S.sub_(payload, alpha=times)
 
 
 class OptimizerRounds:
@@ -165,7 +165,7 @@ class OptimizerRounds:
     @property
     def states(self) -> list[ElasticUpdateState]:
         # Devices of a node may have no element of a small optimizer.
-        return [each for each in self._all_states() if each.slices.numel]
+        return [state for state in self._all_states() if state.slices.numel]
 
     @property
     def exchange(self) -> Exchange:
@@ -176,7 +176,7 @@ class OptimizerRounds:
     def request(self, state: ElasticUpdateState) -> None:
         # A round begins once every optimizer has stepped, or once an optimizer has stepped twice. So with two
         # optimizers that step in turn, nodes make one round for both steps.
-        repeats = any(each is state for each in self._requested)
+        repeats = any(requester is state for requester in self._requested)
         self._requested.append(state)
         if repeats or len(self._requested) == len(self._all_states()):
             self._requested, self.written = [], True
@@ -187,12 +187,14 @@ class OptimizerRounds:
         states = self.states
         # By the number of rounds, so that all nodes flush in the same round.
         due = every is not None and self._number // every > before // every
-        if due or (self.alone and not any(each.has_news for each in states)):
+        if due or (self.alone and not any(state.has_news for state in states)):
             self._flush()
             return
         # As in `SparseUpdateState`: select, wait for the last round, start this round, and then add the last round.
-        transfers = [each.begin_exchange() for each in states]
-        job = RoundJob([each.payload for each, _ in transfers], self._message_sizes(), self._peers, states[0].exchanges)
+        transfers = [state.begin_exchange() for state in states]
+        job = RoundJob(
+            [transfer.payload for transfer, _ in transfers], self._message_sizes(), self._peers, states[0].exchanges
+        )
         self.receive()
         self._finish(self._flight.start(self.exchange, job, states[0].global_S))
         for state, (_, sent) in zip(states, transfers, strict=True):
@@ -210,22 +212,22 @@ class OptimizerRounds:
             if self.left_out:
                 self.drop()
                 return
-        norm = torch.stack([torch.linalg.vector_norm(each.pending_S) for each in self.states]).norm().item()
+        norm = torch.stack([torch.linalg.vector_norm(state.pending_S) for state in self.states]).norm().item()
         log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
 
     def _flush(self, leaves: bool = False) -> bool:
         states = self.states
-        for each in states:
-            each.absorb()
-        pending = [each.pending_S for each in states]
-        for each, pending_S in zip(states, pending, strict=True):
+        for state in states:
+            state.absorb()
+        pending = [state.pending_S for state in states]
+        for state, pending_S in zip(states, pending, strict=True):
             # Nothing is pending now. If the round fails, the outcome returns the payload, and it is pending again.
-            each.local_S.add_(pending_S)
+            state.local_S.add_(pending_S)
         payload = _joined(pending)
         outcome = self._peers.round(Payload(payload, is_last=leaves), finite=bool(payload.isfinite().all()))
         self._record(outcome, payload.nbytes)
-        for each in states:
-            each.add_to_models()
+        for state in states:
+            state.add_to_models()
         # An uncertain round is settled by the quorum of the next try.
         return not outcome.returned and self._peers.settled
 
@@ -244,38 +246,38 @@ class OptimizerRounds:
             return
         last = outcome.rounds[-1]
         self._number = last.number
-        nbytes = last.messages_MB.nbytes + sum(each.nbytes for each in last.dense)
+        nbytes = last.messages_MB.nbytes + sum(update.nbytes for update in last.dense)
         # Received bytes: this node's own row does not travel.
         self.exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
         changed = last.num_nodes != self.num_nodes
-        for each in self._all_states():
+        for state in self._all_states():
             if changed:
-                each.sample_soon()
+                state.sample_soon()
             elif not self._changed:  # a round that began before the change counts from before
-                each.count_exchanges(outcome.exchanges)
+                state.count_exchanges(outcome.exchanges)
         self.num_nodes, self._changed = last.num_nodes, changed
 
     def _hand_out(self, outcome: Outcome, *, observed: bool) -> None:
-        rounds = [self._split_round(each) for each in outcome.rounds]
-        returned = [self._split(each) for each in outcome.returned]
-        for place, each in enumerate(self.states):
-            each.take([of[place] for of in rounds], [of[place] for of in returned], observed=observed)
+        rounds = [self._split_round(round_) for round_ in outcome.rounds]
+        returned = [self._split(payload) for payload in outcome.returned]
+        for place, state in enumerate(self.states):
+            state.take([of[place] for of in rounds], [of[place] for of in returned], observed=observed)
 
     # -- the weights of other nodes ------------------------------------------------------------------------------------
 
     def absorb(self) -> list[Tensor]:
         """Return the pending updates of each state, after all received updates."""
-        for each in self.states:
-            each.absorb()
-        return [each.pending_S for each in self.states]
+        for state in self.states:
+            state.absorb()
+        return [state.pending_S for state in self.states]
 
     def drop(self) -> None:
         """Continue from the global weights without pending updates."""
         self.absorb()
         self.left_out = False
-        for each in self.states:
-            each.set_pending(torch.zeros_like(each.global_S))
-            each.write_model()
+        for state in self.states:
+            state.set_pending(torch.zeros_like(state.global_S))
+            state.write_model()
 
     def start_from(
         self,
@@ -287,10 +289,10 @@ class OptimizerRounds:
     ) -> None:
         self.receive()
         # Nothing is in flight from here on.
-        parts = [self._split_round(each) for each in rounds]
+        parts = [self._split_round(round_) for round_ in rounds]
         for place, (state, weights_S) in enumerate(zip(self.states, weights, strict=True)):
             state.start_from(weights_S, [of[place] for of in parts])
-        zeros = [torch.zeros_like(each.global_S) for each in self.states] if pending is None else pending
+        zeros = [torch.zeros_like(state.global_S) for state in self.states] if pending is None else pending
         self.go_on(zeros, returned, counted)
 
     def go_on(self, pending: Sequence[Tensor], returned: Sequence[Tensor], counted: Sequence[Tensor]) -> None:
@@ -298,9 +300,11 @@ class OptimizerRounds:
         self.behind = self.alone = False
         self.num_nodes = 0
         self._number = self._seen = self._peers.number
-        back, there = ([self._split(each) for each in payloads] for payloads in (returned, counted))
+        returned_parts, counted_parts = (
+            [self._split(payload) for payload in payloads] for payloads in (returned, counted)
+        )
         for place, (state, pending_S) in enumerate(zip(self.states, pending, strict=True)):
-            state.go_on(pending_S, [of[place] for of in back], [of[place] for of in there])
+            state.go_on(pending_S, [of[place] for of in returned_parts], [of[place] for of in counted_parts])
 
     def arrive(self, seen: Outcome) -> None:
         """Let the next exchange add rounds that this node has only observed."""
@@ -313,10 +317,10 @@ class OptimizerRounds:
     # -- payloads ------------------------------------------------------------------------------------------------------
 
     def _message_sizes(self) -> list[int]:
-        return [each.message_bytes for each in self.states]
+        return [state.message_bytes for state in self.states]
 
     def _split_round(self, round_: Round) -> list[Round]:
-        messages, dense = self._split(round_.messages_MB), [self._split(each) for each in round_.dense]
+        messages, dense = self._split(round_.messages_MB), [self._split(update) for update in round_.dense]
         return [
             replace(round_, messages_MB=messages_MB, dense=tuple(of[place] for of in dense))
             for place, messages_MB in enumerate(messages)
@@ -328,11 +332,11 @@ class OptimizerRounds:
         if len(states) == 1:
             return [payload]
         if payload.dtype != torch.uint8:
-            return list(torch.split(payload, [each.slices.numel for each in states], dim=-1))
+            return list(torch.split(payload, [state.slices.numel for state in states], dim=-1))
         # Layout of a row: the messages of all states, and then their samples, or no sample at all.
         messages = self._message_sizes()
         sampled = payload.shape[-1] > sum(messages)
-        samples = [each.sample_bytes if sampled else 0 for each in states]
+        samples = [state.sample_bytes if sampled else 0 for state in states]
         parts = torch.split(payload[..., : sum(messages) + sum(samples)], [*messages, *samples], dim=-1)
         pairs = zip(parts[: len(states)], parts[len(states) :], strict=True)
         return [torch.cat(pair, dim=-1) for pair in pairs]  # new memory, which kernels may read as 32-bit words
@@ -351,8 +355,8 @@ class RoundJob:
 
     def transfer(self) -> Sequence[Tensor]:
         # All samples come last: `Quorum.row_of` cuts them off if they are not comparable.
-        samples = [each[size:] for each, size in zip(self._payloads, self._sizes, strict=True)]
-        messages = [each[:size] for each, size in zip(self._payloads, self._sizes, strict=True)]
+        samples = [payload[size:] for payload, size in zip(self._payloads, self._sizes, strict=True)]
+        messages = [payload[:size] for payload, size in zip(self._payloads, self._sizes, strict=True)]
         payload = self._payloads[0] if len(self._payloads) == 1 else torch.cat([*messages, *samples])
         # A message that is not finite would spoil the weights of all nodes.
         finite = not any(map(nonfinite_of, self._payloads))
@@ -369,15 +373,15 @@ def sizes_of(states: Sequence[UpdateState]) -> Sizes:
     Raises:
         ValueError: if this device has nothing to exchange.
     """
-    found = [each for each in states if isinstance(each, ElasticUpdateState) and each.slices.numel]
-    if not found:
+    elastic_states = [state for state in states if isinstance(state, ElasticUpdateState) and state.slices.numel]
+    if not elastic_states:
         raise ValueError(
             "this device has no parameters to exchange, because the model is too small. Use fewer devices per node."
         )
     return Sizes(
-        sum(each.message_bytes for each in found),
-        sum(each.sample_bytes for each in found),
-        sum(each.slices.numel for each in found),
+        sum(state.message_bytes for state in elastic_states),
+        sum(state.sample_bytes for state in elastic_states),
+        sum(state.slices.numel for state in elastic_states),
     )
 
 

@@ -171,7 +171,7 @@ class ElasticUpdates(LocalUpdates):
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
-            self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
+            self.peers.fit(self._layout_of([local_optimizer.state for local_optimizer in self.optimizers]))
             self.exchange.runner = FifoLanes()  # threads on GPUs, too, because rounds make the host wait
             if version is not None:
                 self.peers.token, self.peers.number, place, run = version
@@ -193,19 +193,24 @@ class ElasticUpdates(LocalUpdates):
         return ElasticUpdateState(slices, exchange, config, self._rounds)
 
     def _layout_of(self, states: Sequence[UpdateState]) -> Layout:
-        sizes, parameters = sizes_of(states), [[self.names[id(p)] for p in one.parameters] for one in self.optimizers]
+        sizes, parameters = (
+            sizes_of(states),
+            [[self.names[id(p)] for p in local_optimizer.parameters] for local_optimizer in self.optimizers],
+        )
         digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:8]
         trained = f"{sum(map(len, parameters))} parameters with digest {digest}"
-        return Layout(trained, sizes, [list(each) for each in _gather(self._main, sizes)])
+        return Layout(trained, sizes, [list(device_sizes) for device_sizes in _gather(self._main, sizes)])
 
     def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None:
-        layout = self._layout_of([after if each is one else each.state for each in self.optimizers])
+        layout = self._layout_of(
+            [after if local_optimizer is one else local_optimizer.state for local_optimizer in self.optimizers]
+        )
         # The other nodes have made this change before, so there is nothing to agree on.
         if self._adopts:
             return
-        known = {id(p) for p, _ in one.state.slices.pieces}
+        old_ids = {id(p) for p, _ in one.state.slices.pieces}
         added = [
-            (self.names[id(p)], int(fingerprint(local_of(p)))) for p, _ in after.slices.pieces if id(p) not in known
+            (self.names[id(p)], int(fingerprint(local_of(p)))) for p, _ in after.slices.pieces if id(p) not in old_ids
         ]
         # Nodes must add the same values, or their global weights would differ.
         values = repr(_gather(self._main, added))
@@ -244,18 +249,21 @@ class ElasticUpdates(LocalUpdates):
         log.info("this node adds or unfreezes parameters, as the other nodes did before")
         self._adopts = True
         # Devices have equal ``trained``, so they make the collectives of ``follow_groups`` in the same order.
-        for one, theirs in zip(self.optimizers, trained, strict=True):
-            groups, optimizer = [[parameters[name] for name in names] for names in theirs["groups"]], one.optimizer
+        for local_optimizer, theirs in zip(self.optimizers, trained, strict=True):
+            groups, optimizer = (
+                [[parameters[name] for name in names] for names in theirs["groups"]],
+                local_optimizer.optimizer,
+            )
             del optimizer.param_groups[len(groups) :]
-            for group, found in zip(optimizer.param_groups, groups, strict=False):
-                group["params"] = found
-            for found in groups[len(optimizer.param_groups) :]:
-                optimizer.add_param_group({"params": found})
+            for group, params in zip(optimizer.param_groups, groups, strict=False):
+                group["params"] = params
+            for params in groups[len(optimizer.param_groups) :]:
+                optimizer.add_param_group({"params": params})
             for name in theirs["exchanged"]:
                 parameters[name].requires_grad_(True)
-            one.follow_groups()
+            local_optimizer.follow_groups()
         self._adopts = False
-        self.peers.fit(self._layout_of([one.state for one in self.optimizers]))
+        self.peers.fit(self._layout_of([local_optimizer.state for local_optimizer in self.optimizers]))
 
     def _check_adopted(self, trained: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> None:
         theirs = {name: place for place, of in enumerate(trained) for group in of["groups"] for name in group}
@@ -266,17 +274,21 @@ class ElasticUpdates(LocalUpdates):
                 f"{missing[0]}: they were added during the run, so no node can join. Start all nodes with a model that "
                 f"has all parameters, and unfreeze some later."
             )
-        for place, one in enumerate(self.optimizers):
-            held = [self.names[id(p)] for p in parameters_of(one.optimizer)]
+        for place, local_optimizer in enumerate(self.optimizers):
+            held = [self.names[id(p)] for p in parameters_of(local_optimizer.optimizer)]
             moved = [name for name in held if theirs.get(name, place) != place]
             if moved:
                 raise RuntimeError(
-                    f"{type(one.optimizer).__name__} {place} of this node has {moved[0]}, but on the other nodes "
-                    f"optimizer {theirs[moved[0]]} has it. Create the optimizers in the same order on all nodes."
+                    f"{type(local_optimizer.optimizer).__name__} {place} of this node has {moved[0]}, but on the other "
+                    f"nodes optimizer {theirs[moved[0]]} has it. Create the optimizers in the same order on all nodes."
                 )
 
     def _states(self) -> list[ElasticUpdateState]:
-        return [each.state for each in self.optimizers if isinstance(each.state, ElasticUpdateState)]
+        return [
+            local_optimizer.state
+            for local_optimizer in self.optimizers
+            if isinstance(local_optimizer.state, ElasticUpdateState)
+        ]
 
     @property
     def version(self) -> Version:
@@ -307,12 +319,12 @@ class ElasticUpdates(LocalUpdates):
             self._catch_up()
 
     def _gather_models(self) -> None:
-        for one in self.optimizers:
-            one.gather()
+        for local_optimizer in self.optimizers:
+            local_optimizer.gather()
 
     def _flush(self) -> None:
-        for one in self.optimizers:
-            one.cancel_probe()
+        for local_optimizer in self.optimizers:
+            local_optimizer.cancel_probe()
         self._rounds.flush()
         self._gather_models()
 
@@ -326,7 +338,7 @@ class ElasticUpdates(LocalUpdates):
     def swap_in_local_weights(self) -> None:
         """Restore this node's weights. A node that joined others drops changes from before its first step."""
         if self._shown and self.steps == 0 and self._joined:
-            changed = [one.undo_changes() for one in self.optimizers]
+            changed = [local_optimizer.undo_changes() for local_optimizer in self.optimizers]
             if any(changed):
                 log.warning(
                     "a hook changed the weights before the first step of this node. The change is dropped, because the "
@@ -336,7 +348,7 @@ class ElasticUpdates(LocalUpdates):
 
     def _agree_on_changes(self) -> tuple[bool, bool]:
         # Other nodes take no part: a change is an update of this node, except before a new run begins.
-        changed = any(one.is_changed() for one in self.optimizers)
+        changed = any(local_optimizer.is_changed() for local_optimizer in self.optimizers)
         return changed, not changed or (self.steps == 0 and self._begins)
 
     def shard_loader(self, loader: Any, batches: int = 1) -> None:
@@ -398,7 +410,7 @@ class ElasticUpdates(LocalUpdates):
             return list(conditions)
         flags = torch.tensor(conditions, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._main.handle)
-        return [bool(each) for each in flags.tolist()]
+        return [bool(flag) for flag in flags.tolist()]
 
     def watch(self) -> None:
         """Observe rounds until the next step, for example during a validation, so that other nodes do not wait.
@@ -415,9 +427,9 @@ class ElasticUpdates(LocalUpdates):
             extra: returns additional state for them, on the first device; called on all devices if a node asks.
         """
         rounds = self._rounds
-        names, rounds.requests_for_me = [each for each in rounds.requests_for_me if each not in rounds.answered], []
+        names, rounds.requests_for_me = [name for name in rounds.requests_for_me if name not in rounds.answered], []
         if rounds.open_requests is not None:
-            rounds.answered = [each for each in rounds.answered if each in rounds.open_requests]
+            rounds.answered = [name for name in rounds.answered if name in rounds.open_requests]
             self._server.keep(rounds.open_requests)
         if not names:
             return
@@ -439,7 +451,7 @@ class ElasticUpdates(LocalUpdates):
 
     def _must_step_first(self) -> bool:
         # A node that joins before the step would not make this change: its callbacks have not seen the epoch begin.
-        if not any(one.must_follow for one in self.optimizers):
+        if not any(local_optimizer.must_follow for local_optimizer in self.optimizers):
             self._waits_since = -1
             return False
         if self._waits_since < 0:
@@ -503,11 +515,13 @@ class ElasticUpdates(LocalUpdates):
         )
         self._rounds.drop()
         # Otherwise, the optimizer would produce such updates again.
-        for state in (state for one in self.optimizers for state in one.optimizer.state.values()):
-            tensors = [each for each in state.values() if isinstance(each, Tensor)]
-            if not all(bool(each.isfinite().all()) for each in tensors):
-                for each in tensors:
-                    each.zero_()
+        for state in (
+            state for local_optimizer in self.optimizers for state in local_optimizer.optimizer.state.values()
+        ):
+            tensors = [tensor for tensor in state.values() if isinstance(tensor, Tensor)]
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+                for tensor in tensors:
+                    tensor.zero_()
         self._gather_models()
 
     def _load_snapshot(self, pending: Sequence[Tensor] | None) -> bool:
@@ -543,16 +557,16 @@ class ElasticUpdates(LocalUpdates):
             if address and (download is None or (download.address, download.name) != (address, name)):
                 download = Download(address, name, new)
             reports = _gather(self._main, self._advance(wait, download))
-            other = next((each.trained for each in reports if each.trained is not None), None)
+            other = next((report.trained for report in reports if report.trained is not None), None)
             if other is not None and joins and other != adopted:  # the next source may differ from the last one
                 self._adopt(other)
                 download, adopted = None, other
                 continue
-            failed = next((each.error for each in reports if each.error), "")
+            failed = next((report.error for report in reports if report.error), "")
             if failed:
                 raise RuntimeError(failed)
             # Devices may have begun on different snapshots: continue until all have one version.
-            if download is not None and all(each.version == reports[0].version is not None for each in reports):
+            if download is not None and all(report.version == reports[0].version is not None for report in reports):
                 return download.receiver
             time.sleep(WATCH_SECONDS)
 
@@ -580,7 +594,7 @@ class ElasticUpdates(LocalUpdates):
             self._joined, self._begins = True, False
         token, number = (rounds[-1].token, rounds[-1].number) if rounds else head["version"]
         self.peers.run = head["run"]
-        history = [*head["history"], *(each.token for each in rounds)]
+        history = [*head["history"], *(round_.token for round_ in rounds)]
         # History of the peer, and then the observed rounds: it decides which sent updates the weights contain.
         returned, counted = self.peers.set_version(token, number, history)
         self._rounds.start_from(received.weights, rounds, pending, returned, counted)
@@ -692,15 +706,17 @@ class RoundObserver:
         return not (self._stopped.is_set() or self._peers.changed or kept >= WATCHED_BYTES)
 
     def _run(self) -> None:
-        kept = 0
+        stored_bytes = 0
         try:
             # The first device decides for all, because the devices stop at different times.
-            while self._peers.first_device_wants(self._goes_on(kept)):
+            while self._peers.first_device_wants(self._goes_on(stored_bytes)):
                 self._begun += 1
                 with torch.no_grad():
                     outcome = self._peers.round()
                 self._ended += 1
-                kept += sum(each.nbytes for round_ in outcome.rounds for each in (round_.messages_MB, *round_.dense))
+                stored_bytes += sum(
+                    tensor.nbytes for round_ in outcome.rounds for tensor in (round_.messages_MB, *round_.dense)
+                )
                 self._seen.rounds += outcome.rounds
                 self._seen.returned += outcome.returned
                 self._seen.requests_for_me += outcome.requests_for_me
@@ -737,10 +753,10 @@ def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | N
 def _facts(
     module: nn.Module, optimizers: Sequence[Optimizer], config: ElasticConfig, topology: Topology
 ) -> dict[str, Any]:
-    names = {id(p): each for each, p in module.named_parameters()}
+    names = {id(p): name for name, p in module.named_parameters()}
     facts = options_to_compare(module, names, (), config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
-    kinds = [type(each).__name__ for each in optimizers]
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
     version = str(torch.__version__).partition("+")[0]  # machines may have builds for different CUDA versions
     facts |= {"lightning_sparse": __version__, "torch": version, "optimizers": kinds}
     return {**facts, "devices": topology.world_size}
@@ -752,7 +768,7 @@ def _check(optimizers: Sequence[Optimizer], topology: Topology) -> None:
             f"num_nodes={topology.num_nodes}: each elastic node is its own process group. Start each node alone, with "
             f"num_nodes=1."
         )
-    trained = (p for each in optimizers for p in trainable_params(each))
+    trained = (p for optimizer in optimizers for p in trainable_params(optimizer))
     odd = sorted({str(p.dtype) for p in trained if p.dtype not in DTYPES})
     if odd:
         raise ValueError(

@@ -163,7 +163,7 @@ class HierCommunicator:
 
     def __init__(self, topology: Topology, *, node: Group | None = None, world: Group | None = None) -> None:
         rank = topology.rank
-        peers = tuple(each[topology.device_index] for each in topology.nodes if len(each) > topology.device_index)
+        peers = tuple(ranks[topology.device_index] for ranks in topology.nodes if len(ranks) > topology.device_index)
         self.topology = topology
         self.node = node or Group(topology.nodes[topology.node_index], rank, topology.intra)
         self.peers = Group(peers, rank, topology.inter)
@@ -290,18 +290,18 @@ def average(tensors: Sequence[Tensor], all_reduce: Callable[..., None], count: i
     """
     # The mean of unit vectors (`spectral_norm`, rows of a codebook) is not a unit vector. So all ranks take those
     # vectors from the first rank.
-    off = torch.stack([_off_unit_length(each) for each in tensors])
+    off = torch.stack([_off_unit_length(tensor) for tensor in tensors])
     all_reduce(off, op=MAX)
     # In fp64, constants stay exact.
-    flat = torch.cat([each.flatten().double() for each in tensors])
-    parts = torch.split(flat, [each.numel() for each in tensors])
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for part, is_unit in zip(parts, (off < UNIT_WITHIN).tolist(), strict=True):
         if is_unit:
             part *= count * is_first
     all_reduce(flat)
     flat /= count
-    for each, mean in zip(tensors, parts, strict=True):
-        each.copy_(mean.view_as(each))
+    for tensor, mean in zip(tensors, parts, strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def _off_unit_length(tensor: Tensor) -> Tensor:

@@ -35,9 +35,9 @@ class PathChoice:
     """
 
     def __init__(self, config: ExchangeConfig, topology: Topology, numel: int, log_once: Callable[[str], None]) -> None:
-        given = config.inter_gbps
+        gbps = config.inter_gbps
         self.config = config
-        self.rates = None if given is None else Rates.of_link(given, topology.num_devices)
+        self.rates = None if gbps is None else Rates.of_link(gbps, topology.num_devices)
         self.forbid_sparse = self.reduces_shards = False
         self._topology, self._numel, self._log_once = topology, numel, log_once
 
@@ -48,11 +48,11 @@ class PathChoice:
         """Return the path of a shard. With ``exact``, it sends everything, without rounding errors."""
         if exact:
             return self._fastest(work, density, rounded=False, forbid_sparse=True)
-        given = self.config.path
-        if given is None:
+        path_type = self.config.path
+        if path_type is None:
             rounded = self.config.value_dtype != "float32" and work.itemsize >= 4
             return self._fastest(work, density, rounded=rounded, forbid_sparse=self.forbid_sparse)
-        path = given.of(work, density, self.config.dtype)
+        path = path_type.of(work, density, self.config.dtype)
         return Dense(work) if path is None else path
 
     def _fastest(self, work: TensorSpec, density: float, *, rounded: bool, forbid_sparse: bool) -> Path:
@@ -120,8 +120,8 @@ def probe(comm: HierCommunicator, device: torch.device, value_dtype: torch.dtype
 
     shard_S = torch.zeros(max(1, nbytes // 8), dtype=torch.float32, device=device)
     carried = shard_S.numel() * 4 * (nodes - 1) / nodes  # bytes in each half of the ring
-    taken = agreed.seconds(lambda: comm.all_reduce(shard_S))
-    adding = taken - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
+    seconds = agreed.seconds(lambda: comm.all_reduce(shard_S))
+    adding = seconds - 2 * (nodes - 1) * inter.latency - 2 * carried * inter.seconds_per_byte
 
     costs = kernel_costs(agreed.seconds, device, value_dtype, shard_numel)
     return replace(costs, inter=inter, intra=intra, add=max(0.0, adding) / carried)
@@ -137,7 +137,7 @@ def kernel_costs(
     pairs = max(1, numel // 100)
     scatter = max(0.0, often - once) / (8 * pairs)
     fill = max(0.0, once - fill_call - pairs * scatter) / numel
-    per_element = [max(0.0, each) / numel for each in (select - select_call, cast - cast_call)]
+    per_element = [max(0.0, duration) / numel for duration in (select - select_call, cast - cast_call)]
     return Rates(
         Link(0.0, 0.0),
         Link(0.0, 0.0),
@@ -160,8 +160,8 @@ def _kernel_times(
     grad_S, residual_S, next_S = shards
     message = compress(grad_S, residual_S, next_S, pairs, value_dtype)
     few, many = (message.expand(count, -1).contiguous() for count in (1, 9))
-    rounded, one = Dense16(TensorSpec(2, 1, numel)), torch.ones((), dtype=torch.float32, device=device)
-    shard = Shard(grad_S, residual_S, next_S, one)
+    rounded, factor = Dense16(TensorSpec(2, 1, numel)), torch.ones((), dtype=torch.float32, device=device)
+    shard = Shard(grad_S, residual_S, next_S, factor)
 
     def cast() -> None:  # each of the three calls handles S elements, for any number of nodes
         rows = rounded.split(shard)
@@ -185,14 +185,14 @@ def _link(agreed: _AgreedTimer, all_gather: Callable[[Tensor], Tensor], members:
     while True:
         message = torch.zeros(max(64, received // steps), dtype=torch.uint8, device=agreed.device)
         send = partial(all_gather, message)
-        taken = agreed.seconds(send)
-        if taken >= ENOUGH_S or received >= MOST_BYTES:
-            taken = min(taken, agreed.seconds(send, min(MOST_REPEATS, int(RATE_S / taken))))
-            if taken >= ENOUGH_S / GROWTH or received >= MOST_BYTES:
+        seconds = agreed.seconds(send)
+        if seconds >= ENOUGH_S or received >= MOST_BYTES:
+            seconds = min(seconds, agreed.seconds(send, min(MOST_REPEATS, int(RATE_S / seconds))))
+            if seconds >= ENOUGH_S / GROWTH or received >= MOST_BYTES:
                 break
         received *= GROWTH
     nbytes = steps * message.numel()
-    return Link(latency, max(taken - steps * latency, 0.1 * taken) / nbytes), nbytes
+    return Link(latency, max(seconds - steps * latency, 0.1 * seconds) / nbytes), nbytes
 
 
 class _AgreedTimer:

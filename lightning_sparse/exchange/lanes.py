@@ -248,8 +248,8 @@ def _join_at_exit(threads: Sequence[threading.Thread]) -> None:
 
     def join() -> None:
         until = time.monotonic() + LAST_JOB_SECONDS  # one limit for all lanes: if one hangs, later lanes wait for it
-        for each in weak:
-            if (alive := each()) is not None:  # None: the thread has ended
+        for reference in weak:
+            if (alive := reference()) is not None:  # None: the thread has ended
                 alive.join(max(0.0, until - time.monotonic()))
 
     weakref.finalize(threads[-1], join)

@@ -62,8 +62,8 @@ class Rates:
         return ", ".join([*parts, f"selection {rate(self.select, 'elements')}"])
 
     def to_list(self) -> list[float]:
-        inter, intra, *rest = astuple(self)
-        return [*inter, *intra, *rest]
+        inter, intra, *costs = astuple(self)
+        return [*inter, *intra, *costs]
 
     @staticmethod
     def from_list(numbers: list[float]) -> Rates:

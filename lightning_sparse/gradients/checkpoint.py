@@ -28,9 +28,9 @@ def state_of(stores: Sequence[ResidualStore], parameters: Parameters) -> State:
     by_quantity = dict(zip(QUANTITIES, stores, strict=False))
     pieces = {
         quantity: [
-            Piece(name, there.start, there.stop, shard[here].cpu())
+            Piece(name, param_slice.start, param_slice.stop, shard[shard_slice].cpu())
             for group, shard in store.committed.items()
-            for name, here, there in _cut(store, group)
+            for name, shard_slice, param_slice in _cut(store, group)
         ]
         for quantity, store in by_quantity.items()
     }
@@ -54,19 +54,19 @@ def load(
         groups: for each store, the groups that any device of the node knew.
         saved: state of this device; None: its residuals are zero.
     """
-    for quantity, store, known in zip(QUANTITIES, stores, groups, strict=False):
+    for quantity, store, plain_groups in zip(QUANTITIES, stores, groups, strict=False):
         # All ranks need the same groups, because collectives follow from them (`ResidualStore.regroup`).
-        store.entries.update({group: Entry() for group in groups_of(known)})
+        store.entries.update({group: Entry() for group in groups_of(plain_groups)})
         if saved is None:
             continue
-        found = {piece.name: piece for piece in saved.pieces.get(quantity, ())}
+        pieces = {piece.name: piece for piece in saved.pieces.get(quantity, ())}
         for group, entry in store.entries.items():
             cut = _cut(store, group)
-            if any(name in found for name, _, _ in cut):
+            if any(name in pieces for name, _, _ in cut):
                 device = parameters[group.names[0]].device
                 shard_S = torch.zeros(group.shard_numel(store.num_devices), device=device)
-                for name, here, _ in cut:
-                    shard_S[here] = found[name].tensor
+                for name, shard_slice, _ in cut:
+                    shard_S[shard_slice] = pieces[name].tensor
                 entry.committed = shard_S
         parked = saved.own["parked"].get(quantity, {})
         store.by_name.update({name: value.to(parameters[name].device) for name, value in parked.items()})
@@ -99,10 +99,10 @@ def _totals(nodes: Sequence[Sequence[State]], quantity: str, parameters: Paramet
             yield Piece(name, begin, end, parked[name][begin:end])
 
     numels = parameters.numels.items()
-    found = {
+    totals = {
         name: sum_slice_over_nodes(nodes, cut, name, 0, numel, layout_of(parameters[name])) for name, numel in numels
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in totals.items() if value is not None}
 
 
 def _without_velocity(

@@ -65,7 +65,7 @@ class HierConfig(GradientsConfig):
 def _check_exclude(value: object) -> None:
     if value in ("none", "vectors"):
         return
-    if not isinstance(value, tuple) or not value or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, tuple) or not value or not all(isinstance(pattern, str) and pattern for pattern in value):
         raise ValueError(
             f"exclude={value!r} must be 'none', 'vectors' (parameters of at most one dimension), or a tuple of name "
             f"patterns such as ('*.bias', 'head.*')."

@@ -55,8 +55,8 @@ class ParamGroup:
     def only(self, names: Iterable[str]) -> ParamGroup:
         """Return the group with only these names."""
         wanted = set(names)
-        kept = [(n, numel) for n, numel in zip(self.names, self.numels, strict=True) if n in wanted]
-        return ParamGroup(tuple(n for n, _ in kept), tuple(numel for _, numel in kept))
+        pairs = [(n, numel) for n, numel in zip(self.names, self.numels, strict=True) if n in wanted]
+        return ParamGroup(tuple(n for n, _ in pairs), tuple(numel for _, numel in pairs))
 
     def shard_numel(self, num_devices: int) -> int:
         """Return S = ceil(N / L), the size of a device's shard of the padded tensor."""
@@ -71,8 +71,8 @@ class ParamGroup:
         for name in names:
             lo, hi = max(places[name].start, begin), min(places[name].stop, end)
             if lo < hi:
-                here = slice(lo - begin, hi - begin)
-                pieces.append((name, here, slice(lo - places[name].start, hi - places[name].start)))
+                shard_slice = slice(lo - begin, hi - begin)
+                pieces.append((name, shard_slice, slice(lo - places[name].start, hi - places[name].start)))
         return pieces
 
 
@@ -116,7 +116,9 @@ def excluded_names(module: nn.Module, exclude: Exclude) -> frozenset[str]:
 def refuse_sparse_gradients(module: nn.Module) -> None:
     # Sparse gradients have no fixed layout to shard.
     embeddings = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [name for name, each in module.named_modules() if isinstance(each, embeddings) and each.sparse]
+    sparse = [
+        name for name, submodule in module.named_modules() if isinstance(submodule, embeddings) and submodule.sparse
+    ]
     if sparse:
         raise ValueError(
             f"embedding(s) {', '.join(sparse)}: sparse=True, whose gradients cannot be sharded over devices. Use "
@@ -174,8 +176,8 @@ class Layout:
         if group in self._known:
             return (group,)
         names = set(group.names)
-        inside = tuple(known for known in self.settled if names.issuperset(known.names))
-        covered = [name for known in inside for name in known.names]
+        inside = tuple(settled_group for settled_group in self.settled if names.issuperset(settled_group.names))
+        covered = [name for settled_group in inside for name in settled_group.names]
         return inside if len(covered) == len(names) and set(covered) == names else (group,)
 
     def is_settled(self, group: ParamGroup) -> bool:

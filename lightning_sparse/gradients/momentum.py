@@ -121,7 +121,7 @@ class MomentumCorrection:
         """
         if self._optimizer is not None:
             self._read_options()
-        return {name: (1.0 - each.keep, each.keep * each.velocity) for name, each in self._terms.items() if name}
+        return {name: (1.0 - terms.keep, terms.keep * terms.velocity) for name, terms in self._terms.items() if name}
 
     def advance(self, group: ParamGroup, sum_S: Tensor) -> Tensor:
         """Update the group's velocity, and return the tensor to add to the residual.
@@ -138,19 +138,19 @@ class MomentumCorrection:
         pieces = group.shard_slices(group.names, device_index, num_devices)
         for decay in {self._decays.get(name, 0.0) for name, _, _ in pieces} - {0.0}:
             decayed = [
-                (here, in_bucket_order(self._parameters[name])[there])
-                for name, here, there in pieces
+                (shard_slice, in_bucket_order(self._parameters[name])[param_slice])
+                for name, shard_slice, param_slice in pieces
                 if self._decays.get(name) == decay
             ]
             values = [value.to(sum_S.dtype) for _, value in decayed]
-            torch._foreach_add_([sum_S[here] for here, _ in decayed], values, alpha=decay)
+            torch._foreach_add_([sum_S[shard_slice] for shard_slice, _ in decayed], values, alpha=decay)
         covered = 0
-        for each, run in groupby(pieces, key=lambda piece: self._terms.get(piece[0], _UNKNOWN)):
-            places = [here for _, here, _ in run]
+        for terms, run in groupby(pieces, key=lambda piece: self._terms.get(piece[0], _UNKNOWN)):
+            places = [shard_slice for _, shard_slice, _ in run]
             place = slice(places[0].start, places[-1].stop)
             gradient, velocity = sum_S[place], next_S[place]
-            torch.add(gradient, old_S[place], alpha=each.keep, out=velocity)
-            gradient.mul_(each.own).add_(velocity, alpha=each.velocity)
+            torch.add(gradient, old_S[place], alpha=terms.keep, out=velocity)
+            gradient.mul_(terms.own).add_(velocity, alpha=terms.velocity)
             covered = place.stop
         next_S[covered:].zero_()  # padding
         self._proposed[group] = next_S
@@ -172,9 +172,9 @@ class MomentumCorrection:
                 "backward pass, and state.before_backward() before each backward pass."
             )
         groups = self._optimizer.param_groups
-        given = [*self._in_step, *groups[len(self._in_step) :]]  # a closure may add a group
+        user_options = [*self._in_step, *groups[len(self._in_step) :]]  # a closure may add a group
         self._terms, self._decays = {}, {}
-        for options, group in zip(given, groups, strict=True):
+        for options, group in zip(user_options, groups, strict=True):
             momentum, nesterov = float(options["momentum"]), bool(options["nesterov"])
             moving = _Terms(momentum, 1.0, momentum) if nesterov else _Terms(momentum, 0.0, 1.0)
             decay = float(options["weight_decay"]) / self._topology.num_nodes * (-1 if group["maximize"] else 1)
@@ -191,14 +191,14 @@ class MomentumCorrection:
 
     def _restore_momentum(self, *_: Any) -> None:
         if self._optimizer is not None:
-            for group, given in zip(self._optimizer.param_groups, self._in_step, strict=False):
-                group.update(given)
+            for group, user_options in zip(self._optimizer.param_groups, self._in_step, strict=False):
+                group.update(user_options)
         self._in_step = []
 
     def _correct_saved(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         # Between the hooks, or after a step that raised, the param groups lack the user's options.
-        for group, given in zip(state["param_groups"], self._in_step, strict=False):
-            group.update(given)
+        for group, user_options in zip(state["param_groups"], self._in_step, strict=False):
+            group.update(user_options)
 
     def _look_at_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         # Loaded momentum is the mean over nodes, so no node can continue with it.

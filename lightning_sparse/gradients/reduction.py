@@ -52,8 +52,8 @@ class Reduction:
         return self._tensors_in_use()
 
     def transfer(self) -> Sequence[Tensor]:
-        for each in self._transfers:
-            each.transfer()
+        for transfer in self._transfers:
+            transfer.transfer()
         return self._tensors_in_use()
 
     def apply(self) -> Sequence[Tensor]:
@@ -71,7 +71,7 @@ class Reduction:
         return ()
 
     def _tensors_in_use(self) -> list[Tensor]:
-        tensors = [tensor for each in self._transfers for tensor in each.tensors]
+        tensors = [tensor for transfer in self._transfers for tensor in transfer.tensors]
         tensors += [part.grad_N for part in self._bucket.groups]
         if self._state.unused is not None and self._used is not None:
             tensors += [self._used, *self._state.unused.saved]
@@ -151,8 +151,8 @@ class Reduction:
         latest = store.latest(group)
         if part.unused and latest is not None:  # `_residual` withheld it
             next_S = torch.zeros_like(latest) if next_S is None else next_S
-            for _, here, _ in group.shard_slices(part.unused, store.device_index, store.num_devices):
-                next_S[here] += latest[here]
+            for _, shard_slice, _ in group.shard_slices(part.unused, store.device_index, store.num_devices):
+                next_S[shard_slice] += latest[shard_slice]
         if next_S is not None:
             self._save_unused(part, next_S, latest)
         store.propose(group, next_S)
@@ -161,5 +161,5 @@ class Reduction:
         unused, store = self._state.unused, self._state.store
         if unused is None:
             return
-        for name, here, _ in part.group.shard_slices(part.unused, store.device_index, store.num_devices):
-            unused.save(name, next_S[here], None if before_S is None else before_S[here])
+        for name, shard_slice, _ in part.group.shard_slices(part.unused, store.device_index, store.num_devices):
+            unused.save(name, next_S[shard_slice], None if before_S is None else before_S[shard_slice])

@@ -105,15 +105,15 @@ class ResidualStore:
                 self._commit_entry(group, entry, not_stepped, undecided)
 
     def _commit_entry(self, group: ParamGroup, entry: Entry, not_stepped: Set[str], undecided: Set[str]) -> None:
-        kept = [name for name in group.names if name in not_stepped]
+        kept_names = [name for name in group.names if name in not_stepped]
         if not undecided.isdisjoint(group.names):
             stepped = [name for name in group.names if name not in not_stepped and name not in undecided]
             entry.committed = self._with_slices(group, stepped, entry.proposed, entry.committed)
-            entry.proposed = self._with_slices(group, kept, entry.committed, entry.proposed)
+            entry.proposed = self._with_slices(group, kept_names, entry.committed, entry.proposed)
             return
-        if len(kept) < len(group.names):  # usually nothing is kept, so this copies nothing
+        if len(kept_names) < len(group.names):  # usually nothing is kept, so this copies nothing
             before = entry.committed
-            entry.committed = self._with_slices(group, kept, before, entry.proposed)
+            entry.committed = self._with_slices(group, kept_names, before, entry.proposed)
             entry.proposed = before
         if entry.proposed is not None:
             self._free_buffers[group] = entry.proposed
@@ -198,18 +198,18 @@ class ResidualStore:
         numel, names = group.shard_numel(self.num_devices), [name for name in group.names if name in by_name]
         # Parameters that are not in `by_name` keep their values of `others_S`.
         shard_S = torch.zeros(numel, dtype=torch.float32, device=device) if others_S is None else others_S.clone()
-        for name, here, there in group.shard_slices(names, self.device_index, self.num_devices):
-            shard_S[here].copy_(by_name[name][there])
+        for name, shard_slice, param_slice in group.shard_slices(names, self.device_index, self.num_devices):
+            shard_S[shard_slice].copy_(by_name[name][param_slice])
         for name in names:
             del by_name[name]
         return shard_S
 
     def copy_slices(self, group: ParamGroup, names: Iterable[str], source_S: Tensor | None, target_S: Tensor) -> None:
-        for _, here, _ in group.shard_slices(names, self.device_index, self.num_devices):
+        for _, shard_slice, _ in group.shard_slices(names, self.device_index, self.num_devices):
             if source_S is None:
-                target_S[here].zero_()
+                target_S[shard_slice].zero_()
             else:
-                target_S[here].copy_(source_S[here])
+                target_S[shard_slice].copy_(source_S[shard_slice])
 
     def _with_slices(
         self, group: ParamGroup, names: list[str], source_S: Tensor | None, target_S: Tensor | None

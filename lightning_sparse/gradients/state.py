@@ -132,7 +132,9 @@ class HierState(Engine):
         received = Bucket(group, flat_N, bucket.index(), last, frozenset() if self._reason_for_dense else unused)
         received.applies_by_name = not self.active and not self._reason_for_dense
         self.layout.record(group)
-        received.groups = [self._part(received, each) for each in self.layout.groups_in(group) if each.numel]
+        received.groups = [
+            self._part(received, subgroup) for subgroup in self.layout.groups_in(group) if subgroup.numel
+        ]
         if last:
             self._round_is_open = False
         return received
@@ -276,12 +278,14 @@ class HierState(Engine):
         named = () if module is None else module.named_parameters()
         grads = {name: p.grad.detach() for name, p in named if p.grad is not None and not p.grad.is_complex()}
         pieces = [
-            in_bucket_order(grads[name])[there]
+            in_bucket_order(grads[name])[param_slice]
             for group in self.layout.settled
-            for name, _, there in group.shard_slices(group.names, self.topology.device_index, self.topology.num_devices)
+            for name, _, param_slice in group.shard_slices(
+                group.names, self.topology.device_index, self.topology.num_devices
+            )
             if name in grads
         ]
-        norms = [torch.linalg.vector_norm(each).float() for each in pieces]
+        norms = [torch.linalg.vector_norm(piece).float() for piece in pieces]
         return torch.stack(norms).norm() if norms else torch.zeros(())
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -303,7 +307,7 @@ class HierState(Engine):
 
     def metadata(self) -> dict[str, Any]:
         rates = self.exchange.choice.rates
-        known = [sorted(store.entries, key=lambda group: group.names) for store in self.settled_stores()]
+        groups_by_store = [sorted(store.entries, key=lambda group: group.names) for store in self.settled_stores()]
         return {
             "round": self.round,
             "rates": None if rates is None else rates.to_list(),
@@ -312,7 +316,7 @@ class HierState(Engine):
             "parameters": dict(self.parameters.numels),
             "settled": checkpoint.plain(self.layout.settled),
             "previous": checkpoint.plain(self.layout.previous),
-            "stores": list(map(checkpoint.plain, known)),
+            "stores": list(map(checkpoint.plain, groups_by_store)),
         }
 
     def state(self) -> State:

@@ -92,7 +92,9 @@ class StepTracker:
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch steps from now on. If there is no optimizer, every round counts as used."""
         optimizers = list(optimizers)
-        mute = [type(each).__name__ for each in optimizers if not hasattr(each, "register_step_post_hook")]
+        mute = [
+            type(optimizer).__name__ for optimizer in optimizers if not hasattr(optimizer, "register_step_post_hook")
+        ]
         if mute:
             raise ValueError(
                 f"{', '.join(mute)} has no step hooks, but residuals depend on which parameters are stepped. Derive it "
@@ -107,7 +109,7 @@ class StepTracker:
             # Steps of any optimizer count, because the user's optimizer may leave the step to another inside it (SAM,
             # Lookahead).
             handles = (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end))
-            self._hooks = [each.remove for each in handles]
+            self._hooks = [handle.remove for handle in handles]
 
     def unwatch(self) -> None:
         # The steps that are noted so far stay.

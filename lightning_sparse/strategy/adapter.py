@@ -82,8 +82,8 @@ class Adapter:
 
     def __repr__(self) -> str:
         default = type(self.config)().to_dict()
-        given = {name: value for name, value in self.config.to_dict().items() if value != default[name]}
-        return class_repr(type(self), {"density": self.config.density, **given})
+        options = {name: value for name, value in self.config.to_dict().items() if value != default[name]}
+        return class_repr(type(self), {"density": self.config.density, **options})
 
     @property
     def topology(self) -> Topology:
@@ -126,26 +126,26 @@ class Adapter:
     def _prepare_ddp(self) -> None:
         """Set DDP's options. A collective of the world if DDP averages inside the node."""
         ensure_log_handler()
-        given, group = self._ddp_kwargs, {}
+        kwargs, group = self._ddp_kwargs, {}
         if self._inside_the_node and self.topology.kind == "hierarchical":
             group = {"process_group": self.topology.intra}
         if self._inside_the_node and not self._averages_inside:
-            given = {name: value for name, value in given.items() if name not in ABOUT_PARTS}
+            kwargs = {name: value for name, value in kwargs.items() if name not in ABOUT_PARTS}
         # Gradients are views of the buckets, so DDP copies neither.
-        self._ddp_kwargs = {"gradient_as_bucket_view": True, **given, **group}
+        self._ddp_kwargs = {"gradient_as_bucket_view": True, **kwargs, **group}
 
     @contextmanager
     def _sized_buckets(self, module: nn.Module) -> Iterator[None]:
         """Give DDP a bucket size, unless the user gave one. A collective."""
-        given = self._ddp_kwargs
+        kwargs = self._ddp_kwargs
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         size = bucket_cap_mb(nbytes, self.topology, self.root_device)
-        if size is not None and given.get("bucket_cap_mb") is None:
-            self._ddp_kwargs = {**given, "bucket_cap_mb": size}
+        if size is not None and kwargs.get("bucket_cap_mb") is None:
+            self._ddp_kwargs = {**kwargs, "bucket_cap_mb": size}
         try:
             yield
         finally:
-            self._ddp_kwargs = given
+            self._ddp_kwargs = kwargs
 
     @property
     def _averages_inside(self) -> bool:
@@ -166,10 +166,10 @@ class Adapter:
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> LocalUpdates:
         """Exchange the updates of these optimizers of a module. A collective of the world."""
         topology, hierarchical = self.topology, self.topology.kind == "hierarchical"
-        for each in module.modules():
-            if isinstance(each, nn.SyncBatchNorm) and hierarchical:
+        for submodule in module.modules():
+            if isinstance(submodule, nn.SyncBatchNorm) and hierarchical:
                 # Statistics of its node, so that forward does not wait for other nodes.
-                each.process_group = topology.intra
+                submodule.process_group = topology.intra
         updates = LocalUpdates(module, optimizers, self.config, topology)
         does = self.config.describe(topology.num_nodes) if updates.active else "one node, nothing to exchange"
         volume = (
@@ -180,12 +180,14 @@ class Adapter:
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any] | None:
         """Return the optimizer's state on the node's first device; None without an engine. A collective of the node."""
-        exchanged = (one for each in self.engines if isinstance(each, LocalUpdates) for one in each.optimizers)
-        found = next((one for one in exchanged if one.optimizer is optimizer), None)
-        if found is None:
+        exchanged = (
+            candidate for engine in self.engines if isinstance(engine, LocalUpdates) for candidate in engine.optimizers
+        )
+        local_optimizer = next((candidate for candidate in exchanged if candidate.optimizer is optimizer), None)
+        if local_optimizer is None:
             return None
         with log_if_slow(f"collecting the state of {type(optimizer).__name__} on the first device of the node"):
-            return found.division.optimizer_state()
+            return local_optimizer.division.optimizer_state()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +249,7 @@ def with_tensors(state_dict: dict[str, Any], tensor_of: Callable[[str, Tensor], 
     # A copy keeps the versions, which the loading of old formats needs. Extra state (``get_extra_state``) stays
     # unchanged.
     changed = copy(state_dict)
-    changed.update({name: tensor_of(name, each) for name, each in state_dict.items() if isinstance(each, Tensor)})
+    changed.update({name: tensor_of(name, value) for name, value in state_dict.items() if isinstance(value, Tensor)})
     return changed
 
 

@@ -109,13 +109,13 @@ def table(stats: CommStats, seconds: float, unsent: float, ratio: float = 0.0) -
         ratio: ratio of ``unsent`` to the norm of the gradient; 0 if unknown.
     """
     steps, total = max(1, stats.rounds), max(1, sum(stats.paths.values()))
-    here, ddp = stats.bytes_between_nodes / steps, stats.dense_equivalent_bytes / steps
-    more = f", {ddp / here:,.1f} times the bytes" if here else ""
+    traffic, ddp = stats.bytes_between_nodes / steps, stats.dense_equivalent_bytes / steps
+    factor = f", {ddp / traffic:,.1f} times the bytes" if traffic else ""
     paths = ", ".join(f"{count / total:.1%} {path}" for path, count in stats.paths.most_common())
     lines = [
         f"traffic of one device with other nodes, in {stats.rounds:,} steps, "
         "dense exchanges at start and end included:",
-        f"  received per step   {human_bytes(here)}; plain DDP {human_bytes(ddp)}{more}",
+        f"  received per step   {human_bytes(traffic)}; plain DDP {human_bytes(ddp)}{factor}",
         f"  paths               {paths} (share of entries)",
         f"  density             {stats.sent / total:.2%} sent, at most {stats.applied / total:.2%} applied",
         f"  between nodes       {1e3 * seconds / steps:,.1f} ms per step, waiting for other nodes included",

@@ -79,7 +79,7 @@ def resume(engine: Engine, folder: str | os.PathLike[str], key: str) -> None:
     restore(engine, saved, device)
     if isinstance(engine, LocalUpdates) and engine.active:
         states = saved.optimizers(engine.topology)
-        optimizer_state.check([one.optimizer for one in engine.optimizers], states)
+        optimizer_state.check([local_optimizer.optimizer for local_optimizer in engine.optimizers], states)
         optimizer_state.load(engine.names, engine.stepped(), states)
 
 
@@ -96,9 +96,9 @@ class InFolder(EngineCheckpoint):
         return saved
 
     def read(self, rank: int, *, verify: bool = True, whole: bool = False) -> dict[str, Any]:
-        files, more = self.files, f"rank{rank}.entries"
+        files, name = self.files, f"rank{rank}.entries"
         state = files.state(rank, "engine", whole=whole)
-        return {**state.to_dict(), **({"entries": files.read(more)[0]} if files.has(more) else {})}
+        return {**state.to_dict(), **({"entries": files.read(name)[0]} if files.has(name) else {})}
 
     def optimizers(self, topology: Topology) -> list[State]:
         """Return the state of this node's optimizers; on another cluster, of the first node's."""
@@ -122,11 +122,11 @@ def split_checkpoint(
     weights: dict[str, Tensor] = {}
     pieces: dict[str, Any] = {WEIGHTS: weights}
     for at, state in enumerate(checkpoint.get(STATES, ())):
-        tensors = (each for each in tree_leaves(state) if isinstance(each, Tensor))
-        pieces |= {f"{STATES}.{at}.{number}": each for number, each in enumerate(tensors)}
-    for name, each in checkpoint[WEIGHTS].items():
-        if isinstance(each, Tensor) and (place == "rank0" or name in alike):
-            weights[name] = each
+        tensors = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+        pieces |= {f"{STATES}.{at}.{number}": tensor for number, tensor in enumerate(tensors)}
+    for name, value in checkpoint[WEIGHTS].items():
+        if isinstance(value, Tensor) and (place == "rank0" or name in alike):
+            weights[name] = value
     for at, engine in enumerate(engines):
         pieces[f"engine{at}"] = {place: {**engine.device_state(), "entries": (entries,)}}
     hollow = {WEIGHTS: with_tensors(checkpoint.pop(WEIGHTS), lambda _, tensor: tensor.to("meta"))}
@@ -148,9 +148,11 @@ def merge_checkpoint(folder: Path, topology: Topology, **options: Any) -> tuple[
     weights, states = _Files(folder, WEIGHTS), _Files(folder, STATES)
     checkpoint[WEIGHTS] = with_tensors(checkpoint[WEIGHTS], lambda name, _: weights.read(name))
     if STATES in checkpoint:
-        checkpoint[STATES] = [_filled(each, states, at) for at, each in enumerate(checkpoint[STATES])]
-    found = enumerate(checkpoint[CHECKPOINT_KEY])
-    return checkpoint, [InFolder.of(_Files(folder, f"engine{at}"), each, topology) for at, each in found]
+        checkpoint[STATES] = [_filled(state, states, at) for at, state in enumerate(checkpoint[STATES])]
+    metadata_items = enumerate(checkpoint[CHECKPOINT_KEY])
+    return checkpoint, [
+        InFolder.of(_Files(folder, f"engine{at}"), metadata, topology) for at, metadata in metadata_items
+    ]
 
 
 def check_sharded(folder: Path, **options: Any) -> None:
@@ -214,5 +216,5 @@ class _LazyTensor:
     name: str
 
     def __getitem__(self, here: slice) -> Tensor:
-        found: Tensor = self.files.read(self.name)[here]
-        return found
+        tensor: Tensor = self.files.read(self.name)[here]
+        return tensor

@@ -113,7 +113,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         self._pass_over_empty_epochs(loop)
         # A resumed run first trains on batches that Lightning has already begun to fetch. So if the checkpoint was
         # saved after the last batch of an epoch, the loader gets its next epoch only here.
-        if any([self._tell_epoch(each) for each in loop._combined_loader.flattened]):
+        if any([self._tell_epoch(loader) for loader in loop._combined_loader.flattened]):
             iter(loop._data_fetcher)
 
     def _pass_over_empty_epochs(self, loop: Any) -> None:
@@ -136,7 +136,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         updates = super()._new_updates(module, optimizers)
         self._joined_groups = ()
         if updates.progress is not None:
-            self._joined_groups = [each.param_groups for each in optimizers]
+            self._joined_groups = [optimizer.param_groups for optimizer in optimizers]
             checkpoint = {**updates.progress, "optimizer_states": []}  # the engine has loaded the optimizer
             updates.progress = None
             connector = self.lightning_module.trainer._checkpoint_connector
@@ -179,7 +179,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         # Joining nodes load weights and the optimizer from the engine. Hyperparameters may have unsafe types.
         left_out = ("state_dict", "optimizer_states", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
-        return {name: each for name, each in checkpoint.items() if name not in left_out}
+        return {name: value for name, value in checkpoint.items() if name not in left_out}
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -220,8 +220,8 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
 def _pass_over_epoch(loop: Any) -> None:
     progress = loop.epoch_progress
     loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-    for each in (progress.current, progress.total):
-        each.ready = each.started = each.processed = each.completed = each.processed + 1
+    for tracker in (progress.current, progress.total):
+        tracker.ready = tracker.started = tracker.processed = tracker.completed = tracker.processed + 1
     loop.reset_restart_stage()
     loop.restarting = False
 
@@ -282,7 +282,7 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
             )
         self._set_up = [*self._set_up, optimizer]
         optimizer = super().setup_optimizer(optimizer)
-        stepped = {id(p) for each in self._set_up for p in parameters_of(each)}
+        stepped = {id(p) for stepper in self._set_up for p in parameters_of(stepper)}
         if all(id(p) in stepped for module in self._modules for p in module.parameters() if p.requires_grad):
             self._join_others()
         return optimizer
@@ -319,15 +319,15 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
                 )
         if elastic.progress is None:
             return
-        taken = elastic.progress
-        own = {name for name, each in state.items() if not isinstance(each, (nn.Module, Optimizer))}
-        if taken.keys() != own:
+        progress = elastic.progress
+        own = {name for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
+        if progress.keys() != own:
             raise ValueError(
-                f"sync_state() of {sorted(own)}, but the other nodes have {sorted(taken)}. Use equal names on all "
+                f"sync_state() of {sorted(own)}, but the other nodes have {sorted(progress)}. Use equal names on all "
                 f"nodes."
             )
         elastic.progress = None
-        for name, value in taken.items():
+        for name, value in progress.items():
             if hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(value)
             else:
@@ -387,18 +387,18 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
         return super().optimizer_step(optimizer, **kwargs)
 
     def _check_progress(self, elastic: ElasticUpdates) -> None:
-        taken, elastic.progress = elastic.progress, None
-        if taken:
+        progress, elastic.progress = elastic.progress, None
+        if progress:
             raise ValueError(
-                f"the other nodes share {sorted(taken)}, but this node does not. Call "
+                f"the other nodes share {sorted(progress)}, but this node does not. Call "
                 f"fabric.strategy.sync_state(state) after the set-up of the optimizer, on all nodes."
             )
 
     def _progress_state_dict(self) -> dict[str, Any]:
         entries = {}
-        for name, each in (self._progress or {}).items():
-            if not isinstance(each, (nn.Module, Optimizer)):
-                entries[name] = each.state_dict() if hasattr(each, "state_dict") else each
+        for name, value in (self._progress or {}).items():
+            if not isinstance(value, (nn.Module, Optimizer)):
+                entries[name] = value.state_dict() if hasattr(value, "state_dict") else value
         return entries
 
     @contextmanager
@@ -440,12 +440,12 @@ class ElasticFabricAdapter(ElasticAdapter, Host):
                 "this node has joined other nodes and has their weights. Call fabric.load() between "
                 "fabric.setup_module(model) and fabric.setup_optimizers(optimizer)."
             )
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        version = rest.pop(ELASTIC_KEY, None)
-        if version is not None and any(isinstance(each, nn.Module) for each in (state or {}).values()):
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        version = remainder.pop(ELASTIC_KEY, None)
+        if version is not None and any(isinstance(value, nn.Module) for value in (state or {}).values()):
             # With weights alone, the run starts with the first epoch.
             self._loaded = Version(*version) if has_optimizer(state) else Version(*version)._replace(place=0)
-        return rest
+        return remainder
 
 
 class MSTopKElasticFabricMixin(ElasticFabricAdapter, MSTopKLocalFabricMixin):

@@ -57,7 +57,7 @@ class FabricAdapter(Adapter, Host):
 
     @contextmanager
     def _saving(self, path: Any, state: Any) -> Iterator[Any]:
-        optimizers = {name: each for name, each in state.items() if isinstance(each, Optimizer)}
+        optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
         # A state without an optimizer is saved as weights alone.
         engines = self._saved_engines() if has_optimizer(state) else []
         entries = self._rank_state(optimizers) if engines else {}  # a collective of the node
@@ -70,10 +70,10 @@ class FabricAdapter(Adapter, Host):
 
     def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._verify(path)
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        metadata_list = rest.pop(CHECKPOINT_KEY, []) if isinstance(rest, dict) else []
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        metadata_list = remainder.pop(CHECKPOINT_KEY, []) if isinstance(remainder, dict) else []
         self._side_files.load({CHECKPOINT_KEY: metadata_list}, self._main_path(path), self.global_rank)
-        return rest
+        return remainder
 
 
 class ReplicasFabricAdapter(FabricAdapter):
@@ -108,7 +108,7 @@ class UpdatesFabricAdapter(FabricAdapter):
     _modules: list[nn.Module]  # modules that were set up
 
     def _register_module(self, module: nn.Module) -> None:
-        self._modules = [each for each in self._modules if each is not module] + [module]
+        self._modules = [known_module for known_module in self._modules if known_module is not module] + [module]
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Exchange the optimizer's updates, after the set-up of its module. A collective of the world."""
@@ -127,7 +127,7 @@ class UpdatesFabricAdapter(FabricAdapter):
 
     def _module_of(self, optimizers: Sequence[Optimizer]) -> nn.Module:
         """Return the module, or a list of the modules, that have parameters of these optimizers."""
-        stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+        stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         modules = [m for m in self._modules if any(id(p) in stepped for p in m.parameters())]
         if not modules:
             raise ValueError(
@@ -139,7 +139,7 @@ class UpdatesFabricAdapter(FabricAdapter):
     def _drop(self, optimizer: Optimizer) -> None:
         stepped = set(map(id, parameters_of(optimizer)))
         for engine in list(self.engines):
-            if any(id(p) in stepped for one in engine.optimizers for p in one.parameters):
+            if any(id(p) in stepped for local_optimizer in engine.optimizers for p in local_optimizer.parameters):
                 # An earlier engine of the same parameters first sends its pending updates.
                 engine.finish()
                 engine.release_optimizers([optimizer])
@@ -147,22 +147,22 @@ class UpdatesFabricAdapter(FabricAdapter):
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Restore this rank's state of all modules and optimizers. Set all of them up before."""
-        given = state.values() if isinstance(state, Mapping) else [state]
-        filled = [p for each in given if isinstance(each, nn.Module) for p in each.parameters()]
+        values = state.values() if isinstance(state, Mapping) else [state]
+        filled = [p for value in values if isinstance(value, nn.Module) for p in value.parameters()]
         loaded = [engine for engine in self.engines if engine.owns_any(set(map(id, filled)))]
         for engine in loaded:
             engine.swap_in_global_weights()  # for parameters that the load does not change
-        rest = self._load_main(path, state, *args, **kwargs)
+        remainder = self._load_main(path, state, *args, **kwargs)
         # The main file has only the optimizer states of node 0.
         self._load_own_optimizers(state)
         for engine in self.engines:
             saved = self._side_files.loaded.pop(0) if self._side_files.loaded else None
-            if not any(engine is each for each in loaded):
+            if not any(engine is loaded_engine for loaded_engine in loaded):
                 continue  # its training continues
             engine.restart()
             if saved is not None:
                 self._restore_engine(engine, saved)
-        return rest
+        return remainder
 
     def _load_own_optimizers(self, state: Any) -> None:
         """Load the state of this node's optimizers."""

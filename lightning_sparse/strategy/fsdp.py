@@ -73,8 +73,10 @@ class ShardsAdapter(Adapter):
         # The main file has the optimizer states of the first node.
         if self.topology.node_index == 0:
             return {}
-        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
-        return {"optimizers": [optimizer_state.state_of(each.optimizers, each.names).to_dict() for each in engines]}
+        engines = (engine for engine in self.engines if isinstance(engine, LocalUpdates))
+        return {
+            "optimizers": [optimizer_state.state_of(engine.optimizers, engine.names).to_dict() for engine in engines]
+        }
 
     def _is_file(self, path: Any) -> bool:
         """Return whether a checkpoint is a file. Lightning's load of a file takes the optimizer's state for the state
@@ -82,7 +84,7 @@ class ShardsAdapter(Adapter):
         return Path(self._main_path(path)).is_file()
 
     def _load_rank_state(self, entries: dict[str, Any]) -> None:
-        engines = (each for each in self.engines if isinstance(each, LocalUpdates))
+        engines = (engine for engine in self.engines if isinstance(engine, LocalUpdates))
         for engine, saved in zip(engines, entries.get("optimizers", []), strict=False):
             optimizer_state.load(engine.names, engine.stepped(), [State.from_dict(saved)])
 
@@ -250,11 +252,11 @@ class MSTopKFSDPMixin(ShardsTrainerAdapter):
         **kwargs: Any,
     ) -> None:
         self._init_fsdp(send, node_name, kwargs)
-        given = {} if timeout is None else {"timeout": timeout}
+        options = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
-            **given,
+            **options,
         )
 
 
@@ -289,12 +291,12 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
         module = super().setup_module(module)
         self._register_module(module)
         if self.send == "gradients":
-            earlier = next((each for each in self.engines if each.module is module), None)
+            earlier = next((old_engine for old_engine in self.engines if old_engine.module is module), None)
             engine = self._new_gradients(module, earlier)
             engine.epoch = self._epoch
             if engine.active and self.config.wants_warmup:
                 engine.log_once(NO_WARMUP, logging.WARNING)
-            self.engines[:] = [*(each for each in self.engines if each is not earlier), engine]
+            self.engines[:] = [*(old_engine for old_engine in self.engines if old_engine is not earlier), engine]
         return module
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -303,7 +305,7 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
         Raises:
             ValueError: if the optimizer was made before its module was sharded.
         """
-        held = {id(p) for each in self._modules for p in each.parameters()}
+        held = {id(p) for module in self._modules for p in module.parameters()}
         stepped = parameters_of(optimizer)
         stale = sum(id(p) not in held for p in stepped)
         if stale:
@@ -331,35 +333,35 @@ class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
         with super()._saving(path, state) as whole, self.global_weights():
             # As for a Trainer, a folder has the optimizer states of the first node alone.
             if self._save_distributed_checkpoint and self.topology.node_index > 0:
-                whole = {name: each for name, each in whole.items() if not isinstance(each, Optimizer)}
+                whole = {name: value for name, value in whole.items() if not isinstance(value, Optimizer)}
             yield whole
             self._wait_for_writers()
 
     def _load_main(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         entries = state.items() if isinstance(state, MutableMapping) and self._is_file(path) else ()
-        optimizers = {name: each for name, each in entries if isinstance(each, Optimizer)}
+        optimizers = {name: value for name, value in entries if isinstance(value, Optimizer)}
         for name in optimizers:
             del state[name]
         try:
-            rest = super()._load_main(path, state, *args, **kwargs)
+            remainder = super()._load_main(path, state, *args, **kwargs)
         finally:
             if optimizers:
                 state.update(optimizers)
         names = {id(p): name for module in self._modules for name, p in module.named_parameters()}
         for name, optimizer in optimizers.items():
-            if name in rest:
-                optimizer_state.load_whole(optimizer, names, rest.pop(name))
-        return rest
+            if name in remainder:
+                optimizer_state.load_whole(optimizer, names, remainder.pop(name))
+        return remainder
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        given = dict(state) if isinstance(state, MutableMapping) else {}
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        objects = dict(state) if isinstance(state, MutableMapping) else {}
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
         # For a folder, Fabric replaces objects such as schedulers with their states and does not load them.
-        for name, each in given.items():
-            if state[name] is not each and hasattr(each, "load_state_dict"):
-                each.load_state_dict(state[name])
-                state[name] = each
-        return rest
+        for name, value in objects.items():
+            if state[name] is not value and hasattr(value, "load_state_dict"):
+                value.load_state_dict(state[name])
+                state[name] = value
+        return remainder
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         with self._checkpoint_target(path) as unfinished:

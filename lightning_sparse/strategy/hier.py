@@ -58,7 +58,7 @@ class GradientEngines:
         """
         module = ddp.module
         self._drop_unused(module, fresh)
-        state = next((each for each in self.states if each.parameters.module is module), None)
+        state = next((candidate for candidate in self.states if candidate.parameters.module is module), None)
         if state is None:
             state = HierState(module, self._config, topology, find_unused_parameters=find_unused)
             state.loss_scale = lambda: loss_scale_of(precision)
@@ -74,18 +74,18 @@ class GradientEngines:
         """Watch more optimizers. An optimizer replaces another optimizer of the same parameters."""
         optimizers = list(optimizers)
         for state in self.states:
-            own = [each for each in optimizers if state.parameters.are_stepped_by(each)]
+            own = [optimizer for optimizer in optimizers if state.parameters.are_stepped_by(optimizer)]
             if own:
                 self.optimizers_by_state[state] = _drop_superseded(self.optimizers_by_state[state], own) + own
                 state.watch(self.optimizers_by_state[state])
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        alive = [known for known in self.known_optimizers if known() is not None]
+        alive = [reference for reference in self.known_optimizers if reference() is not None]
         self.known_optimizers = [*alive, weakref.ref(optimizer)]
         self.watch([optimizer])
 
     def attach_known_optimizers(self) -> None:
-        self.watch([each for found in self.known_optimizers if (each := found()) is not None])
+        self.watch([optimizer for reference in self.known_optimizers if (optimizer := reference()) is not None])
 
     def keep_only(self, state: HierState) -> None:
         self.states[:], self.optimizers_by_state = [state], {state: self.optimizers_by_state[state]}
@@ -103,12 +103,12 @@ class GradientEngines:
                 state.close()
                 self.states.remove(state)
                 stale = self.optimizers_by_state.pop(state)
-                self.known_optimizers = [each for each in self.known_optimizers if each() not in stale]
+                self.known_optimizers = [reference for reference in self.known_optimizers if reference() not in stale]
 
 
 def _drop_superseded(known: list[Optimizer], new: list[Optimizer]) -> list[Optimizer]:
-    taken = {id(parameter) for each in new for parameter in parameters_of(each)}
-    return [each for each in known if taken.isdisjoint(map(id, parameters_of(each)))]
+    ids = {id(parameter) for optimizer in new for parameter in parameters_of(optimizer)}
+    return [optimizer for optimizer in known if ids.isdisjoint(map(id, parameters_of(optimizer)))]
 
 
 class HierAdapter(Adapter):
@@ -236,7 +236,7 @@ def _reason_to_bypass(module: Any, optimizers: Iterable[torch.optim.Optimizer]) 
         return ""
     # A backward pass that reaches the parameters of several optimizers leaves gradients that the user drops. A residual
     # would bring them back later.
-    reached = sum(any(p.requires_grad for p in parameters_of(each)) for each in optimizers)
+    reached = sum(any(p.requires_grad for p in parameters_of(optimizer)) for optimizer in optimizers)
     if reached < 2:
         return ""
     return "a backward reaches the parameters of several optimizers; wrap it in toggle_optimizer() to send it sparsely"
@@ -253,7 +253,7 @@ def _local_buffers_warning(module: Any) -> str:
 
 
 def _unoptimized_parameters_warning(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+    stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     # These gradients are never zeroed, so they grow and take places among the largest entries.
     idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in stepped]
     if not stepped or not idle:
@@ -290,9 +290,9 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         with self._sized_buckets(module):
             ddp: DistributedDataParallel = super().setup_module(module)
         self._wrapped(ddp)
-        known = list(self.engines)
+        old_engines = list(self.engines)
         state = self._gradients.attach(ddp, self.topology, self.precision, find_unused=self._finds_unused)
-        if state not in known:
+        if state not in old_engines:
             state.epoch = self._epoch
             if state.active and self.config.wants_warmup:
                 state.log_once(NO_WARMUP, logging.WARNING)
@@ -316,7 +316,7 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         super().backward(tensor, module, *args, **kwargs)
 
     def _steppers(self) -> list[Optimizer]:
-        return [each for state in self.engines for each in self._gradients.optimizers_by_state[state]]
+        return [optimizer for state in self.engines for optimizer in self._gradients.optimizers_by_state[state]]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint. Each module gets the first residuals that fit it, in the order of set-up.
@@ -324,21 +324,23 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         Modules that are not set up get their residuals at set-up.
         """
         waiting = self._side_files.loaded
-        rest = self._load_main(path, state, *args, **kwargs)
+        remainder = self._load_main(path, state, *args, **kwargs)
         # With weights alone, the residuals do not change.
         if state and not has_optimizer(state):  # the load has filled state
             self._side_files.loaded = waiting
-            return rest
-        for each in self.engines:
-            self._restore_first(each)
-        return rest
+            return remainder
+        for engine in self.engines:
+            self._restore_first(engine)
+        return remainder
 
     def _restore_first(self, state: HierState) -> None:
         numels = state.parameters.numels
-        found = next((each for each in self._side_files.loaded if each.metadata["parameters"] == numels), None)
-        if found is not None:
-            self._side_files.loaded.remove(found)
-            self._restore_engine(state, found)
+        checkpoint = next(
+            (candidate for candidate in self._side_files.loaded if candidate.metadata["parameters"] == numels), None
+        )
+        if checkpoint is not None:
+            self._side_files.loaded.remove(checkpoint)
+            self._restore_engine(state, checkpoint)
 
     def _discard_unmatched_checkpoints(self) -> None:
         # Modules that are not set up before the first backward pass get no residuals. A checkpoint without stores has

@@ -39,7 +39,7 @@ class LateGradients:
         self._equal: dict[int, Tensor] = {}  # late parameters that are equal on all ranks
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        for before in [each for each in self._known if each.module is ddp.module]:
+        for before in [wrapper for wrapper in self._known if wrapper.module is ddp.module]:
             del self._known[before]
         named = ddp.module.named_parameters(remove_duplicate=False)
         ignored = ddp.parameters_to_ignore
@@ -60,7 +60,7 @@ class LateGradients:
         average_gradients(late, self._communicator)
 
     def _late(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-        stepped = {id(p): p for each in optimizers for p in parameters_of(each) if p.requires_grad}
+        stepped = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad}
         late = stepped.keys() - set().union(*self._known.values())
         if not late:
             return []

@@ -140,7 +140,7 @@ class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
         return ddp
 
     def _steppers(self) -> list[Optimizer]:
-        return [one.optimizer for engine in self.engines for one in engine.optimizers]
+        return [local_optimizer.optimizer for engine in self.engines for local_optimizer in engine.optimizers]
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the global weights. All ranks call it."""
@@ -154,11 +154,11 @@ class MSTopKLocalFabricMixin(ReplicasFabricAdapter, UpdatesFabricAdapter):
 
     def _rank_state(self, optimizers: Mapping[str, Any]) -> dict[str, Any]:
         # Collecting the state is a collective of the node, so all devices take part.
-        states = {name: self.get_optimizer_state(each) for name, each in optimizers.items()}
+        states = {name: self.get_optimizer_state(optimizer) for name, optimizer in optimizers.items()}
         return to_python(states) if self.topology.device_index == 0 and self.topology.node_index > 0 else {}
 
     def _load_own_optimizers(self, state: Any) -> None:
         own = self._side_files.entries(self.topology)
-        for name, each in state.items() if isinstance(state, Mapping) else ():
-            if isinstance(each, Optimizer) and name in own:
-                each.load_state_dict(own[name])
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(value, Optimizer) and name in own:
+                value.load_state_dict(own[name])

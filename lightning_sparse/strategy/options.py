@@ -49,7 +49,7 @@ class ShardsConfig(UpdatesConfig, GradientsConfig):
         super().__post_init__()
         of_updates = ("step_ahead", "delay", "sync_every", "outer_lr")
         others = ("warmup_epochs", "warmup_steps") if self.send == "updates" else of_updates
-        for name in (each for each in others if getattr(self, each) != getattr(ShardsConfig, each)):
+        for name in (option for option in others if getattr(self, option) != getattr(ShardsConfig, option)):
             what, other = ("gradients", "updates") if self.send == "updates" else ("updates", "gradients")
             raise ValueError(
                 f"{name}={getattr(self, name)!r} applies to {what}, but send={other!r}. Omit {name}, or use "
@@ -135,17 +135,17 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
     """Remove the strategy's own options from ``given``, and return their config. Check the other options."""
     config = kind.config(**{name: given.pop(name) for name in kind.options if name in given}, **more)
     check_supported(kind, cls, given)
-    known = _parameter_names(kind.wrapper)[0]
-    for base in (each for each in cls.__mro__ if "__init__" in vars(each)):
+    valid_names = _parameter_names(kind.wrapper)[0]
+    for base in (ancestor for ancestor in cls.__mro__ if "__init__" in vars(ancestor)):
         names, passes_on = _parameter_names(base)
-        known |= names
+        valid_names |= names
         if not passes_on:
             break  # it passes no options on
-    known -= {"self", "module"}
+    valid_names -= {"self", "module"}
     own = (*kind.options, *more)
     others = "its base class in Lightning" if kind.wrapper is object else "DistributedDataParallel"
     refuse_unknown(
-        cls, given, {*own, *known}, f" Its own options are {', '.join(own)}; options of {others} are passed on."
+        cls, given, {*own, *valid_names}, f" Its own options are {', '.join(own)}; options of {others} are passed on."
     )
     return config
 

@@ -350,10 +350,10 @@ class ReplicasAdapter(TrainerAdapter):
         if not (folder / META).is_file():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._verify(folder)
-        checkpoint, found = distributed.merge_checkpoint(folder, self.topology, *args, **kwargs)
-        self._side_files.take(found, folder, self.global_rank)
-        if found and found[0].kind == LocalUpdates.kind:
-            self._pieces = found[0].optimizers(self.topology)
+        checkpoint, engine_checkpoints = distributed.merge_checkpoint(folder, self.topology, *args, **kwargs)
+        self._side_files.take(engine_checkpoints, folder, self.global_rank)
+        if engine_checkpoints and engine_checkpoints[0].kind == LocalUpdates.kind:
+            self._pieces = engine_checkpoints[0].optimizers(self.topology)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -361,9 +361,12 @@ class ReplicasAdapter(TrainerAdapter):
             super().load_optimizer_state_dict(checkpoint)
             return
         engine, names = self.engine, {id(p): name for name, p in self.lightning_module.named_parameters()}
-        whole = [(each, [(p, Part(0, 0, p.numel())) for p in trainable_params(each)]) for each in self.optimizers]
+        whole = [
+            (optimizer, [(p, Part(0, 0, p.numel())) for p in trainable_params(optimizer)])
+            for optimizer in self.optimizers
+        ]
         mine = engine.stepped() if isinstance(engine, LocalUpdates) else []
-        if not mine and any(hasattr(each, "consolidate_state_dict") for each in self.optimizers):
+        if not mine and any(hasattr(optimizer, "consolidate_state_dict") for optimizer in self.optimizers):
             raise ValueError(
                 "this checkpoint has optimizer states in pieces of 'mstopk_local', which a sharded step cannot load. "
                 "Remove PTOCallback, or save one file with 'mstopk_local' (save_distributed_checkpoint=False)."
@@ -387,5 +390,7 @@ def refuse_static_graph_with_accumulation(trainer: Any, ddp_kwargs: dict[str, An
 def most_accumulated(trainer: Any) -> int:
     """Return the largest number of batches between two steps, from the option or a `GradientAccumulationScheduler`."""
     schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
-    most: int = max([trainer.accumulate_grad_batches, *(n for each in schedules if each for n in each.values())])
+    most: int = max(
+        [trainer.accumulate_grad_batches, *(n for schedule in schedules if schedule for n in schedule.values())]
+    )
     return most

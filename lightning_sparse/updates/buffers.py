@@ -47,36 +47,36 @@ class Buffers:
         """Average, and keep this rank's own values for `swap_in_local_weights`."""
         self._find_drifting()
         tensors = self._tensors()
-        own = {name: each.clone() for name, each in tensors.items()}
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
         self._average(tensors)
-        self._kept = {name: (own[name], each.clone()) for name, each in tensors.items()}
+        self._kept = {name: (own[name], tensor.clone()) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def swap_in_local_weights(self) -> None:
         """Restore this rank's own values, except for changes made to the averages."""
-        for name, each in self._tensors().items():
-            if name in self._kept and torch.equal(each, self._kept[name][1]):
-                each.copy_(self._kept[name][0])
+        for name, tensor in self._tensors().items():
+            if name in self._kept and torch.equal(tensor, self._kept[name][1]):
+                tensor.copy_(self._kept[name][0])
         self._kept = {}
 
     def own(self) -> dict[str, Tensor]:
         """Return this rank's own values by name, even while the averages are shown."""
         return {
-            name: self._kept[name][0] if name in self._kept and torch.equal(each, self._kept[name][1]) else each
-            for name, each in self._tensors().items()
+            name: self._kept[name][0] if name in self._kept and torch.equal(tensor, self._kept[name][1]) else tensor
+            for name, tensor in self._tensors().items()
         }
 
     def fit(self, saved: Mapping[str, Tensor]) -> bool:
         """Return whether saved buffers have the names and shapes of these."""
-        known = {**dict(self._module.named_parameters()), **self._tensors()}
-        same = all(name in known and local_of(known[name]).shape == each.shape for name, each in saved.items())
+        tensors = {**dict(self._module.named_parameters()), **self._tensors()}
+        same = all(name in tensors and local_of(tensors[name]).shape == tensor.shape for name, tensor in saved.items())
         return same and self._tensors().keys() <= saved.keys()
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
         self._drifting = saved.keys() & dict(self._module.named_parameters()).keys()
-        for name, each in self._tensors().items():
-            each.copy_(saved[name])
+        for name, tensor in self._tensors().items():
+            tensor.copy_(saved[name])
 
     def _tensors(self) -> dict[str, Tensor]:
         floats = {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
@@ -89,13 +89,13 @@ class Buffers:
         # with the collective of its holders, and with their number.
         comm, names = self._communicator, list(names)
         sharded = {name for name, p in self._module.named_parameters() if isinstance(p, DTensor)}
-        for found, reduce, count in (
+        for group, reduce, count in (
             ([name for name in names if name not in sharded], comm.flat_all_reduce, comm.topology.world_size),
             ([name for name in names if name in sharded], comm.all_reduce, comm.topology.num_nodes),
         ):
             # No collective for an empty group: the names are equal on all ranks, so ranks decide alike.
-            if found:
-                yield found, reduce, count
+            if group:
+                yield group, reduce, count
 
     def _find_drifting(self) -> None:
         stepped, parameters = self._stepped(), dict(self._module.named_parameters())
@@ -105,6 +105,6 @@ class Buffers:
             if id(p) not in stepped and name not in self._drifting and p.is_floating_point() and p.numel()
         ]
         # A collective of the world, if there are any such parameters.
-        for found, reduce, _ in self._by_holders(names):
-            held = [local_of(parameters[name].data) for name in found]
-            self._drifting |= {found[place] for place in differing(held, reduce, held[0].device)}
+        for group, reduce, _ in self._by_holders(names):
+            held = [local_of(parameters[name].data) for name in group]
+            self._drifting |= {group[place] for place in differing(held, reduce, held[0].device)}

@@ -84,7 +84,7 @@ class LocalUpdates(Engine):
             return
         _check_parameters(self.names, optimizers)
         _check_ranks(module, self.names, optimizers, config)
-        parameters = [p for each in optimizers for p in trainable_params(each)]
+        parameters = [p for optimizer in optimizers for p in trainable_params(optimizer)]
         device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
         numel = sum(p.numel() for p in parameters)
         self.exchange = Exchange(config, topology, device, numel, self.log_once)
@@ -94,9 +94,9 @@ class LocalUpdates(Engine):
         self._inside = inside = HierCommunicator(topology, world=self.exchange.communicator.node)
         self.optimizers = [
             LocalOptimizer(
-                each, module, self.names, self.exchange, inside, config, self._make_state, self._before_change
+                optimizer, module, self.names, self.exchange, inside, config, self._make_state, self._before_change
             )
-            for each in optimizers
+            for optimizer in optimizers
         ]
 
     def _has_others(self) -> bool:
@@ -108,7 +108,7 @@ class LocalUpdates(Engine):
     def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None: ...
 
     def _stepped(self) -> set[int]:
-        return {id(p) for one in self.optimizers for p in one.parameters}
+        return {id(p) for local_optimizer in self.optimizers for p in local_optimizer.parameters}
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class LocalUpdates(Engine):
 
         Call it yourself if some nodes may skip a step.
         """
-        for one in self._of(optimizer):
-            one.follow_groups()
+        for local_optimizer in self._of(optimizer):
+            local_optimizer.follow_groups()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer | None = None) -> None:
@@ -143,14 +143,14 @@ class LocalUpdates(Engine):
         self.steps += 1
         self._all_sent = False
         self._name_place(f"in step {self.steps}")
-        for one in stepped:
-            one.step(self._step_id(one))
+        for local_optimizer in stepped:
+            local_optimizer.step(self._step_id(local_optimizer))
         self.exchange.stats.end_round()
 
     def send_unsent(self) -> None:
-        for one in self.optimizers:
-            if one.has_unsent_step:
-                self.step(one.optimizer)
+        for local_optimizer in self.optimizers:
+            if local_optimizer.has_unsent_step:
+                self.step(local_optimizer.optimizer)
 
     def finish(self) -> None:
         """Send all pending updates. Afterwards all ranks have equal weights."""
@@ -166,16 +166,16 @@ class LocalUpdates(Engine):
             if self.steps == 0:
                 self.warn_of_no_step()
             self._make_up()
-            for one in self.optimizers:  # all, before a flush uses their process group
-                one.state.receive()
+            for local_optimizer in self.optimizers:  # all, before a flush uses their process group
+                local_optimizer.state.receive()
             self.exchange.runner.synchronize()  # for other modules with this topology
             self._flush()
             self.buffers.average()
         self._all_sent = True
 
     def _flush(self) -> None:
-        for one in self.optimizers:
-            one.flush()
+        for local_optimizer in self.optimizers:
+            local_optimizer.flush()
 
     def warn_of_no_step(self) -> None:
         self.log_once(
@@ -186,7 +186,7 @@ class LocalUpdates(Engine):
 
     def _make_up(self) -> None:
         # Nodes would otherwise wait forever in collectives that a node with fewer steps never makes.
-        mine = [one.exchanges for one in self.optimizers]
+        mine = [local_optimizer.exchanges for local_optimizer in self.optimizers]
         most, least = extremes(mine, self.exchange.communicator.flat_all_reduce, self._device)
         if most == least:
             return
@@ -196,8 +196,8 @@ class LocalUpdates(Engine):
             f"optimizer step",
             logging.WARNING,
         )
-        for one, exchanges in zip(self.optimizers, most, strict=True):
-            one.make_up_to(exchanges, self._step_id(one))
+        for local_optimizer, exchanges in zip(self.optimizers, most, strict=True):
+            local_optimizer.make_up_to(exchanges, self._step_id(local_optimizer))
 
     def _step_id(self, one: LocalOptimizer) -> int:
         return (self.batches << 8) + self.optimizers.index(one)
@@ -220,14 +220,14 @@ class LocalUpdates(Engine):
         self._shown, self._waits = True, wait
         # Nodes do not wait for each other: the weights lack messages in flight, and buffers stay local.
         if not wait:
-            for one in self.optimizers:
-                one.swap_in_global_weights(wait=False)
+            for local_optimizer in self.optimizers:
+                local_optimizer.swap_in_global_weights(wait=False)
             return
         self._name_place(f"showing the global weights, after step {self.steps}")
         with self.exchange.communicator.waiting():
             self._make_up()
-            for one in self.optimizers:
-                one.swap_in_global_weights()
+            for local_optimizer in self.optimizers:
+                local_optimizer.swap_in_global_weights()
             self._check_trusted()
             self.buffers.show_averaged()
 
@@ -244,11 +244,11 @@ class LocalUpdates(Engine):
         self._trusted |= not self._waits
         self._all_sent &= adopt
         self._shown = False
-        for one in self.optimizers:
+        for local_optimizer in self.optimizers:
             if changed:
-                one.swap_in_local_weights(adopt)
+                local_optimizer.swap_in_local_weights(adopt)
             else:
-                one.restore_local_weights()
+                local_optimizer.restore_local_weights()
         if self._waits:
             self.buffers.swap_in_local_weights()
 
@@ -265,16 +265,16 @@ class LocalUpdates(Engine):
 
     def _may_be_changed(self) -> bool:
         # On GPUs, a comparison would make the host wait, so assume a change.
-        return self._device.type != "cpu" or any(one.is_changed() for one in self.optimizers)
+        return self._device.type != "cpu" or any(local_optimizer.is_changed() for local_optimizer in self.optimizers)
 
     def _agree_on_changes(self) -> tuple[bool, bool]:
         """Return whether any rank changed the shown global weights, and whether the global weights adopt the change."""
-        changed = any(one.is_changed() for one in self.optimizers)
+        changed = any(local_optimizer.is_changed() for local_optimizer in self.optimizers)
         # A collective of the world. If nodes made different changes, the mean is written into the parameters.
         if all_agree(not changed, self.exchange.communicator.flat_all_reduce, self._device):
             return False, True
         alike = self._same_on_all_nodes(
-            [piece for one in self.optimizers for piece in one.state.slices.in_parameters()]
+            [piece for local_optimizer in self.optimizers for piece in local_optimizer.state.slices.in_parameters()]
         )
         if not alike:
             self.log_once(
@@ -283,8 +283,8 @@ class LocalUpdates(Engine):
                 "the weights.",
                 logging.WARNING,
             )
-            for one in self.optimizers:
-                one.average_changes()
+            for local_optimizer in self.optimizers:
+                local_optimizer.average_changes()
         return True, True
 
     def _check_trusted(self) -> None:
@@ -293,7 +293,7 @@ class LocalUpdates(Engine):
         if not self._trusted:
             return
         self._trusted = False
-        if not self._same_on_all_nodes([one.state.read_global() for one in self.optimizers]):
+        if not self._same_on_all_nodes([local_optimizer.state.read_global() for local_optimizer in self.optimizers]):
             raise RuntimeError(
                 "the global weights differ between nodes: on_train_batch_start or on_train_batch_end changed weights, "
                 "but not in the same way on all nodes. Make the same change on all ranks, as DDP also requires, or "
@@ -320,8 +320,8 @@ class LocalUpdates(Engine):
     @torch.no_grad()
     def restart(self) -> None:
         self._shown = self._all_sent = False
-        for one in self.optimizers:
-            one.restart()
+        for local_optimizer in self.optimizers:
+            local_optimizer.restart()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class LocalUpdates(Engine):
         }
 
     def stepped(self) -> optimizer_state.Stepped:
-        return [(one.optimizer, one.stepped()) for one in self.optimizers]
+        return [(local_optimizer.optimizer, local_optimizer.stepped()) for local_optimizer in self.optimizers]
 
     def fits(self, metadata: Mapping[str, Any], state: State) -> bool:
         return self.active and checkpoint.fits(self.optimizers, self.names, self.buffers, state)
@@ -364,7 +364,7 @@ class LocalUpdates(Engine):
             checkpoint.load_alone(self.module, nodes)
 
     def global_parts(self) -> list[Tensor]:
-        return [one.state.read_global() for one in self.optimizers]
+        return [local_optimizer.state.read_global() for local_optimizer in self.optimizers]
 
     def norms(self) -> dict[str, Tensor]:
         return {"pending_norm": self.pending_norm()}
@@ -379,23 +379,29 @@ class LocalUpdates(Engine):
     def release_optimizers(self, reused: Sequence[Optimizer] = ()) -> None:
         """Remove the hooks and end threads. Reused optimizers get all their state: a collective of the node."""
         self.close()
-        for one in self.optimizers:
-            one.release(any(one.optimizer is each for each in reused))
+        for local_optimizer in self.optimizers:
+            local_optimizer.release(any(local_optimizer.optimizer is optimizer for optimizer in reused))
 
     def _name_place(self, where: str) -> None:
         self.exchange.communicator.error_context = self._inside.error_context = where
 
     def _of(self, optimizer: Optimizer | None) -> list[LocalOptimizer]:
-        return [one for one in self.optimizers if optimizer is None or one.optimizer is optimizer]
+        return [
+            local_optimizer
+            for local_optimizer in self.optimizers
+            if optimizer is None or local_optimizer.optimizer is optimizer
+        ]
 
     @property
     def step_ahead(self) -> float:
         """The fraction of its pending updates in the weights of this device, averaged over optimizers."""
-        return sum(one.state.local_fraction for one in self.optimizers) / max(1, len(self.optimizers))
+        return sum(local_optimizer.state.local_fraction for local_optimizer in self.optimizers) / max(
+            1, len(self.optimizers)
+        )
 
     def pending_norm(self) -> Tensor:
         """Return the L2 norm of this device's pending updates, a 0-dim tensor, without a host wait."""
-        norms = [torch.linalg.vector_norm(one.state.pending_S) for one in self.optimizers]
+        norms = [torch.linalg.vector_norm(local_optimizer.state.pending_S) for local_optimizer in self.optimizers]
         return torch.stack(norms).norm() if norms else torch.zeros(())
 
 
@@ -409,7 +415,7 @@ def _check_topology(topology: Topology) -> None:
 
 def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer]) -> None:
     stepped: set[int] = set()
-    sharded = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
+    sharded = any(isinstance(p, DTensor) for optimizer in optimizers for p in parameters_of(optimizer))
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             name = names.get(id(parameter))
@@ -444,7 +450,7 @@ def options_to_compare(
 ) -> dict[str, Any]:
     """Return the values that must be equal on all ranks, by name."""
     held = [*module.named_parameters(), *module.named_buffers()]
-    stepped = [[names[id(p)] for p in trainable_params(each)] for each in optimizers]
+    stepped = [[names[id(p)] for p in trainable_params(optimizer)] for optimizer in optimizers]
     entries = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(entries.encode()).hexdigest()[:8]
     return {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}

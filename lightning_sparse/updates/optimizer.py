@@ -49,8 +49,10 @@ class LocalOptimizer:
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self.has_unsent_step = False  # of this optimizer, or of an optimizer that it wraps
-        nested = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-        self._hooks = [each.register_step_post_hook(self._note_step) for each in filter(_has_hooks, nested)]
+        nested = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+        self._hooks = [
+            inner_optimizer.register_step_post_hook(self._note_step) for inner_optimizer in filter(_has_hooks, nested)
+        ]
         if _has_hooks(optimizer):
             self._hooks += [
                 optimizer.register_step_pre_hook(self._before_step),
@@ -112,8 +114,8 @@ class LocalOptimizer:
         # Closures compute gradients, so they must not see the probe's change.
         lifted = self.probe.lifted
         optimizer, *others = args
-        unprobed = [lifted()(each) if callable(each) else each for each in others]
-        return (optimizer, *unprobed), {n: lifted()(each) if callable(each) else each for n, each in kwargs.items()}
+        unprobed = [lifted()(argument) if callable(argument) else argument for argument in others]
+        return (optimizer, *unprobed), {n: lifted()(value) if callable(value) else value for n, value in kwargs.items()}
 
     def _note_step(self, *_: Any) -> None:
         self.has_unsent_step = True
@@ -216,7 +218,7 @@ class LocalOptimizer:
         """Return whether the parameters differ from the written global weights. Waits for the device."""
         shown = self.state.slices.of(self._shown())
         pairs = zip(self.state.slices.in_parameters(), shown, strict=True)
-        return not all(torch.equal(piece, each.to(piece.dtype)) for piece, each in pairs)
+        return not all(torch.equal(piece, shown_piece.to(piece.dtype)) for piece, shown_piece in pairs)
 
     def average_changes(self) -> None:
         pieces = self.state.slices.in_parameters()
@@ -260,12 +262,12 @@ class LocalOptimizer:
         now = [piece.cpu() for piece in self._now()]
         now_S = torch.cat([piece.float() for piece in now]) if now else torch.empty(0)
         wide = [piece for piece in now if piece.dtype == torch.float64]
-        more = {"wide": torch.cat(wide)} if wide else {}
+        entries = {"wide": torch.cat(wide)} if wide else {}
         if self.probe is not None:
-            more |= {
+            entries |= {
                 f"probe {n}": torch.tensor(value, dtype=torch.float64) for n, value in self.probe.state_dict().items()
             }
-        return {**self.state.state_dict(now_S), **more}
+        return {**self.state.state_dict(now_S), **entries}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         probed = {name[6:]: float(value) for name, value in saved.items() if name.startswith("probe ")}
@@ -289,9 +291,9 @@ class LocalOptimizer:
     @property
     def must_follow(self) -> bool:
         """Whether the optimizer's parameters have changed."""
-        known = self.parameters
-        now = trainable_params(self.optimizer, set(map(id, known)))
-        return len(now) != len(known) or not all(map(is_, now, known))
+        parameters = self.parameters
+        now = trainable_params(self.optimizer, set(map(id, parameters)))
+        return len(now) != len(parameters) or not all(map(is_, now, parameters))
 
     @torch.no_grad()
     def follow_groups(self) -> None:
@@ -367,18 +369,18 @@ class StepPartition:
         self.follow_groups()
 
     def follow_groups(self) -> None:
-        here, size = self._inside.node.place, self._inside.node.size
+        place, size = self._inside.node.place, self._inside.node.size
         now = trainable_params(self.optimizer, set(map(id, self.parameters)))
         if self._step is not None:
             self._step.follow_groups()
-            known = {id(p): parts for p, parts in zip(self._step.parameters, self._step.parts, strict=True)}
-            self._parts = [known[id(p)] for p in now]
+            parts_by_id = {id(p): parts for p, parts in zip(self._step.parameters, self._step.parts, strict=True)}
+            self._parts = [parts_by_id[id(p)] for p in now]
         else:
-            known = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
-            self._parts = partition_new(now, known, size, cost=Tensor.numel, cuttable=lambda _: True)
+            parts_by_id = {id(p): parts for p, parts in zip(self.parameters, self._parts, strict=True)}
+            self._parts = partition_new(now, parts_by_id, size, cost=Tensor.numel, cuttable=lambda _: True)
         self.parameters = now
-        self.local_parts = [next((part for part in of if part.owner == here), None) for of in self._parts]
-        self._gather = FlatGather(now, self._parts, here, size)
+        self.local_parts = [next((part for part in of if part.owner == place), None) for of in self._parts]
+        self._gather = FlatGather(now, self._parts, place, size)
 
     def gather(self) -> None:
         self._gather(self._inside)

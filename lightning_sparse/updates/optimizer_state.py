@@ -22,17 +22,20 @@ Stepped = Sequence[tuple[Optimizer, Sequence[tuple[Tensor, Part]]]]
 
 def state_of(optimizers: Sequence[LocalOptimizer], names: Mapping[int, str]) -> State:
     """Return this device's part of the state of all optimizers, on the CPU."""
-    state, rest = State(), dict[str, dict[str, Any]]()
-    for one in optimizers:
-        for parameter, part in one.state.slices.pieces:
+    state, other_values = State(), dict[str, dict[str, Any]]()
+    for local_optimizer in optimizers:
+        for parameter, part in local_optimizer.state.slices.pieces:
             name = names[id(parameter)]
             state.layouts[name] = layout_of(parameter)
-            flats, rest[name] = split(one.optimizer, parameter, part)
+            flats, other_values[name] = split(local_optimizer.optimizer, parameter, part)
             for quantity, flat in flats.items():
                 piece = Piece(name, part.begin, part.end, flat.to("cpu", copy=True))
                 state.pieces.setdefault(quantity, []).append(piece)
     # Values that do not follow a parameter's elements, such as step counts, are stored whole.
-    state.own = {"rest": rest, "groups": [options_of(one.optimizer) for one in optimizers]}
+    state.own = {
+        "rest": other_values,
+        "groups": [options_of(local_optimizer.optimizer) for local_optimizer in optimizers],
+    }
     return state
 
 
@@ -41,14 +44,14 @@ def split(optimizer: Optimizer, parameter: Tensor, part: Part) -> tuple[dict[str
 
     Flat tensors may be views. Tensors among the other values are on the CPU.
     """
-    flats, rest = dict[str, Tensor](), dict[str, Any]()
+    flats, other_values = dict[str, Tensor](), dict[str, Any]()
     for quantity, value in optimizer.state.get(parameter, {}).items():
         flat = _own_part(value, parameter, part)
         if flat is not None:
             flats[quantity] = flat
         else:
-            rest[quantity] = local_of(value).detach().cpu() if isinstance(value, Tensor) else to_python(value)
-    return flats, rest
+            other_values[quantity] = local_of(value).detach().cpu() if isinstance(value, Tensor) else to_python(value)
+    return flats, other_values
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -71,20 +74,20 @@ def _own_part(value: Any, parameter: Tensor, part: Part) -> Tensor | None:
 @torch.no_grad()
 def load(names: Mapping[int, str], stepped: Stepped, devices: Sequence[State]) -> None:
     """Load the state that the devices of one node saved, for any number of devices and any division."""
-    rest = dict(chain.from_iterable(each.own["rest"].items() for each in devices))
-    quantities = dict.fromkeys(quantity for each in devices for quantity in each.pieces)
+    other_values = dict(chain.from_iterable(device.own["rest"].items() for device in devices))
+    quantities = dict.fromkeys(quantity for device in devices for quantity in device.pieces)
     load_options([optimizer for optimizer, _ in stepped], devices[0].own["groups"])
     for optimizer, parts in stepped:
         for parameter, part in parts:
             name = names[id(parameter)]
-            found = dict(rest.get(name, {}))
+            state = dict(other_values.get(name, {}))
             for quantity in quantities:
                 flat = _read(devices, quantity, name, part, parameter)
                 if flat is not None:
-                    found[quantity] = as_stepped(flat, parameter, part)
+                    state[quantity] = as_stepped(flat, parameter, part)
             optimizer.state.pop(parameter, None)
-            if found:
-                optimizer.state[parameter] = placed(found, optimizer, parameter)
+            if state:
+                optimizer.state[parameter] = placed(state, optimizer, parameter)
 
 
 @torch.no_grad()
@@ -94,8 +97,8 @@ def load_whole(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[st
     Raises:
         ValueError: if the groups differ in number or size.
     """
-    groups, found = optimizer.param_groups, saved["param_groups"]
-    sizes, saved_sizes = ([len(each["params"]) for each in of] for of in (groups, found))
+    groups, saved_groups = optimizer.param_groups, saved["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in of] for of in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(
             f"{type(optimizer).__name__} was saved with groups of {saved_sizes} parameters, and has groups of {sizes} "
@@ -103,8 +106,8 @@ def load_whole(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[st
         )
     # Keys are indices in the order of the groups, or names. Parameters without saved state get none, as in
     # ``Optimizer.load_state_dict``.
-    by_name = {key: key for group in found for key in group["params"] if isinstance(key, str)}
-    for group, options in zip(groups, found, strict=True):
+    by_name = {key: key for group in saved_groups for key in group["params"] if isinstance(key, str)}
+    for group, options in zip(groups, saved_groups, strict=True):
         for parameter, key in zip(group["params"], options["params"], strict=True):
             values = saved["state"].get(by_name.get(names[id(parameter)], key), {})
             part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
@@ -142,7 +145,7 @@ def check(optimizers: Sequence[Optimizer], devices: Sequence[State]) -> None:
 
 def load_options(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Restore the options of groups, such as learning rates, if the groups are equal in number."""
-    groups = [each.param_groups for each in optimizers]
+    groups = [optimizer.param_groups for optimizer in optimizers]
     if list(map(len, groups)) != list(map(len, saved)):
         return
     for group, options in zip(chain.from_iterable(groups), chain.from_iterable(saved), strict=True):
@@ -174,7 +177,7 @@ def as_stepped(flat: Tensor, parameter: Tensor, part: Part) -> Tensor:
 
 def placed(found: Mapping[str, Any], optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return state tensors on their devices."""
-    group = next(each for each in optimizer.param_groups if any(p is parameter for p in each["params"]))
+    group = next(candidate for candidate in optimizer.param_groups if any(p is parameter for p in candidate["params"]))
     # Step counts stay on the CPU, unless the optimizer runs without the host. A 0-dim parameter has 0-dim state, too.
     all_there = group.get("capturable") or group.get("fused")
 
@@ -191,5 +194,5 @@ def to_python(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        return {name: to_python(each) for name, each in value.items()}
+        return {name: to_python(item) for name, item in value.items()}
     return type(value)(map(to_python, value)) if type(value) in (list, tuple) else value

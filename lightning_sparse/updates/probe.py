@@ -100,26 +100,26 @@ class Probe:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Remove the change inside, for a closure of the step that computes gradients."""
-        tried, self._tried, kept = self._tried, [], []
+        tried, self._tried, values = self._tried, [], []
         with torch.no_grad():
-            for each in tried:
-                now = each.piece[each.places]
-                kept.append(now)
+            for trial in tried:
+                now = trial.piece[trial.places]
+                values.append(now)
                 # change by the step so far; 0 in most optimizers
-                moved = now - each.changed(self.sizes[each.piece.dtype])
-                each.piece[each.places] = each.before[each.places] + moved
+                moved = now - trial.changed(self.sizes[trial.piece.dtype])
+                trial.piece[trial.places] = trial.before[trial.places] + moved
         yield
         with torch.no_grad():
-            for each, now in zip(tried, kept, strict=True):
-                each.piece[each.places] = now
+            for trial, now in zip(tried, values, strict=True):
+                trial.piece[trial.places] = now
         self._tried = tried
 
     @torch.no_grad()
     def cancel(self) -> bool:
         """Remove the change before the step. Return whether there was a change; ``begin`` makes it again."""
         was_under_way = self.under_way
-        for each in self._tried:
-            each.piece[each.places] = each.before[each.places]
+        for trial in self._tried:
+            trial.piece[trial.places] = trial.before[trial.places]
         self._tried = []
         return was_under_way
 
@@ -128,13 +128,13 @@ class Probe:
         """Remove the change after the step, and store the fraction that was left."""
         self.steps += 1
         shares = []
-        for each in self._tried:
-            size = self.sizes[each.piece.dtype]
-            share, usual = each.take_back(size)
+        for trial in self._tried:
+            size = self.sizes[trial.piece.dtype]
+            share, usual = trial.take_back(size)
             if size and 0 < usual <= size / CLEAR:
                 shares.append(max(0.0, share))
-            scale = each.before.double().square().mean().sqrt().item()  # limit: a larger change would ruin the step
-            self.sizes[each.piece.dtype] = min(LARGE * usual, scale or math.inf)
+            scale = trial.before.double().square().mean().sqrt().item()  # limit: a larger change would ruin the step
+            self.sizes[trial.piece.dtype] = min(LARGE * usual, scale or math.inf)
         self._tried = []
         if shares:
             self.found, self.most = self.found + 1, max(self.most, min(shares))

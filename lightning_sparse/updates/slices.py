@@ -130,5 +130,5 @@ def _batches(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:
         yield lists
         return
     for tensors in zip(*lists, strict=True):
-        for blocks in zip(*(torch.split(each, _CACHED) for each in tensors), strict=True):
+        for blocks in zip(*(torch.split(tensor, _CACHED) for tensor in tensors), strict=True):
             yield [[block] for block in blocks]

@@ -453,8 +453,8 @@ class SparseUpdateState(UpdateState):
         self._received = []
 
     def _add_received(self, target_S: Tensor) -> None:
-        for each in self._received:
-            self._add_round(each, target_S)
+        for updates in self._received:
+            self._add_round(updates, target_S)
 
     def _add_round(self, updates: RoundUpdates, target_S: Tensor) -> None:
         # Updates of messages count ``outer_lr`` times, and dense updates once. All nodes add in the order of the nodes,
@@ -462,8 +462,8 @@ class SparseUpdateState(UpdateState):
         if len(updates.messages_MB):
             messages_MB = updates.messages_MB[:, : self._path.message_bytes].contiguous()
             self._path.add(messages_MB.to(target_S.device), target_S, -self._config.outer_lr / updates.num_nodes)
-        for each in updates.dense:
-            target_S.add_(each.to(target_S.device), alpha=-1.0 / updates.num_nodes)
+        for update in updates.dense:
+            target_S.add_(update.to(target_S.device), alpha=-1.0 / updates.num_nodes)
 
     def set_pending(self, pending_S: Tensor) -> None:
         self._received, self._sent = [], None
@@ -487,8 +487,8 @@ class SparseUpdateState(UpdateState):
         global_S, local_S = before_S, kept_S.clone()
         if self._received:
             global_S = before_S.clone()
-            for each in self._received:
-                self._add_round(each, global_S)
+            for updates in self._received:
+                self._add_round(updates, global_S)
         self.slices.accumulate_delta(local_S, before_S, self.local_fraction, now_S)
         if self._sent is not None:
             self._path.add(self._sent.cpu(), local_S, 1.0 / self.local_fraction)
@@ -552,7 +552,8 @@ class SparseUpdateState(UpdateState):
         self._step_ids = None
         if len(set(step_ids)) > 1:
             steps = ", ".join(
-                f"node {node} in batch {each >> 8} with optimizer {each & 255}" for node, each in enumerate(step_ids)
+                f"node {node} in batch {step_id >> 8} with optimizer {step_id & 255}"
+                for node, step_id in enumerate(step_ids)
             )
             raise RuntimeError(
                 f"nodes have exchanged updates of different steps ({steps}): one node skipped a step, and its later "
