@@ -47,6 +47,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it unannounced
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 T = TypeVar("T")
 RunRanks = Callable[..., list[Any]]  # `KeptRanks.run`, as the fixture `ranks` gives it
@@ -377,7 +379,7 @@ def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> N
 
 @contextmanager
 def groups_of_its_own() -> Iterator[None]:
-    """Destroy the groups that the block creates. A collective. Not for DTensors, because torch caches their meshes.
+    """Destroy the groups that the block creates. A collective.
 
     Each Gloo group has a thread that polls every 10 ms. Together, the groups of a hundred trainings use more CPU time
     than the next training.
@@ -387,6 +389,8 @@ def groups_of_its_own() -> Iterator[None]:
     if dist.is_initialized():
         dist.barrier()  # otherwise a rank could close a connection while another one still reads from it
         _leave_groups(before)
+        _clear_sharding_prop_cache()  # its specs have meshes with these groups, and equal the specs of later meshes
+        _gen_transform_infos.cache_clear()
 
 
 def _leave_groups(kept: Collection[Any] = ()) -> None:

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.helpers.distributed import groups_of_its_own
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -46,7 +48,8 @@ def returned(scenarios: Mapping[str, Callable[..., Any]], *args: Any) -> dict[st
     found = {}
     for name, fn in scenarios.items():
         try:
-            found[name] = fn(*args)
+            with groups_of_its_own():
+                found[name] = fn(*args)
         except Exception as error:
             raise RuntimeError(f"scenario {name} raised; those after it did not run") from error
     return found

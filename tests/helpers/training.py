@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -216,7 +216,7 @@ def train(
         if step in look_at:
             looks[step] = look(engine, model, optimizer)
 
-    with nullcontext() if "fsdp" in case.kind else groups_of_its_own():
+    with groups_of_its_own():
         model, engine = run(case, steps, start, save or (-1, ""), note, options)
         return Trained(flat(model, buffers=case.host != "loop").clone(), looks, engine.rounds)
 
@@ -239,7 +239,8 @@ def _run_scenarios(scenarios: dict[str, Any], folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"folder": folder}
     for name, scenario in scenarios.items():
         try:
-            found[name] = scenario(f"{folder}/{name}")
+            with groups_of_its_own():
+                found[name] = scenario(f"{folder}/{name}")
         except Exception as error:
             raise RuntimeError(f"scenario {name} raised; the next scenarios did not run") from error
     return found
