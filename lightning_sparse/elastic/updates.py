@@ -355,8 +355,7 @@ class ElasticUpdates(LocalUpdates):
         """Let a loader draw the samples that are assigned to this device. Every device of the node calls it.
 
         It works for a DataLoader of torch with an `ElasticSampler`, and for the loaders of the bundled DataModules.
-        Other
-        loaders stay unchanged.
+        Other loaders stay unchanged.
 
         Args:
             batches: number of batches between two steps.
