@@ -156,7 +156,7 @@ def train_gradients(case: Case, topology: Any, trail: Trail) -> None:
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
             trail.add(name.encode(), value)
     trail.residual, trail.paths = residual_digest(state), dict(state.exchange.stats.paths)
-    state.detach()
+    state.release_optimizers()
 
 
 def wrap(case: Case, module: nn.Module, state: Any, **options: Any) -> DistributedDataParallel:
@@ -301,7 +301,7 @@ def run_updates(
     updates.finish()
     trail.add(*module.parameters(), *module.buffers())
     check_finite(module)
-    updates.detach()
+    updates.release_optimizers()
     updates.close()
 
 

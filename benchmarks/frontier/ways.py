@@ -201,7 +201,7 @@ class Updates(Way):
         if since == 0:
             self._all(lambda state: state.exchange_step())
         elif self._config.changes_without_exchange(since, self.models.num):
-            self._all(lambda state: state.settle(since))
+            self._all(lambda state: state.step_without_exchange(since))
         self.bits = 8 * self._exchanges[0].stats.bytes_between_nodes / self.received_times
 
     def results(self) -> Tensor:

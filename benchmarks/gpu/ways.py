@@ -102,7 +102,7 @@ class Way:
     def close(self) -> None:
         """End its threads."""
         if self._state is not None:
-            self._state.detach()
+            self._state.release_optimizers()
         if self._updates is not None:
             self._updates.close()
 

@@ -389,7 +389,8 @@ def groups_of_its_own() -> Iterator[None]:
     if dist.is_initialized():
         dist.barrier()  # otherwise a rank could close a connection while another one still reads from it
         _leave_groups(before)
-        _clear_sharding_prop_cache()  # its specs have meshes with these groups, and equal the specs of later meshes
+        # its specs have meshes with these groups, and equal the specs of later meshes
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         _gen_transform_infos.cache_clear()
 
 

@@ -194,9 +194,9 @@ class Job:
         print("applied\\n", end="", flush=True)
         return ()
 
-FifoLanes().start(Job(), torch.zeros(1))
+FifoLanes().submit_selected(Job(), torch.zeros(1))
 lanes = FifoLanes()
-lanes.start(Job(), torch.zeros(1))
+lanes.submit_selected(Job(), torch.zeros(1))
 """
 
 

@@ -281,7 +281,7 @@ def test_new_optimizer_starts_without_velocity() -> None:
         state.watch([optimizer])
         state.momentum.store.propose(group, torch.ones(13 * 37))
         state.momentum.store.commit(frozenset())
-        state.detach()
+        state.release_optimizers()
         state.watch([optimizer] if kept else [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
         assert (group in state.momentum.store.committed) == kept
 
@@ -340,7 +340,7 @@ def test_optimizer_momentum_is_off_only_during_the_step() -> None:
         optimizer.step(closure)
     assert seen == [(0.0, 0.9)] * 2
     assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
-    state.detach()
+    state.release_optimizers()
     assert {name: optimizer.param_groups[0][name] for name in given} == given
 
 

@@ -85,7 +85,7 @@ def test_started_jobs_run_on_one_stream_parallel_to_the_caller(streams: Any) -> 
     lanes = StreamLanes(torch.device("cuda"))
     for number in range(2):
         started = job(number)
-        lanes.start(started, torch.tensor(0.0), started.select())
+        lanes.submit_selected(started, torch.tensor(0.0), started.select())
         do(f"step {number}")
     lanes.synchronize()
     do("after")

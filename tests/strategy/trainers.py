@@ -48,8 +48,8 @@ def plain_module(flavour: str, net: nn.Module | None = None, by_step: bool = Fal
     """Return a LightningModule around `net`.
 
     Args:
-        by_step: Make each batch from the global step and ignore the loader. A plain DataLoader restarts its epoch when a
-            run resumes, so only this option gives both runs the same batches.
+        by_step: Make each batch from the global step and ignore the loader. A plain DataLoader restarts its epoch when
+            a run resumes, so only this option gives both runs the same batches.
     """
     pl = lightning_of(flavour)
 
