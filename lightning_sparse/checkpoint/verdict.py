@@ -6,6 +6,8 @@ training step on the other ranks.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -37,18 +39,18 @@ def decide(
         RuntimeError: if the store is gone.
     """
     store, rank = default_store(), dist.get_rank()
-    keys = [f"{key}/{other}" for other in range(dist.get_world_size())]
+    keys, verdict_key = [f"{key}/{other}" for other in range(dist.get_world_size())], f"{key}/verdict"
     store.set(keys[rank], report or _NONE)
     timeout = timeout or default_timeout
-    if not _has_all(store, keys, min(timeout, SLOW_AFTER)) and timeout > SLOW_AFTER:
+    if not _wait(store, keys, verdict_key, min(timeout, SLOW_AFTER)) and timeout > SLOW_AFTER:
         if task:
             missing = [other for other, other_key in enumerate(keys) if not store.check([other_key])]
             log.warning("waiting for rank(s) %s to %s", ", ".join(map(str, missing)), task)
-        _has_all(store, keys, timeout - SLOW_AFTER)
+        _wait(store, keys, verdict_key, timeout - SLOW_AFTER)
     reports = [store.get(key).decode().removeprefix(_NONE) if store.check([key]) else None for key in keys]
     # Ranks that stop waiting at different times may see different reports. So the first rank that judges decides for
     # all.
-    verdict = store.compare_set(f"{key}/verdict", "", judge(reports) or _NONE).decode()
+    verdict = store.compare_set(verdict_key, "", judge(reports) or _NONE).decode()
     return verdict.removeprefix(_NONE), reports
 
 
@@ -59,9 +61,15 @@ def forget(key: str) -> None:
     store.delete_key(f"{key}/verdict")
 
 
-def _has_all(store: Store, keys: list[str], timeout: timedelta) -> bool:
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError:  # timeout
-        return False
+def _wait(store: Store, keys: list[str], verdict_key: str, timeout: timedelta) -> bool:
+    """Wait for all reports, or for the verdict. Return whether they came in time."""
+    # After a failure, ranks come here one after the other. A rank that comes after the verdict must not wait again.
+    until = time.monotonic() + timeout.total_seconds()
+    while not store.check([verdict_key]):
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        with contextlib.suppress(RuntimeError):  # timeout
+            store.wait(keys, timedelta(seconds=min(left, 1.0)))
+            return True
     return True

@@ -215,3 +215,17 @@ def test_checkpoint_stays_if_a_rank_is_missing_and_rank_0_may_replace_it(rank_0:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+def test_rank_that_reports_after_the_verdict_does_not_wait() -> None:
+    """After a failure, ranks fail one after the other. Each of them would wait for reports that never come."""
+    assert run_ranks(report_after_the_verdict, nodes=3, devices=1, timeout=60) == ["missing", "missing", ""]
+
+
+def report_after_the_verdict() -> str:
+    rank, verdict = torch.distributed.get_rank(), ""
+    for reporting, timeout in ((0, timedelta(seconds=0.5)), (1, timedelta(hours=1))):
+        if rank == reporting:
+            verdict, _ = decide("late", "here", lambda reports: "missing" if None in reports else "", timeout)
+        torch.distributed.barrier()
+    return verdict
