@@ -14,7 +14,7 @@ dtype           of the parameters
 device, devices of this process, and of its node; the devices shard the model with FSDP2
 port            of the node's store
 data            seed of the batches; by default it differs between nodes
-joining         number of nodes that must have the weights before the first step
+release         a file; the first step waits until it exists
 unfreezes_at    step until which the last layer is frozen; None for ever
 optimizers      number of optimizers: the second trains the last layer with SGD, and steps every second time
 """
@@ -91,7 +91,7 @@ class Sent:
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
     dtype = options.pop("dtype", "float32")
-    data_seed, joining = options.pop("data", None), options.pop("joining", 0)
+    data_seed, release = options.pop("data", None), options.pop("release", "")
     version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
     if options.pop("sample_always", False):
@@ -149,7 +149,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
 
     step = 0 if updates.progress is None else updates.progress["step"]
     print(json.dumps({"begins": step}), flush=True)
-    while updates._from_first(lambda: len(updates.peers._names) < joining):
+    while release and updates._from_first(lambda: not Path(release).exists()):
         updates.watch()
         time.sleep(0.2)
         updates._stop_watching()
