@@ -62,8 +62,8 @@ def forget(key: str) -> None:
 
 
 def _wait(store: Store, keys: list[str], verdict_key: str, timeout: timedelta) -> bool:
-    """Wait for all reports, or for the verdict. Return whether they came in time."""
-    # After a failure, ranks come here one after the other. A rank that comes after the verdict must not wait again.
+    # Returns False at the timeout. After a failure, ranks come here one after the other. A rank that comes after the
+    # verdict must not wait again.
     until = time.monotonic() + timeout.total_seconds()
     while not store.check([verdict_key]):
         left = until - time.monotonic()

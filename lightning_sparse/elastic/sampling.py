@@ -80,7 +80,7 @@ class SampleAssigner:
         return SampleProgress(self._reported, last.name, last.number, reached, self.ahead)
 
     def update(self, names: Sequence[str], reports: Sequence[SampleProgress]) -> None:
-        """Make a new assignment if nodes have joined or left. All nodes of a quorum make the same assignment."""
+        """Make a new assignment if nodes have joined or left."""
         # The result depends only on the reports of the quorum, so all of its nodes make the same assignment.
         last = self._assignments[-1] if self._assignments else Assignment()
         newest = max(reports, key=lambda each: (each.number, each.assignment))
