@@ -55,8 +55,7 @@ class CacheConfig:
         cache_dir: Folder on a local disk of each node. Runs may share it.
         memory_gb: Memory limit per node and split, in GB. Samples above the limit are read from local disk. Default:
             half of the free memory.
-        disk_gb: Disk limit per split, in GB. Default: all free space except 1 GiB, or 5% of a smaller
-            disk.
+        disk_gb: Disk limit per split, in GB. Default: all free space except 1 GiB, or 5% of a smaller disk.
         lists: CSV or Parquet file of each split, such as ``{"train": "train.csv", "val": "val.csv"}``. Columns: path
             (relative to the source), then one or more labels. The first label may be a name.
         member: Extension of the member of a WebDataset shard that is the sample, such as ``"npy"``. Required if a

@@ -134,10 +134,9 @@ class SampleAssigner:
                 if assignment.begin > place:  # the last assignment that has begun counts, up to the next one
                     until = min(until, assignment.begin)
                     continue
-                if self._node in assignment.names:
-                    mine = place + (assignment.names.index(self._node) + assignment.begin - place) % len(
-                        assignment.names
-                    )
+                names = assignment.names
+                if self._node in names:
+                    mine = place + (names.index(self._node) + assignment.begin - place) % len(names)
                     if mine < until:
                         return mine
                 break

@@ -250,10 +250,8 @@ class ElasticUpdates(LocalUpdates):
         self._adopts = True
         # Devices have equal ``trained``, so they make the collectives of ``follow_groups`` in the same order.
         for local_optimizer, theirs in zip(self.optimizers, trained, strict=True):
-            groups, optimizer = (
-                [[parameters[name] for name in names] for names in theirs["groups"]],
-                local_optimizer.optimizer,
-            )
+            groups = [[parameters[name] for name in names] for names in theirs["groups"]]
+            optimizer = local_optimizer.optimizer
             del optimizer.param_groups[len(groups) :]
             for group, params in zip(optimizer.param_groups, groups, strict=False):
                 group["params"] = params
@@ -514,9 +512,8 @@ class ElasticUpdates(LocalUpdates):
         )
         self._rounds.drop()
         # Otherwise, the optimizer would produce such updates again.
-        for state in (
-            state for local_optimizer in self.optimizers for state in local_optimizer.optimizer.state.values()
-        ):
+        optimizers = [local_optimizer.optimizer for local_optimizer in self.optimizers]
+        for state in (state for optimizer in optimizers for state in optimizer.state.values()):
             tensors = [tensor for tensor in state.values() if isinstance(tensor, Tensor)]
             if not all(bool(tensor.isfinite().all()) for tensor in tensors):
                 for tensor in tensors:

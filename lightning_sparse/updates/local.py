@@ -395,9 +395,8 @@ class LocalUpdates(Engine):
     @property
     def step_ahead(self) -> float:
         """The fraction of its pending updates in the weights of this device, averaged over optimizers."""
-        return sum(local_optimizer.state.local_fraction for local_optimizer in self.optimizers) / max(
-            1, len(self.optimizers)
-        )
+        fractions = [local_optimizer.state.local_fraction for local_optimizer in self.optimizers]
+        return sum(fractions) / max(1, len(fractions))
 
     def pending_norm(self) -> Tensor:
         """Return the L2 norm of this device's pending updates, a 0-dim tensor, without a host wait."""

@@ -89,10 +89,6 @@ DAMAGED = [
 ]
 
 
-def all_damaged(folder: str, case: Case) -> list[str]:
-    return damaged_loop(folder, case) if case.host == "loop" else damaged(folder, case)
-
-
 def damaged(folder: str, case: Case) -> list[str]:
     """Return the outcome of each damaged byte: an error, or the weights of the undamaged checkpoint."""
     path = Path(folder) / "saved"
@@ -134,7 +130,8 @@ def outcome(load: Any, copy: Path, expected: Tensor) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DAMAGED, ids=str)
 def test_damaged_byte_is_an_error_on_all_ranks_or_harmless(case: Case, tmp_path: Path) -> None:
-    everyone = run_ranks(all_damaged, str(tmp_path), case, init=case.host == "loop", **MANY)
+    outcomes, init = (damaged_loop, True) if case.host == "loop" else (damaged, False)
+    everyone = run_ranks(outcomes, str(tmp_path), case, init=init, **MANY)
     for found in zip(*everyone, strict=True):
         assert "wrong weights" not in found
         assert len({each == "same" for each in found}) == 1, "all ranks continue, or none"

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import CommStats, Path, TensorSpec
 from lightning_sparse.exchange.communicator import Stopwatch
 from lightning_sparse.exchange.cost import PathChoice
@@ -427,3 +429,11 @@ def test_stats_of_a_fit_exclude_earlier_rounds() -> None:
         "  between nodes       250.0 ms per step, waiting for other nodes included",
         "  not sent yet        norm 3, 2.0 times that of the gradient",
     ]
+
+
+def test_deprecated_names_of_an_engine_call_the_new_ones() -> None:
+    engine = Mock()
+    Engine.end(engine)
+    Engine.shared_weights(engine)
+    engine.close.assert_called_once_with()
+    engine.global_weights.assert_called_once_with()

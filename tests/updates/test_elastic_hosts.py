@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,8 @@ def test_node_that_joins_draws_no_sample_twice_with_a_limit_of_batches(nodes: No
     for epoch in range(last + 2):
         drawn = drawn_in(epoch, reports)
         assert len(set(drawn)) == len(drawn)
-    first, *later = [drawn_in(epoch, nodes.reports("a")) for epoch in range(last + 2)]
-    while not first:
-        first, *later = later
+    of_a = [drawn_in(epoch, nodes.reports("a")) for epoch in range(last + 2)]
+    first, *later = dropwhile(lambda drawn: not drawn, of_a)
     assert len(first) <= 3 * BATCH, "node a may have joined in this epoch, if node b began the run"
     assert {len(drawn) for drawn in later} == {3 * BATCH}
 

@@ -27,7 +27,7 @@ THREADS = 4
 MAX_REQUEST_BYTES = 1 << 16
 START_S = 60.0
 STOP_S = 5.0  # a busy machine writes the last files to the disk cache in this time
-IDLE_MS = 2000
+IDLE_MS = 2000  # without a request, after which files that wait to be cached are written
 REBIND_S = 1.0  # pause before connections are accepted again, at the limit of open files
 _ANSWERS = "inproc://answers"
 
@@ -161,7 +161,7 @@ def serve(
             listener.resume()
             events = poller.poll(listener.wait_ms())
             if not events:
-                pool.submit(store.get, [])  # writes files that wait to be cached on disk
+                pool.submit(store.get, [])  # `SampleStore.get` writes old files that wait
             for socket, _ in events:
                 if socket is listener.failures:
                     listener.pause()
