@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,8 @@ def test_workers_that_cannot_start_name_the_reason(tmp_path: Path, limit: str, m
 
 def test_workers_that_end_while_they_start_are_reported(tmp_path: Path) -> None:
     ended = started(tmp_path, EXIT)
-    assert "which made batches, ended with status 3" in ended.stderr, ended.stderr
+    # the second text is torch's, whose handler of SIGCHLD may see that end before the last worker starts
+    assert re.search("ended with status 3|exited unexpectedly with exit code 3", ended.stderr), ended.stderr
     assert "DataError: a worker process that makes batches has ended" in ended.stderr
     assert ended.status == 1
 
