@@ -124,7 +124,12 @@ class Lighthouse:
             # Until then, rounds fail at once: a lost lighthouse must not slow down every step.
             self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
             if self._is_answered:
-                log.warning("no quorum from the lighthouse at %s: this node continues alone (%s)", self.address, error)
+                log.warning(
+                    "the lighthouse at %s sent no list of nodes (%s): this node continues alone until it does. If the "
+                    "lighthouse has ended, start it again at the same address",
+                    self.address,
+                    error,
+                )
             self._is_answered = False
             return None
         self._is_answered = True

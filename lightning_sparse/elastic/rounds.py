@@ -355,7 +355,7 @@ class RoundProtocol:
         if own_member.is_local and quorum.unreached and not self._told_place:
             self._told_place = True
             names = _shown(member.name for member in quorum.unreached)
-            log.warning("%s cannot take part: %s", names, _refusal_of_place(own_member))
+            log.warning("this node excludes %s: %s", names, _refusal_of_place(own_member))
 
     def _transfer(self, sent: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         # The result is None unless all devices of this node have all messages and dense updates.
@@ -530,11 +530,9 @@ class RoundProtocol:
         if self._devices.place > 0 or names == self._names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
-        changes = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left"] * bool(gone)
+        changes = [f"{come} joined"] * bool(come and self._names) + [f"{gone} left or failed"] * bool(gone)
         self._names = names
-        log.info(
-            "round %d: %s", quorum.number + 1, "; ".join([*changes, f"{len(names)} training node(s): {_shown(names)}"])
-        )
+        log.info("round %d: %s", quorum.number + 1, "; ".join([*changes, f"training nodes: {_shown(names)}"]))
 
 
 def _process_group(host: str, timeout: timedelta) -> Any:
@@ -731,8 +729,8 @@ def _refusal_of_change(change: str, where: str) -> str:
 def _refusal_of_place(local: Member) -> str:
     name, address = local.name.rpartition(":")[0], local.store.rpartition(":")[0]
     return (
-        f"node {name} has the address {address}, which nodes on other machines cannot reach: its lighthouse address is "
-        f"a loopback address. Start it with the lighthouse address that other machines use, such as http://host:29510."
+        f"other machines cannot reach node {name} at {address}, because its lighthouse address is a loopback address. "
+        f"Start node {name} with the lighthouse address that other machines use, such as http://host:29510."
     )
 
 

@@ -183,7 +183,8 @@ class SampleAssigner:
             place = mine + 1
         if place == first and device == 0:
             log.warning(
-                "no sample of epoch %d is left for this node: other nodes, or the job before the checkpoint, drew them",
+                "no sample of epoch %d is left for this node, which continues with the next epoch: other nodes, or the "
+                "job before the checkpoint, drew them",
                 first // len(order),
             )
 

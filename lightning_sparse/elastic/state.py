@@ -213,7 +213,12 @@ class OptimizerRounds:
                 self.drop()
                 return
         norm = torch.stack([torch.linalg.vector_norm(state.pending_S) for state in self.states]).norm().item()
-        log.warning("updates of norm %.3g are not sent: no round counted in %d tries", norm, TRIES_TO_FLUSH)
+        log.warning(
+            "%d attempts to send the pending updates of this node failed, so the other nodes do not have them (norm "
+            "%.3g): check the links between the nodes",
+            TRIES_TO_FLUSH,
+            norm,
+        )
 
     def _flush(self, leaves: bool = False) -> bool:
         states = self.states

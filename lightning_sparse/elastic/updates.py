@@ -217,7 +217,7 @@ class ElasticUpdates(LocalUpdates):
         change = f"{layout.trained} and values {hashlib.sha256(values.encode()).hexdigest()[:8]}"
         self._stop_watching()
         self._rounds.receive()
-        log.info("parameters were added or unfrozen: this node waits until the other nodes do the same")
+        log.info("this node added or unfroze parameters: it waits until the other nodes do the same")
         # From here on, this node observes. Once all nodes want the same change, one quorum makes it on all of them.
         self.peers.propose(layout, change)
         self._watch.start()
@@ -236,17 +236,16 @@ class ElasticUpdates(LocalUpdates):
 
     def _is_changed(self, wait: Wait) -> bool:
         self._watch.check()
-        where = f"the same change on {self.peers.awaited}" if self.peers.awaited else "the next quorum"
-        wait.tell(
-            "train added or unfrozen parameters",
-            "the lighthouse does not answer. Start it again at its address" if self.peers.unanswered else where,
-        )
+        cause = f"the same change is missing on {self.peers.awaited}" if self.peers.awaited else "no round has begun"
+        if self.peers.unanswered:
+            cause = "the lighthouse does not answer. Start it again at the same address"
+        wait.tell("train its new parameters", cause)
         return self.peers.changed
 
     def _adopt(self, trained: list[dict[str, Any]]) -> None:
         parameters = dict(self.module.named_parameters())
         self._check_adopted(trained, parameters)
-        log.info("this node adds or unfreezes parameters, as the other nodes did before")
+        log.info("this node adds or unfreezes the parameters that the other nodes already train")
         self._adopts = True
         # Devices have equal ``trained``, so they make the collectives of ``follow_groups`` in the same order.
         for local_optimizer, theirs in zip(self.optimizers, trained, strict=True):
@@ -339,8 +338,8 @@ class ElasticUpdates(LocalUpdates):
             changed = [local_optimizer.undo_changes() for local_optimizer in self.optimizers]
             if any(changed):
                 log.warning(
-                    "a hook changed the weights before the first step of this node. The change is dropped, because the "
-                    "node has joined training nodes. Set weights before fit, or on the nodes that begin a run."
+                    "a hook changed the weights before the first step of this node, which dropped the change because "
+                    "it joined a run. Set weights before fit, on the node that begins the run."
                 )
         super().swap_in_local_weights()
 
@@ -490,10 +489,10 @@ class ElasticUpdates(LocalUpdates):
         self.peers.ask()
         self._watch.start()
         if not self._load_snapshot(pending=None):
-            log.info("this node starts from %s", "its checkpoint" if began else "its own weights: it is the first node")
+            log.info("this node starts from its %s: no other node trains", "checkpoint" if began else "own weights")
 
     def _catch_up(self) -> None:
-        log.info("this node has missed rounds after round %d: it loads the weights of a peer", self.peers.number)
+        log.info("this node has missed rounds after round %d: it loads the weights of another node", self.peers.number)
         # Unsent updates stay pending on top of the downloaded weights.
         pending = self._rounds.absorb()
         self.peers.ask()
@@ -505,9 +504,10 @@ class ElasticUpdates(LocalUpdates):
 
     def _leave_out(self) -> None:
         self.log_once(
-            "updates of this node are not finite (NaN or infinity). The other nodes continue without them. This node "
-            "continues from the global weights, and resets optimizer state that is not finite. "
-            "If comm/rounds_left_out grows, lower the learning rate, or check for faulty memory.",
+            "updates of this node are not finite (NaN or infinity). This node drops all of its pending updates, resets "
+            "optimizer state that is not finite, and continues from the global weights. The other nodes are not "
+            "affected. If this happens often (metric comm/rounds_left_out), lower the learning rate, or check for "
+            "faulty memory.",
             logging.WARNING,
         )
         self._rounds.drop()
@@ -534,6 +534,10 @@ class ElasticUpdates(LocalUpdates):
             rounds = self.peers.since(received.head["version"][0])
             if rounds is not None:
                 self._install(received, rounds, pending)
+                if self._devices.place == 0:
+                    what = "weights and optimizer state" if pending is None else "weights"
+                    line = "this node loaded %s in %.1f s, and continues from round %d"
+                    log.info(line, what, time.monotonic() - began, self.peers.number)
                 self._watch.start()
                 return True
             self.peers.ask()
@@ -631,7 +635,7 @@ class Wait:
         now = time.monotonic()
         cause = "no node offers its weights"
         if download is not None:
-            cause = f"no weights from the node at {download.address}: {download.problem}"
+            cause = f"the node at {download.address} sends no weights ({download.problem})"
         unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)
         since = max(self._began, 0.0 if download is None else download.advanced)
         if unreached or now - since > LONGEST_WAIT_SECONDS:

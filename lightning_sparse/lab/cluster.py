@@ -107,7 +107,7 @@ class RunResult:
         if self.exit_code:
             ended += "; the first error above is the cause"
         if self.traffic is None:
-            return f"{ended} (loopback: rates not limited, bytes not counted)"
+            return f"{ended} (--no-net: loopback at full speed, traffic not counted)"
         text = f"{ended}; bytes sent between nodes: {self.bytes_between_nodes:,}"
         if self.storage_traffic is not None:
             text += f"; from storage: {self.storage_traffic.sent:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,8 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         connector, self._must_stop = trainer._signal_connector, False
 
         def note(number: int, _: Any) -> None:
-            log.info("received signal %d: this node sends its pending updates and leaves", number)
+            name = signal.Signals(number).name
+            log.info("received %s: this node stops after this batch, sends its pending updates and leaves", name)
             if not self._must_stop and self.launcher is not None:
                 self.launcher.kill(number)
             self._must_stop = True

@@ -83,10 +83,11 @@ class UpdatesConfig(ExchangeConfig):
         sent = (
             f"nodes exchange the largest {100 * self.density:.3g}% of the updates"
             if self.leaves_entries_out
-            else f"nodes exchange all updates, exchange={self.exchange!r},"
+            else f"nodes exchange all updates (exchange={self.exchange!r})"
         )
         every = "after each step" if self.sync_every == 1 else f"every {self.sync_every} steps"
-        delay = f", applied {self.delay} step{'s' * (self.delay > 1)} later" if self.delay else ""
+        delay = f" and apply them {self.delay} step{'s' * (self.delay > 1)} later" if self.delay else ""
         ahead = "measured" if self.measures_ahead(num_nodes) else f"{self.ahead(num_nodes):.2g}"
-        outer = f"; outer_lr {self.outer_lr:g}" if self.outer_lr != 1 else ""
-        return f"{sent} {every}{delay}; step_ahead {ahead}{outer}"
+        ahead = "" if ahead == "1" else f"; step_ahead: {ahead}"
+        outer = f"; outer_lr: {self.outer_lr:g}" if self.outer_lr != 1 else ""
+        return f"{sent} {every}{delay}{ahead}{outer}"

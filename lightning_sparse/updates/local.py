@@ -191,9 +191,8 @@ class LocalUpdates(Engine):
         if most == least:
             return
         self.log_once(
-            f"nodes have exchanged their updates {max(most)} and {min(least)} times: a node that made fewer steps "
-            f"makes the missing exchanges now. Call step() on every rank after each batch, even if a rank skips its "
-            f"optimizer step",
+            f"one node exchanged its updates {max(most)} times, another one {min(least)} times, and makes the missing "
+            f"exchanges now. Call step() on every rank after each batch, even if a rank skips its optimizer step.",
             logging.WARNING,
         )
         for local_optimizer, exchanges in zip(self.optimizers, most, strict=True):
@@ -278,8 +277,8 @@ class LocalUpdates(Engine):
         )
         if not alike:
             self.log_once(
-                "a hook changed the weights, but not in the same way on all nodes: the global weights adopt the mean "
-                "of the changes. If you did not intend this, make the same change on all nodes: seed it, or broadcast "
+                "a hook changed the weights, but not in the same way on all nodes: all nodes now use the mean of "
+                "the changes. If you did not intend this, make the same change on all nodes: seed it, or broadcast "
                 "the weights.",
                 logging.WARNING,
             )
@@ -333,7 +332,7 @@ class LocalUpdates(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         if not self.active:
-            said = "a single node exchanges no updates, so this does not save optimizer state: save it separately"
+            said = "with a single node, state_dict() has no optimizer state: save optimizer.state_dict(), too"
             self.log_once(said, logging.WARNING)
         return super().state_dict()
 

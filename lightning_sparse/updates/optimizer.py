@@ -137,9 +137,9 @@ class LocalOptimizer:
             )
         if left < KEEPS:
             self._exchange.log_once(
-                f"{name} pulls the weights back towards a copy of its own in each step, as schedule-free optimizers "
-                f"do. This undoes part of the received updates, so nodes learn less from each other. Compare the loss "
-                f"with strategy='mstopk_hier'.",
+                f"{name} pulls the weights back toward its own copy of them in each step, as schedule-free "
+                f"optimizers do. This undoes part of the received updates, so nodes learn less from each other. "
+                f"Compare the loss with strategy='mstopk_hier'.",
                 logging.WARNING,
             )
 

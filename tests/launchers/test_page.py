@@ -123,8 +123,10 @@ def test_elastic_example_continues_after_a_node_is_killed(tmp_path: Path) -> Non
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, done.stderr[-6000:]
-    before, _, after = done.stdout.partition("killing node c")
-    line = r"round (\d+), (\d) node\(s\): loss ([\d.]+), hash of weights ([0-9a-f]{8})"
+    before, _, after = done.stdout.partition("--- killing node c")
+    line = r"round (\d+), (\d) nodes: loss ([\d.]+), hash of global weights ([0-9a-f]{8})"
+    assert re.search(r"--- exit codes: .* were equal in (\d\d+) of \1 rounds", after)
+    assert "[c] this node loaded weights and optimizer state" in after
     # the demo continues without node c, and with it after it has rejoined
     assert {count for _, count, _, _ in re.findall(line, after)} >= {"2", "3"}
     hashes: dict[str, set[str]] = {}

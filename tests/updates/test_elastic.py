@@ -216,7 +216,7 @@ def test_nodes_unfreeze_parameters_together_and_a_node_joins_later(nodes: Nodes)
     nodes.wait_for("a", of(3, back + 20))
     tokens = finish(nodes, "abc")
     assert set(tokens["a"]) & set(tokens["b"]) & set(tokens["c"])
-    assert "adds or unfreezes parameters, as the other nodes did before" in nodes.output("c")
+    assert "adds or unfreezes the parameters that the other nodes already train" in nodes.output("c")
 
 
 @pytest.mark.parametrize("changing", ["c", "ab"], ids=["one of three nodes", "two of three nodes"])

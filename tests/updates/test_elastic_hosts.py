@@ -302,7 +302,7 @@ def test_nodes_train_a_backbone_later_and_a_node_joins_after_that(nodes: Nodes, 
     nodes.wait_for("a0", of(2, back["number"] + 10))
     end(nodes, ("a0", "a1", "b0", "b1"))  # type: ignore[arg-type]
     assert nodes.output("a0").count("waits until the other nodes do the same") == 1
-    assert nodes.output("b0").count("as the other nodes did before") == 1
+    assert nodes.output("b0").count("adds or unfreezes the parameters that the other nodes already train") == 1
     tokens = tokens_of(nodes, ("a0", "b0"))
     assert len(set(tokens["a0"]) & set(tokens["b0"])) > 20
 
