@@ -191,8 +191,9 @@ class LocalUpdates(Engine):
         if most == least:
             return
         self.log_once(
-            f"one node exchanged its updates {max(most)} times, another one {min(least)} times, and makes the missing "
-            f"exchanges now. Call step() on every rank after each batch, even if a rank skips its optimizer step.",
+            f"one node exchanged its updates {max(most)} times, another one {min(least)} times: nodes that made fewer "
+            f"steps make the missing exchanges now. Call step() on every rank after each batch, even if a rank skips "
+            f"its optimizer step.",
             logging.WARNING,
         )
         for local_optimizer, exchanges in zip(self.optimizers, most, strict=True):

@@ -21,6 +21,7 @@ from tests.helpers import distributed
 # One server starts the processes of all tests, so it imports the modules of ranks too.
 PRELOAD = [*distributed.PRELOAD, "torchft.process_group", "torchft.coordination", "tests.helpers.nodes"]
 Main = Callable[[str, str, dict[str, Any]], None]
+WAIT_SECONDS = 180.0  # for an event. A test of several waits ends at its own limit
 
 
 class Nodes:
@@ -74,7 +75,7 @@ class Nodes:
         self._processes[name].kill()
         self._processes[name].join()
 
-    def wait_for_death(self, names: Sequence[str], timeout: float = 60) -> str:
+    def wait_for_death(self, names: Sequence[str], timeout: float = WAIT_SECONDS) -> str:
         """Wait until one of these processes is killed, and return its name."""
         until = time.monotonic() + timeout
         while time.monotonic() < until:
@@ -84,7 +85,7 @@ class Nodes:
             time.sleep(0.02)
         raise AssertionError("\n\n".join(["no process was killed", *map(self._state, names)]))
 
-    def join(self, name: str, timeout: float = 60) -> int:
+    def join(self, name: str, timeout: float = WAIT_SECONDS) -> int:
         """Wait for the end of the node, and return its exit status."""
         self._processes[name].join(timeout)
         code = self._processes[name].exitcode
@@ -102,7 +103,9 @@ class Nodes:
             json.loads(line) for line in self.output(name).splitlines() if line.startswith("{") and line.endswith("}")
         ]
 
-    def wait_for(self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 60) -> dict[str, Any]:
+    def wait_for(
+        self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = WAIT_SECONDS
+    ) -> dict[str, Any]:
         """Wait for a new report of the node that meets the condition."""
         seen, until = len(self.reports(name)), time.monotonic() + timeout
         while time.monotonic() < until:

@@ -208,7 +208,7 @@ def test_nodes_unfreeze_parameters_together_and_a_node_joins_later(nodes: Nodes)
     nodes.wait_for("b", of(2))
     nodes.start("c", **options)
     for name in "abc":
-        nodes.wait_for(name, lambda report: report.get("nodes") == 3 and report.get("step", 0) > 70, timeout=90)
+        nodes.wait_for(name, lambda report: report.get("nodes") == 3 and report.get("step", 0) > 70)
     nodes.kill("c")
     begun = nodes.reports("a")[-1]["number"]
     nodes.start("c", seed=7, **options)  # joins after the change
@@ -223,7 +223,7 @@ def test_nodes_unfreeze_parameters_together_and_a_node_joins_later(nodes: Nodes)
 def test_nodes_of_the_minority_end_when_not_all_nodes_unfreeze_parameters(nodes: Nodes, changing: str) -> None:
     for name in "abc":
         nodes.start(name, timeout=3, density=0.1, unfreezes_at=120 if name in changing else None)
-    assert nodes.join("c", timeout=120) == 1
+    assert nodes.join("c") == 1
     where = "only on the other nodes, not on this node" if changing == "ab" else "not on a, b"
     assert re.search(f"parameters were added or unfrozen .*but {where}", nodes.output("c"))
     number = nodes.reports("a")[-1]["number"]
@@ -330,7 +330,7 @@ def test_nodes_killed_at_random_moments_rejoin(nodes: Nodes) -> None:
         time.sleep(generator.uniform(0, 2))
         nodes.start(name, **options)  # while another may die
     for name in "abc":
-        nodes.wait_for(name, of(3), timeout=120)
+        nodes.wait_for(name, of(3))
     finish(nodes, "abc")
 
 
@@ -404,7 +404,7 @@ def cut_the_link_of(device: str, apart: Nodes, other: str) -> None:
     without = apart.wait_for(other, of(2, begun))["number"]
     time.sleep(CUT_SECONDS)
     ip(f"link set ls-{device[0]}-0 up")
-    apart.wait_for(device, of(3, without), timeout=90)
+    apart.wait_for(device, of(3, without))
 
 
 @pytest.mark.root

@@ -125,7 +125,7 @@ def test_nodes_of_two_devices_killed_at_random_moments_rejoin(nodes: Nodes, opti
         time.sleep(generator.uniform(0, 2))
         start(nodes, name, **options)  # while another may die
     for name in "abc":
-        nodes.wait_for(f"{name}1", of(3), timeout=120)
+        nodes.wait_for(f"{name}1", of(3))
     finish(nodes, "abc")
 
 
