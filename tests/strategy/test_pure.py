@@ -114,8 +114,10 @@ def test_default_warm_up_is_the_smaller_of_epochs_and_a_share_of_the_run() -> No
 
 
 @given(st.floats(1e-6, 1.0), st.integers(1, 10**7))
-def test_k_is_within_the_shard(density: float, numel: int) -> None:
-    assert 1 <= num_selected(density, numel) <= numel
+def test_k_is_the_density_of_the_shard_rounded_up(density: float, numel: int) -> None:
+    k = num_selected(density, numel)
+    assert 1 <= k <= numel
+    assert density * numel <= k < density * numel + 1
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------
