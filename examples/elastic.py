@@ -97,20 +97,14 @@ def train(name: str, fsdp: bool) -> None:
     trainer.fit(Student(), DataLoader(data, batch_size=64, shuffle=True))
 
 
-def kill(node: subprocess.Popen[str]) -> None:
-    """Kill all devices of a node."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(node.pid, signal.SIGKILL)
-    node.wait()
-
-
 class Nodes:
     """The nodes of the demo. Prints each line of a node behind its name, and compares the hashes of the weights."""
 
     def __init__(self, lighthouse: str, options: list[str]) -> None:
         self.hashes: dict[str, list[str]] = {}  # by round
         self.rounds: queue.Queue[tuple[int, int]] = queue.Queue()  # number and nodes, as node a reports them
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._threads: list[threading.Thread] = []
         quiet = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torchft's and torch's logs
         self._environment = {**os.environ, **quiet, "TORCHFT_LIGHTHOUSE": lighthouse}
         self._options = options
@@ -119,8 +113,9 @@ class Nodes:
         command = [sys.executable, __file__, "--name", name, *self._options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         node = subprocess.Popen(command, env=self._environment, start_new_session=True, **pipes)
-        self.processes[name] = node
-        threading.Thread(target=self._show, args=(name, node), daemon=True).start()
+        self._processes[name] = node
+        self._threads.append(threading.Thread(target=self._show, args=(name, node), daemon=True))
+        self._threads[-1].start()
 
     def _show(self, name: str, node: subprocess.Popen[str]) -> None:
         for line in node.stdout or ():
@@ -132,12 +127,34 @@ class Nodes:
 
     def wait_for(self, count: int, rounds: int) -> None:
         """Wait until `count` nodes have trained for some rounds."""
-        due = 0
-        while True:
-            number, nodes = self.rounds.get(timeout=300)
-            due = due or (number + rounds if nodes == count else 0)
-            if due and nodes == count and number >= due:
-                return
+        number = due = nodes = 0
+        while not due or nodes != count or number < due:
+            for name, node in self._processes.items():
+                if node.poll() is not None:
+                    sys.exit(f"node {name} ended with code {node.returncode}")
+            with contextlib.suppress(queue.Empty):
+                number, nodes = self.rounds.get(timeout=1)
+                due = due or (number + rounds if nodes == count else 0)
+
+    def kill(self, name: str) -> None:
+        """Kill all devices of a node."""
+        node = self._processes.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+        node.wait()
+
+    def end(self) -> dict[str, int]:
+        """Send SIGTERM to all nodes, and return their exit codes."""
+        for node in self._processes.values():
+            node.terminate()
+        codes = {name: node.wait() for name, node in self._processes.items()}
+        for thread in self._threads:
+            thread.join()
+        return codes
+
+    def close(self) -> None:
+        for name in list(self._processes):
+            self.kill(name)
 
 
 def demo(rounds: int, fsdp: bool) -> int:
@@ -154,19 +171,16 @@ def demo(rounds: int, fsdp: bool) -> int:
             nodes.start(name)
         nodes.wait_for(3, rounds)
         print("--- killing node c: the others wait for it once, and continue", flush=True)
-        kill(nodes.processes["c"])
+        nodes.kill("c")
         nodes.wait_for(2, rounds)
         print("--- starting node c again: it loads the weights of another node when it joins", flush=True)
         nodes.start("c")
         nodes.wait_for(3, rounds)
         print("--- sending SIGTERM to all nodes", flush=True)
-        for node in nodes.processes.values():
-            node.terminate()
-        codes = {name: node.wait() for name, node in nodes.processes.items()}
+        codes = nodes.end()
     finally:
         lighthouse.kill()
-        for node in nodes.processes.values():
-            kill(node)
+        nodes.close()
     shared = [hashes for hashes in nodes.hashes.values() if len(hashes) > 1]
     equal = sum(len(set(hashes)) == 1 for hashes in shared)
     print(f"--- exit codes: {codes}; the weights of the nodes were equal in {equal} of {len(shared)} rounds")

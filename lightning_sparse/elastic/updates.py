@@ -488,8 +488,8 @@ class ElasticUpdates(LocalUpdates):
         # Before the thread starts, because both use the group of the devices.
         self.peers.ask()
         self._watch.start()
-        if not self._load_snapshot(pending=None):
-            log.info("this node starts from its %s: no other node trains", "checkpoint" if began else "own weights")
+        if not self._load_snapshot(pending=None) and self._devices.place == 0:
+            log.info("this node starts from its %s", "checkpoint" if began else "own weights: no other node trains")
 
     def _catch_up(self) -> None:
         log.info("this node has missed rounds after round %d: it loads the weights of another node", self.peers.number)

@@ -213,10 +213,6 @@ def test_checkpoint_stays_if_a_rank_is_missing_and_rank_0_may_replace_it(rank_0:
     )
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
-
-
 def test_rank_that_reports_after_the_verdict_does_not_wait() -> None:
     """After a failure, ranks fail one after the other. Each of them would wait for reports that never come."""
     assert run_ranks(report_after_the_verdict, nodes=3, devices=1, timeout=60) == ["missing", "missing", ""]
@@ -229,3 +225,7 @@ def report_after_the_verdict() -> str:
             verdict, _ = decide("late", "here", lambda reports: "missing" if None in reports else "", timeout)
         torch.distributed.barrier()
     return verdict
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -127,9 +127,9 @@ def test_workers_that_cannot_start_name_the_reason(tmp_path: Path, limit: str, m
 
 def test_workers_that_end_while_they_start_are_reported(tmp_path: Path) -> None:
     ended = started(tmp_path, EXIT)
-    # the second text is torch's, whose handler of SIGCHLD may see that end before the last worker starts
-    assert re.search("ended with status 3|exited unexpectedly with exit code 3", ended.stderr), ended.stderr
-    assert "DataError: a worker process that makes batches has ended" in ended.stderr
+    # either we or torch's handler of SIGCHLD see the end first
+    said = r"DataError: a worker process that makes batches has ended \(.* exit code 3"
+    assert re.search(said, ended.stderr), ended.stderr
     assert ended.status == 1
 
 

@@ -105,7 +105,8 @@ class WorkerPipeline:
             waited: list[Any] = [self._started, *(worker.sentinel for worker in iterator._workers)]
             while running < loader.num_workers and (ready := wait(waited, max(0.0, until - time.monotonic()))):
                 if self._started not in ready:
-                    raise EOFError("while it started")
+                    lost = next(worker for worker in iterator._workers if worker.sentinel in ready)
+                    raise EOFError(f"process {lost.pid} ended with exit code {lost.exitcode} while it started")
                 self._started.recv_bytes()
                 running += 1
             if running == loader.num_workers:
