@@ -105,6 +105,7 @@ class WorkerPipeline:
             waited: list[Any] = [self._started, *(worker.sentinel for worker in iterator._workers)]
             while running < loader.num_workers and (ready := wait(waited, max(0.0, until - time.monotonic()))):
                 if self._started not in ready:
+                    _unwatch(iterator)
                     lost = next(worker for worker in iterator._workers if worker.sentinel in ready)
                     raise EOFError(f"process {lost.pid} ended with exit code {lost.exitcode} while it started")
                 self._started.recv_bytes()
@@ -117,8 +118,7 @@ class WorkerPipeline:
                 loader.num_workers - running,
                 loader.num_workers,
             )
-            torch._C._remove_worker_pids(id(iterator))  # else torch raises for each worker that is killed
-            iterator._worker_pids_set = False
+            _unwatch(iterator)
             for worker in iterator._workers:
                 worker.kill()
             iterator._shutdown_workers()
@@ -197,6 +197,12 @@ class _Batches(Dataset[Any]):
 def _close(pipeline: weakref.ref[WorkerPipeline]) -> None:
     if (alive := pipeline()) is not None:
         alive.close()
+
+
+def _unwatch(iterator: _MultiProcessingDataLoaderIter) -> None:
+    # Otherwise, torch's handler of SIGCHLD raises for each worker that ends, at any place in the code.
+    torch._C._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
 
 
 def _is_loss(error: Exception) -> bool:
