@@ -18,8 +18,10 @@ WORKS_WITH = transformers peft timm torchmetrics segmentation-models-pytorch sch
 KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
 DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
 ARGS     =
-# Tests of one file stay together: they share ranks. Each worker's tests start up to four ranks of one thread.
-PARALLEL = --numprocesses 2 --dist loadfile
+# Tests of one file stay together: they share ranks. Each worker's tests start up to four ranks of one thread. Slow tests
+# often wait for a timeout or a link, so a third worker uses the CPUs meanwhile.
+PARALLEL      = --numprocesses 2 --dist loadfile
+PARALLEL_SLOW = --numprocesses 3 --dist loadfile
 
 # the kernel build needs ninja, which is installed in the environment
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -37,7 +39,7 @@ test: $(VENV)/.built ## run the tests that are not slow; those that need root or
 	$(RUN) -m pytest -m "not slow" $(PARALLEL) --durations=10 $(ARGS)
 
 test-slow: $(VENV)/.built ## run the slow tests
-	$(RUN) -m pytest -m slow $(PARALLEL) --durations=10 $(ARGS)
+	$(RUN) -m pytest -m slow $(PARALLEL_SLOW) --durations=10 $(ARGS)
 
 test-all: $(VENV)/.built ## run all tests
 	$(RUN) -m pytest $(PARALLEL) --durations=10 $(ARGS)

@@ -68,7 +68,7 @@ def make_folder(root: Path, per_class: int = 4, classes: int = 3, split: str = "
     return root
 
 
-def numbered_folder(root: Path, train: int = 120, val: int = 22, classes: int = 3, edge: int = 20) -> Path:
+def numbered_folder(root: Path, train: int = 120, val: int = 22, classes: int = 3, edge: int = 18) -> Path:
     """Write images of one color. The color is the place in the manifest, so a crop identifies its image."""
     assert max(train, val) <= 256
     for split, count in (("train", train), ("val", val)):

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_sparse.strategy import HierConfig, HierState, hier_hook
 from lightning_sparse.topology import Topology, discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
+from tests.helpers.distributed import groups_of_its_own
 from tests.updates.test_foreign_optimizers import Toy
 
 STEPS = 40
@@ -119,7 +120,8 @@ def step(ddp: nn.Module, optimizer: Optimizer, engine: Any, number: int) -> floa
 def tried(make: Make, lr: float, strategy: str, topology: Topology) -> str | list[float]:
     """Return the losses, or the error that the optimizer or the strategy raises on all ranks."""
     try:
-        return losses_of(make, lr, strategy, topology)
+        with groups_of_its_own():
+            return losses_of(make, lr, strategy, topology)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
