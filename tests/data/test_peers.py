@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +32,11 @@ from tests.helpers.data import config_of, make_folder
 Nodes = tuple[list[SampleStore], dict[int, str]]
 
 
-def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decoded")) -> list[SampleStore]:
+def make_nodes(folder: Path, formats: tuple[Format, Format] = ("decoded", "decoded"), **more: Any) -> list[SampleStore]:
     run = new_run()
     stores = []
     for node in range(2):
-        options = {"format": formats[node], "shuffle": "global", "peer_address": "127.0.0.1"}
+        options = {"format": formats[node], "shuffle": "global", "peer_address": "127.0.0.1", **more}
         config = config_of(folder, folder.parent / f"node{node}", **options)
         stores.append(SampleStore(config, load_or_list(config, "train"), Placement(node, 2), run))
     return stores
@@ -71,6 +72,19 @@ def test_sample_of_another_node_comes_from_its_memory(nodes: Nodes) -> None:
     copy.get(range(12))
     assert copy.counters().peer_samples == 6
     copy.close()
+
+
+def test_server_resizes_images_to_the_short_side(tmp_path: Path) -> None:
+    first, second = make_nodes(make_folder(tmp_path / "pictures"), short_side=20)
+    first.connect({1: second.serve()})
+    owned = np.flatnonzero(first.owners == 1).tolist()
+    samples = first.get(owned)
+    assert first.counters().peer_samples == len(owned) > 0
+    for ours, theirs in zip(samples, second.get(owned), strict=True):
+        assert min(ours.data.shape[:2]) == 20
+        assert np.array_equal(ours.data, theirs.data)
+    first.close()
+    second.close()
 
 
 def test_files_of_an_idle_or_ended_server_are_on_its_disk(nodes: Nodes) -> None:
@@ -109,10 +123,10 @@ def test_damaged_file_is_named_by_the_client(nodes: Nodes) -> None:
 def test_killed_peer_is_replaced_by_disk_and_storage(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client, "DEAD_S", 0.5)
-    monkeypatch.setattr(client, "PING_S", 0.1)
     first, second = nodes[0]
     expected = [sample.data.tobytes() for sample in first.get(range(12))]
+    monkeypatch.setattr(client, "DEAD_S", 0.5)
+    monkeypatch.setattr(client, "PING_S", 0.1)
     server = second._tiers().server
     assert server is not None
     os.kill(server._child.process.pid, signal.SIGKILL)
