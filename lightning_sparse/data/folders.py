@@ -108,16 +108,18 @@ def make_private_dir(folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with open(file, "wb") as stream:
-            stream.write(data)
-        # atomic
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Replace a file of this user. The lock allows one temporary name, so nothing stays of a killed process."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with locked(path.parent):
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(file, "wb") as stream:
+                stream.write(data)
+            # atomic
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager

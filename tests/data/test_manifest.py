@@ -6,6 +6,9 @@ import logging
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 from lightning_sparse.data import folders
 from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system, locked
+from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, cache_folder, file_system, locked, write_private
 from lightning_sparse.data.sources import listing, storage
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest, Paths
@@ -38,6 +41,25 @@ def manifest_of(*paths: str) -> Manifest:
 
 
 # -- listing -----------------------------------------------------------------------------------------------------------
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lightning_sparse.data.folders import write_private
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_private(Path(sys.argv[1]), b"half")
+"""
+
+
+def test_unfinished_file_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "cache.json"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not path.exists()
+    write_private(path, b"whole")
+    assert path.read_bytes() == b"whole"
+    assert [each.name for each in tmp_path.iterdir()] == ["cache.json"]
 
 
 def test_links_are_followed_as_imagefolder_follows_them(folder: Path, tmp_path: Path) -> None:
