@@ -13,10 +13,12 @@ Another version of the layout ignores this folder and leaves it to `cache clear`
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -108,18 +110,26 @@ def make_private_dir(folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file of this user. The lock allows one temporary name, so nothing stays of a killed process."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with locked(path.parent):
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with open(file, "wb") as stream:
-                stream.write(data)
-            # atomic
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    temporary = temporary_for(path)
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with open(file, "wb") as stream:
+            stream.write(data)
+        # atomic
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_for(target: Path) -> Path:
+    """Return the path of this process's unfinished `target`. Remove unfinished files of killed processes."""
+    # the host, because only this host can tell whether the process that wrote a temporary file has ended
+    start = f"{target.name}.{socket.gethostname()}."
+    for left in target.parent.glob(f"{glob.escape(start)}*.tmp"):
+        if not Path("/proc", left.name.split(".")[-2]).exists():
+            left.unlink(missing_ok=True)
+    return target.with_name(f"{start}{os.getpid()}.tmp")
 
 
 @contextlib.contextmanager

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
-import socket
 import weakref
 import zlib
 from bisect import bisect_right
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_sparse.data.config import DataError
+from lightning_sparse.data.folders import temporary_for
 from lightning_sparse.data.text import BYTES
 from lightning_sparse.options import whole
 
@@ -137,7 +136,7 @@ def id_writer(target: Path, name: str, vocab_size: int, end: int | None, about: 
 
     The caller may add entries of the description to `about` until the block ends.
     """
-    temporary, json_file = target.with_name(f"{_unfinished(target)}{os.getpid()}.tmp"), target.with_suffix(".json")
+    temporary, json_file = temporary_for(target), target.with_suffix(".json")
     try:
         with open(temporary, "wb") as stream:
             writer = IdWriter(stream, vocab_size, name)
@@ -185,11 +184,6 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _unfinished(target: Path) -> str:
-    # the host, because only this host can tell whether the process that wrote a temporary file has ended
-    return f"{target.name}.{socket.gethostname()}."
-
-
 def prepare(
     texts: Sequence[str | Path],
     out: str | Path,
@@ -217,9 +211,6 @@ def prepare(
     if end is not None and not 0 <= end < vocab_size:
         raise ValueError(f"end={end} must be an id of the vocabulary, 0 or more and below vocab_size={vocab_size}.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(f"{glob.escape(_unfinished(out))}*.tmp"):
-        if not Path("/proc", left.name.split(".")[-2]).exists():  # of a process that was killed
-            left.unlink(missing_ok=True)
     with id_writer(out, "", vocab_size, end, {}) as writer:
         for path in texts:
             writer.name = str(path)
