@@ -187,7 +187,9 @@ class Report(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         time.sleep(PAUSE_S)
         more = {"epoch": trainer.current_epoch, "drawn": pl_module.drawn.tolist(), "alike": are_alike(pl_module)}
-        report_trainer(trainer, **more)
+        # Lightning steps schedules per epoch before this hook.
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        report_trainer(trainer, schedule_steps=trainer.current_epoch + is_last, **more)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         report_trainer(trainer)
@@ -306,7 +308,8 @@ def loop(name: str, lighthouse: str, options: dict[str, Any]) -> None:
             time.sleep(PAUSE_S)
             if state["global_step"] % every == 0:
                 fabric.save(path, state)
-            more = {"step": state["global_step"], "epoch": state["epoch"], "drawn": drawn.tolist()}
+            epoch = state["epoch"]
+            more = {"step": state["global_step"], "epoch": epoch, "schedule_steps": epoch, "drawn": drawn.tolist()}
             report(strategy.elastic, net, scheduler.get_last_lr()[0], fabric.is_global_zero, **more)
             if ends():
                 break
