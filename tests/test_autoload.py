@@ -185,7 +185,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", ["metadata", "wheel", "editable"], indirect=True)
+@pytest.mark.parametrize("installed", ["wheel", "editable"], indirect=True)
 def test_names_are_registered_for_both_lightning_packages_in_a_spawned_child(installed: Path, tmp_path: Path) -> None:
     code = f"""
         import multiprocessing
@@ -213,7 +213,6 @@ def test_names_are_registered_for_both_lightning_packages_in_a_spawned_child(ins
     ("installed", "flavour"),
     [
         ("metadata", FLAVOURS[0]),
-        pytest.param("wheel", FLAVOURS[0], marks=pytest.mark.slow),
         pytest.param("wheel", FLAVOURS[1], marks=pytest.mark.slow),
         pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow),
     ],

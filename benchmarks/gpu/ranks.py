@@ -87,8 +87,8 @@ SETTLING_GBPS = 10.0
 REPEATS = 3
 SETTLING = 3
 """Number of steps after which buckets are settled, and PowerSGD compresses."""
-SECONDS = 2.0
-"""Length of a turn, as far as `FEWEST_STEPS` and `MOST_STEPS` allow."""
+SECONDS, SMALL_SECONDS = 2.0, 0.2
+"""Lengths of a turn with a full and with a small model, as far as `FEWEST_STEPS` and `MOST_STEPS` allow."""
 FEWEST_STEPS, MOST_STEPS = 2, 30
 
 
@@ -108,7 +108,7 @@ def measure(topology: Topology, device: torch.device, gbps: float | None, small:
     if gbps is not None:
         set_rate(gbps)
     for each in turns.values():
-        each.choose_steps()
+        each.choose_steps(SMALL_SECONDS if small else SECONDS)
     for _ in range(REPEATS):
         for each in turns.values():
             each.take()
@@ -122,10 +122,10 @@ class Turns:
         self.training, self._batches, self._device = training, cycle(batches), device
         self._steps, self._seconds, self._received = 1, list[float](), list[float]()
 
-    def choose_steps(self) -> None:
-        """Choose the number of steps per turn. A collective."""
-        seconds, _ = self.run(1)
-        steps = round(SECONDS / seconds)
+    def choose_steps(self, seconds: float) -> None:
+        """Choose the number of steps per turn from its length. A collective."""
+        per_step, _ = self.run(1)
+        steps = round(seconds / per_step)
         period = self.training.averager.period if self.training.averager is not None else 0
         self._steps = period or min(max(steps, FEWEST_STEPS), MOST_STEPS)
 

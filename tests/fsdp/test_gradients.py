@@ -111,7 +111,7 @@ def attention_on_two_devices(_: str) -> list[tuple[Tensor, float, float]]:
 
 @SCENARIOS.slow
 def blocks_on_two_devices(_: str) -> list[tuple[Tensor, float, float]]:
-    return balances(Blocks, 50)
+    return balances(Blocks, 20)
 
 
 def check_balances(everyone: list[list[tuple[Tensor, float, float]]]) -> None:

@@ -49,13 +49,15 @@ def of_torch() -> dict[str, Make]:
 
 
 def of_timm() -> dict[str, Make]:
-    """Return the optimizers of timm."""
+    """Return one optimizer of each class of timm. Longer names of a class change its options."""
     import timm.optim as library
 
     def make(name: str) -> Make:
         return lambda model, lr: library.create_optimizer_v2(model, opt=name, lr=lr, weight_decay=0.01)
 
-    return {name: make(name) for name in library.list_optimizers()}
+    names = sorted(library.list_optimizers(), key=len, reverse=True)
+    shortest = {library.get_optimizer_info(name).opt_class: name for name in names}
+    return {name: make(name) for name in shortest.values()}
 
 
 def of_pytorch_optimizer() -> dict[str, Make]:
