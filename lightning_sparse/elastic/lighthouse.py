@@ -132,6 +132,8 @@ class Lighthouse:
                 )
             self._is_answered = False
             return None
+        if not self._is_answered:
+            log.info("the lighthouse at %s sends the list of nodes again", self.address)
         self._is_answered = True
         members = (
             Member(participant.replica_id, participant.store_address, _status_of(participant.data))

@@ -66,11 +66,11 @@ class LabConfig:
             raise ValueError(f"nodes={self.nodes!r} must be from 1 to {MAX_NODES}. Use 2 or more to emulate a network.")
         if not _is_whole(self.devices) or self.devices < 1:
             raise ValueError(f"devices={self.devices!r} must be at least 1. Use 2, for example.")
-        if not 0 <= self.rtt_ms <= 10_000:
-            raise ValueError(f"rtt_ms={self.rtt_ms} must be 0 to 10,000 milliseconds, for example 100.")
+        if not _is_number(self.rtt_ms) or not 0 <= self.rtt_ms <= 10_000:
+            raise ValueError(f"rtt_ms={self.rtt_ms!r} must be 0 to 10,000 milliseconds, for example 100.")
         for name, gbps in (("gbps", self.gbps), ("storage_gbps", self.storage_gbps)):
-            if gbps is not None and not 0.001 <= gbps <= 100:
-                raise ValueError(f"{name}={gbps} must be between 0.001 and 100 Gbit/s, for example 1 or 10.")
+            if gbps is not None and not (_is_number(gbps) and 0.001 <= gbps <= 100):
+                raise ValueError(f"{name}={gbps!r} must be between 0.001 and 100 Gbit/s, for example 1 or 10.")
         for name, value in (("rtt_ms", self.rtt_ms), ("storage", self.storage)):
             if value and not self.network:
                 raise ValueError(f"{name}={value} needs a network, but network=False (--no-net). Omit one of the two.")
@@ -82,6 +82,10 @@ class LabConfig:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_whole(value)
 
 
 @dataclass(frozen=True)

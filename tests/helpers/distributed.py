@@ -348,7 +348,7 @@ def _rank_main(rank: int, connection: Connection, payload: tuple[Any, ...]) -> N
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     gc.freeze()  # otherwise each collection walks and copies the imports of the fork server, 0.25 s
-    _leave_with_parent()
+    leave_with_parent()
     output = os.open(f"{folder}/output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -402,8 +402,8 @@ def _leave_groups(kept: Collection[Any] = ()) -> None:
                 dist.destroy_process_group(group)
 
 
-def _leave_with_parent() -> None:
-    """Exit with pytest. Otherwise the ranks of a killed pytest would wait for each other forever."""
+def leave_with_parent() -> None:
+    """Exit with pytest. Otherwise the processes of a killed pytest would wait for each other forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()

@@ -139,6 +139,7 @@ def nodes_of(main: Main, host: str = "127.0.0.1", **lighthouse: int) -> Iterator
 
 
 def _shine(bind: str, options: dict[str, int]) -> None:
+    distributed.leave_with_parent()
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind=bind, **options)
@@ -147,6 +148,7 @@ def _shine(bind: str, options: dict[str, int]) -> None:
 
 
 def _run(main: Main, name: str, lighthouse: str, options: dict[str, Any], output: Path) -> None:
+    distributed.leave_with_parent()
     warnings.simplefilter("ignore")
     file = open(output, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     os.dup2(file.fileno(), 1)

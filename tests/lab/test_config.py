@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(60)
         ("devices", 0, {}),
         ("gbps", 0.0, {}),
         ("gbps", float("nan"), {}),
+        ("gbps", "1", {}),
+        ("rtt_ms", "20", {}),
         ("rtt_ms", -1.0, {}),
         ("rtt_ms", float("nan"), {}),
         ("rtt_ms", 20.0, {"network": False}),

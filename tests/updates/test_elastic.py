@@ -137,6 +137,7 @@ def test_nodes_train_while_there_is_no_lighthouse(trio: Nodes) -> None:
     assert during["number"] < before["number"] + 30
     trio.light()
     trio.wait_for("a", of(3, during["number"] + 10))
+    assert trio.output("a").count("sent no list of nodes") == trio.output("a").count("sends the list of nodes again")
 
 
 @pytest.mark.parametrize(
