@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
-from lightning_sparse.data.sources import storage
+from lightning_sparse.data.sources import storage, storage_reader
 from lightning_sparse.data.sources.storage import StorageTimeoutError
 from tests.data.programs import run
 from tests.helpers.data import Open, config_of, contents, listed, sshfs_mount, store_of, warnings_of
@@ -21,6 +24,19 @@ def reader_of(store: SampleStore) -> int:
     reader = store._tiers().storage._reader
     assert reader is not None
     return reader._child.process.pid
+
+
+def after_warning(caplog: pytest.LogCaptureFixture, act: Callable[..., None], *args: Any) -> threading.Thread:
+    """Call ``act(*args)`` in a thread, once the run has logged a warning."""
+
+    def wait() -> None:
+        while not warnings_of(caplog):
+            time.sleep(0.02)
+        act(*args)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
 
 
 def test_run_waits_for_storage_that_pauses(
@@ -33,7 +49,7 @@ def test_run_waits_for_storage_that_pauses(
     monkeypatch.setattr(storage, "WARN_S", 0.3)  # after the reader has started, which takes longer on a busy machine
     reader = reader_of(store)
     os.kill(reader, signal.SIGSTOP)
-    threading.Timer(1.0, os.kill, (reader, signal.SIGCONT)).start()
+    after_warning(caplog, os.kill, reader, signal.SIGCONT)
     assert len(contents(store)) == 20
     assert reader_of(store) == reader
     first, second = warnings_of(caplog)
@@ -142,10 +158,29 @@ def test_run_waits_for_a_folder_that_is_not_mounted(
         folder.rmdir()
         os.rename(away, folder)
 
-    threading.Timer(1.0, mount).start()
+    after_warning(caplog, mount)
     assert [sample.index for sample in store.get(range(20))] == list(range(20))
     assert store.counters().replaced == 0
     assert "does not respond" in warnings_of(caplog)[0]
+
+
+def test_missing_file_is_read_again_if_storage_is_mounted_after_the_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = next(each for each in folder.rglob("*") if each.is_file())
+    contents, away = path.read_bytes(), folder.with_name("away")
+    os.rename(folder, away)
+    folder.mkdir()
+
+    def mount(_: storage_reader.LocalStorage) -> bool:
+        folder.rmdir()
+        os.rename(away, folder)
+        return True
+
+    monkeypatch.setattr(storage_reader.LocalStorage, "alive", mount)
+    source = storage_reader.Source(str(folder), {})
+    status, read, *_ = storage_reader.answer(source, "read", (str(path.relative_to(folder)),), lambda: None)
+    assert (status, bytes(read)) == (storage_reader.OK, contents)
 
 
 @pytest.mark.sshfs
@@ -159,8 +194,7 @@ def test_run_waits_for_a_mount_that_stops_answering(
         store.get(range(5))
         monkeypatch.setattr(storage, "WARN_S", 0.3)
         os.kill(server, signal.SIGSTOP)
-        continues = threading.Timer(1.0, os.kill, (server, signal.SIGCONT))
-        continues.start()
+        continues = after_warning(caplog, os.kill, server, signal.SIGCONT)
         assert len(contents(store)) == 20
         continues.join()
         assert "does not respond: waiting up to 300 s" in warnings_of(caplog)[0]

@@ -365,8 +365,10 @@ class Source:
 Answer = tuple[int, str, Any, int, int]
 
 
-def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "Callable[[], None]") -> tuple[Any, ...]:
-    """Return (status, result, size, mtime)."""
+def answer(
+    source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "Callable[[], None]", again: bool = True
+) -> tuple[Any, ...]:
+    """Return (status, result, size, mtime). If `again`, read a missing file twice."""
     try:
         storage = source.opened()
     except Exception as error:
@@ -395,12 +397,14 @@ def answer(source: Source, kind: str, arguments: "tuple[Any, ...]", progress: "C
         final = final or (isinstance(error, OSError) and error.errno in _FILE_ERRORS)
         # pyarrow's errors for damaged files, and errors of their JSON
         final = final or (kind in _PARSERS and isinstance(error, (ValueError, RecursionError)))
-        try:
-            with storage.turn:
-                if missing and kind == "read" and not storage.alive():
-                    final = False
-        except Exception as root_error:
-            return RETRY, _described(root_error), 0, 0
+        if missing and kind == "read":
+            try:
+                with storage.turn:
+                    final = storage.alive()
+            except Exception as root_error:
+                return RETRY, _described(root_error), 0, 0
+            if final and again:  # the storage may have been mounted after the read
+                return answer(source, kind, arguments, progress, again=False)
         return UNREADABLE if final else RETRY, _described(error), 0, 0
 
 
