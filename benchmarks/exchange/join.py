@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -165,7 +166,16 @@ def train(
 def start_lighthouse() -> subprocess.Popen[bytes]:
     command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--min_replicas", "1"]
     command += ["--join_timeout_ms", "60000", "--bind", LIGHTHOUSE]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    lighthouse = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while lighthouse.poll() is None and not answers(LIGHTHOUSE):
+        time.sleep(WAIT_S)
+    return lighthouse
+
+
+def answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def peak_of(work: Callable[[], None]) -> int:
