@@ -80,7 +80,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     _joined_groups: Sequence[list[dict[str, Any]]] = ()  # of each optimizer, as of the nodes that this node has joined
     _wrapped_methods: Sequence[tuple[Any, str]]  # of the TrainerAdapter
 
-    def _listen_for_sigterm(self, trainer: Any) -> None:
+    def _listen_for_signals(self, trainer: Any) -> None:
         # Lightning's signal handler broadcasts, and would interrupt each device in a different collective. The flag is
         # exchanged between batches instead, so all devices stop after the same batch.
         connector, self._must_stop = trainer._signal_connector, False
@@ -97,7 +97,6 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         self._wrapped_methods = [*self._wrapped_methods, (connector, "_sigterm_notifier_fn")]
 
     def _after_join(self, trainer: Any) -> None:
-        self._listen_for_sigterm(trainer)
         trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
         self.engines[-1].swap_in_global_weights()  # for hooks before the first batch
         self.engines[-1].watch()

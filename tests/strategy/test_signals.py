@@ -1,0 +1,125 @@
+"""A signal stops or requeues all ranks after the same step, wherever in a batch it reaches a rank."""
+
+import importlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fsdp.runs import whole
+from tests.helpers.distributed import run_ranks
+from tests.strategy.trainers import lightning_of, ours, trainer
+from tests.updates.test_trainer import adamw_module
+
+FLAVOUR = "pytorch_lightning"
+MORE = 7  # steps after a stop
+MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 150, "init": False}
+ACCUMULATED, EPOCHS_OF_ONE_BATCH = {"accumulate_grad_batches": 2}, {"limit_train_batches": 1}
+
+
+def by_step() -> Any:
+    """Return a module whose batches depend on the step alone, so that a resumed run gets them, too."""
+    torch.manual_seed(0)
+    module = adamw_module(FLAVOUR)
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        seed = 100 * module.trainer.global_step + 10 * (batch_idx % 2) + module.global_rank
+        time.sleep(0.002 * (module.global_rank % 3))  # ranks are in different places of a batch
+        return module.net(torch.randn(4, 13, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+    module.training_step = training_step
+    return module
+
+
+def fit(kind: str, path: str | None = None, **options: Any) -> tuple[int, bool, Tensor]:
+    """Return the number of steps, whether SIGTERM ended the fit, and the weights."""
+    sparse: dict[str, Any] = {"density": 0.1}
+    strategy = {
+        "hier": lambda: ours(FLAVOUR).MSTopKHierStrategy(**sparse, exchange="sparse", warmup_epochs=0),
+        "local": lambda: ours(FLAVOUR).MSTopKLocalStrategy(**sparse, sync_every=3),
+        "fsdp": lambda: ours(FLAVOUR).MSTopKFSDPStrategy(**sparse),
+    }[kind]()
+    t, module = trainer(FLAVOUR, strategy, **options), by_step()
+    try:
+        t.fit(module, ckpt_path=path)
+        stopped = False
+    except SystemExit as error:
+        stopped = type(error).__name__ == "SIGTERMException"
+    return t.global_step, stopped, whole(module).clone()
+
+
+def signals(number: int, ranks: list[int]) -> Any:
+    """Return a callback that signals these ranks at a random time after the third batch."""
+
+    class Signals(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+        batches = 0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.batches += 1
+            if self.batches == 3 and trainer.global_rank in ranks:
+                after_s = random.Random().uniform(0, 0.1)
+                threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
+
+    return Signals()
+
+
+def stopped(kind: str, ranks: list[int], folder: str, options: dict[str, Any]) -> tuple[int, bool, bool]:
+    """Return the steps before the stop, whether SIGTERM ended the fit, and whether the run resumes bit-identically."""
+    callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
+    saver = {"callbacks": [signals(signal.SIGTERM, ranks), callbacks.OnExceptionCheckpoint(folder)]}
+    steps, ended, _ = fit(kind, max_steps=100_000, enable_checkpointing=True, **saver, **options)
+    _, _, expected = fit(kind, max_steps=steps + MORE, **options)
+    _, _, resumed = fit(kind, f"{folder}/on_exception.ckpt", max_steps=steps + MORE, **options)
+    return steps, ended, torch.equal(resumed, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options"),
+    [
+        ("hier", [0, 1, 2, 3], {}),
+        ("hier", [2, 3], EPOCHS_OF_ONE_BATCH),
+        ("local", [0], ACCUMULATED),
+        ("local", [0, 1, 2, 3], EPOCHS_OF_ONE_BATCH),
+        ("fsdp", [3], {}),
+    ],
+)
+def test_sigterm_stops_all_ranks_after_the_same_step_and_the_run_resumes(
+    kind: str, ranks: list[int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_ranks(stopped, kind, ranks, str(tmp_path), options, **MANY)
+    assert len({steps for steps, _, _ in found}) == 1
+    assert all(ended for _, ended, _ in found)
+    assert all(resumes for _, _, resumes in found)
+
+
+def requeued(folder: str) -> tuple[int, bool]:
+    """Return the steps of the run, and whether a run from the requeued checkpoint ends with equal weights."""
+    import lightning_fabric.plugins.environments as environments
+
+    rank, devices = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    slurm = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": os.environ["WORLD_SIZE"], "PROCID": str(rank)}
+    slurm |= {"NTASKS_PER_NODE": str(devices), "LOCALID": str(rank % devices), "NODEID": str(rank // devices)}
+    os.environ.update({f"SLURM_{name}": value for name, value in slurm.items()})
+    os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
+    options = {"default_root_dir": folder, "max_steps": 200, "plugins": [environments.SLURMEnvironment()]}
+    steps, _, expected = fit("local", callbacks=[signals(signal.SIGUSR1, [3])], **options)
+    _, _, resumed = fit("local", "hpc", **options)
+    return steps, torch.equal(resumed, expected)
+
+
+def test_signal_of_slurm_saves_on_all_ranks_after_the_same_step_and_requeues_once(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    scontrol.chmod(0o755)
+    assert run_ranks(requeued, str(tmp_path), **MANY) == [(200, True)] * 4
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert 0 < saved["global_step"] < 200
