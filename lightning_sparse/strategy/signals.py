@@ -8,16 +8,85 @@ is a signal, the training waits for nothing.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lightning_sparse.agree import largest
 from lightning_sparse.checkpoint.verdict import Reports, decide
 from lightning_sparse.internals import default_store
-from lightning_sparse.messages import SLOW_AFTER, log
+from lightning_sparse.messages import log
 
 POLL_SECONDS = 0.5
+
+
+class TrainerSignals:
+    """Handles SIGTERM and SLURM's requeue signal in a fit on several ranks, instead of Lightning.
+
+    Lightning's handlers call collectives wherever a rank is in a batch, and then ranks hang. Lightning also broadcasts
+    before each batch, and the host waits for the result.
+
+    Attributes:
+        replaced: methods of the Trainer to restore after the fit.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        connector, epoch, checkpoints = (
+            trainer._signal_connector,
+            trainer.fit_loop.epoch_loop,
+            trainer._checkpoint_connector,
+        )
+        self._strategy, self._connector, self._epoch = trainer.strategy, connector, epoch
+        self._raise_on_all_ranks, self._requeue = epoch._broadcast_sigterm_tensor, connector._slurm_sigusr_handler_fn
+        find_path = checkpoints.hpc_save_path
+        self._stop, self._save = SharedSignal("stop"), SharedSignal("save a checkpoint")
+        connector._sigterm_notifier_fn = lambda number, _: self._receive(self._stop, number)
+        connector._slurm_sigusr_handler_fn = lambda number, _: self._receive(self._save, number)
+        epoch._broadcast_sigterm_tensor = lambda: None
+        # The path contains the number of the next file, which a rank may find too late.
+        checkpoints.hpc_save_path = lambda folder: self._strategy.broadcast(find_path(folder))
+        self.replaced: Sequence[tuple[Any, str]] = (
+            (connector, "_sigterm_notifier_fn"),
+            (connector, "_slurm_sigusr_handler_fn"),
+            (epoch, "_broadcast_sigterm_tensor"),
+            (checkpoints, "hpc_save_path"),
+        )
+
+    def end_batch(self) -> None:
+        """Save, requeue or stop, if the ranks have decided to do so after this batch."""
+        # A checkpoint has no accumulated gradients. In a resumed run, Lightning also counts the last batch of the
+        # checkpoint.
+        if self._epoch.restarting or self._epoch._should_accumulate():
+            return
+        if self._save.end_step():
+            self._requeue(signal.SIGUSR1, None)
+            self._save.close()
+            self._save = SharedSignal("save a checkpoint")
+        if self._stop.end_step():
+            self._raise()
+
+    def end_fit(self) -> None:
+        """Stop the program if a signal has arrived after the last step. A collective of the world."""
+        if largest(float(self._stop.received), dist.all_reduce, self._strategy.root_device):
+            self._raise()
+
+    def close(self) -> None:
+        self._stop.close()
+        self._save.close()
+
+    def _raise(self) -> None:
+        self._connector.received_sigterm = True
+        self._raise_on_all_ranks()
+
+    def _receive(self, shared: SharedSignal, number: int) -> None:
+        launcher = self._strategy.launcher
+        log.info("received %s: all ranks %s after the same step", signal.Signals(number).name, shared.action)
+        if not shared.received and launcher is not None:
+            launcher.kill(number)
+        shared.received = True
 
 
 class SharedSignal:
@@ -26,27 +95,24 @@ class SharedSignal:
     All ranks make it at the start of a fit, and call `end_step` after each step.
 
     Args:
-        aim: the action that follows, for the log.
+        action: the action that follows, for the log.
+
+    Attributes:
+        received: whether this process has received the signal. Its handler sets it, and takes no lock.
     """
 
-    def __init__(self, aim: str) -> None:
+    def __init__(self, action: str) -> None:
         self._store = default_store()
         # Each fit has its own key.
         number = self._store.add(f"lightning_sparse/signals/{dist.get_rank()}", 1)
-        self._aim, self._key = aim, f"lightning_sparse/signal {number}"
-        self.received = False
-        """Whether this process has received the signal."""
+        self.action, self.received = action, False
+        self._key = f"lightning_sparse/signal {number}"
         self._ended = 0  # number of steps
         self._state: Literal["no signal", "deciding", "over"] = "no signal"
         self._last: int | None = None  # number of the step after which all ranks act
-        self._wake, self._changed = threading.Event(), threading.Condition()
+        self._closed, self._changed = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
         self._thread.start()
-
-    def receive(self) -> None:
-        """Note the signal. Signal handlers may call it."""
-        self.received = True
-        self._wake.set()
 
     def end_step(self) -> bool:
         """Return whether to act after this step. All ranks act after the same step."""
@@ -61,7 +127,7 @@ class SharedSignal:
         if self._leave("no signal", "over"):
             with contextlib.suppress(RuntimeError):  # the process with the store has ended
                 self._store.set(f"{self._key}/{dist.get_rank()}", str(self._ended))
-        self._wake.set()
+        self._closed.set()
         # A thread that calls the store while Python ends would abort the process.
         self._thread.join()
 
@@ -69,10 +135,10 @@ class SharedSignal:
         try:
             if self._is_shared() and self._leave("no signal", "deciding"):
                 # This rank's step may need other ranks. Their threads answer during a step, too.
-                verdict, _ = decide(self._key, str(self._ended + 1), _last_step, SLOW_AFTER)
+                verdict, _ = decide(self._key, str(self._ended + 1), _last_step, task=f"{self.action} together")
                 self._last = int(verdict) if verdict.isdigit() else None
-                if self._last is None and dist.get_rank() == 0:
-                    log.warning("cannot %s: %s", self._aim, verdict)
+                if self._last is None:
+                    log.warning("ranks do not %s: %s", self.action, verdict)
         except RuntimeError as error:
             log.debug("the store of the process group does not answer (%s)", error)
         finally:
@@ -82,7 +148,7 @@ class SharedSignal:
         """Wait until any rank has received the signal. Return False at the end of the fit."""
         key = f"{self._key}/received"
         while self._state == "no signal":
-            self._wake.wait(POLL_SECONDS)
+            self._closed.wait(POLL_SECONDS)
             if self.received:
                 self._store.set(key, "1")
             if self._store.check([key]):
@@ -102,5 +168,5 @@ class SharedSignal:
 def _last_step(reports: Reports) -> str:
     missing = [str(rank) for rank, report in enumerate(reports) if report is None]
     if missing:
-        return f"rank(s) {', '.join(missing)} did not answer within {SLOW_AFTER.total_seconds():.0f} s"
+        return f"rank(s) {', '.join(missing)} did not answer"
     return str(max(int(report) for report in reports if report is not None))

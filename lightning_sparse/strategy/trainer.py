@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -32,7 +31,7 @@ from lightning_sparse.sharding import Part, trainable_params
 from lightning_sparse.strategy import distributed
 from lightning_sparse.strategy.adapter import Adapter, Host, clone_state_dict
 from lightning_sparse.strategy.late import LateGradients
-from lightning_sparse.strategy.signals import SharedSignal
+from lightning_sparse.strategy.signals import TrainerSignals
 from lightning_sparse.updates import LocalUpdates, optimizer_state
 
 
@@ -47,7 +46,7 @@ class TrainerAdapter(Adapter, Host):
     _steps_before = _batches_before = 0  # at the start of the epoch
     _not_saved = ""  # reason why no checkpoint can be saved after an exception
     _wrapped_methods: Sequence[tuple[Any, str]] = ()  # methods of the Trainer and its loops
-    _signals: Sequence[SharedSignal] = ()
+    _signals: TrainerSignals | None = None
 
     @property
     def engine(self) -> Any:
@@ -81,44 +80,13 @@ class TrainerAdapter(Adapter, Host):
             self._listen_for_signals(trainer)
 
     def _listen_for_signals(self, trainer: Any) -> None:
-        """On SIGTERM, stop all ranks after the same step; on SLURM's signal, save and requeue after the same step."""
-        if self.world_size == 1:
-            return
-        connector, epoch = trainer._signal_connector, trainer.fit_loop.epoch_loop
-        raise_on_all_ranks, requeue = epoch._broadcast_sigterm_tensor, connector._slurm_sigusr_handler_fn
-        stop, save = SharedSignal("stop all ranks together"), SharedSignal("save on all ranks together")
-        self._signals = (stop, save)
-
-        def act() -> None:
-            if epoch._should_accumulate():  # a checkpoint has no accumulated gradients
-                return
-            if save.end_step():
-                requeue(signal.SIGUSR1, None)
-            if stop.end_step():
-                connector.received_sigterm = True
-                raise_on_all_ranks()
-
-        # Lightning's own handlers call collectives in any batch of each rank, and then the ranks hang. Before each
-        # batch, Lightning also broadcasts, and the host waits for the result.
-        self._handle_with(connector, "_sigterm_notifier_fn", stop, "stop")
-        self._handle_with(connector, "_slurm_sigusr_handler_fn", save, "save a checkpoint")
-        epoch._broadcast_sigterm_tensor = lambda: None
-        # `ModelCheckpoint` saves at this point, too. After a later save in the last batch of an epoch, Lightning would
-        # resume with one batch too many.
-        around = call_around(epoch.batch_progress, "increment_completed", before=act)
-        self._wrapped_methods = [*self._wrapped_methods, (epoch, "_broadcast_sigterm_tensor"), around]
-
-    def _handle_with(self, connector: Any, name: str, shared: SharedSignal, does: str) -> None:
-        """Replace a signal handler of Lightning."""
-
-        def note(number: int, _: Any) -> None:
-            log.info("received %s: all ranks %s after the same step", signal.Signals(number).name, does)
-            if not shared.received and self.launcher is not None:
-                self.launcher.kill(number)
-            shared.receive()
-
-        setattr(connector, name, note)
-        self._wrapped_methods = [*self._wrapped_methods, (connector, name)]
+        if self.world_size > 1:
+            self._signals = TrainerSignals(trainer)
+            # `ModelCheckpoint` saves at this point, too. After a later save in the last batch of an epoch, Lightning
+            # would resume with one batch too many.
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            around = call_around(progress, "increment_completed", before=self._signals.end_batch)
+            self._wrapped_methods = [*self._wrapped_methods, *self._signals.replaced, around]
 
     def _show_to_hooks(self, trainer: Any) -> None:
         """Let hooks see the global weights from now on. A collective of the world."""
@@ -233,12 +201,14 @@ class TrainerAdapter(Adapter, Host):
             # Keep the weights that the last hooks left.
             self.engine.adopt_changes()
         self._over = True
+        if self._signals is not None:
+            self._signals.end_fit()
 
     def teardown(self) -> None:
         """Remove hooks from the model. Pending updates stay for a second fit of the same module."""
         self._release_trainer()
-        for shared in self._signals:
-            shared.close()
+        if self._signals is not None:
+            self._signals.close()
         for engine in self.engines:
             engine.close()
         super().teardown()

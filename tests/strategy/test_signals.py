@@ -55,15 +55,15 @@ def fit(kind: str, path: str | None = None, **options: Any) -> tuple[int, bool, 
     return t.global_step, stopped, whole(module).clone()
 
 
-def signals(number: int, ranks: list[int]) -> Any:
-    """Return a callback that signals these ranks at a random time after the third batch."""
+def signals(number: int, ranks: list[int], after: tuple[int, ...] = (3,)) -> Any:
+    """Return a callback that signals these ranks, each time at a random time after a batch."""
 
     class Signals(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
         batches = 0
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             self.batches += 1
-            if self.batches == 3 and trainer.global_rank in ranks:
+            if self.batches in after and trainer.global_rank in ranks:
                 after_s = random.Random().uniform(0, 0.1)
                 threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
 
@@ -99,27 +99,51 @@ def test_sigterm_stops_all_ranks_after_the_same_step_and_the_run_resumes(
     assert all(resumes for _, _, resumes in found)
 
 
-def requeued(folder: str) -> tuple[int, bool]:
-    """Return the steps of the run, and whether a run from the requeued checkpoint ends with equal weights."""
-    import lightning_fabric.plugins.environments as environments
+def stopped_at_the_end() -> tuple[int, bool]:
+    class Signals(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_rank == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
 
+    steps, ended, _ = fit("hier", max_steps=7, callbacks=[Signals()])
+    return steps, ended
+
+
+def test_sigterm_to_one_rank_after_the_last_step_ends_the_program_on_all_ranks() -> None:
+    assert run_ranks(stopped_at_the_end, **MANY) == [(7, True)] * 4
+
+
+def requeued(folder: str) -> tuple[int, bool]:
+    """Return the steps of the run, and whether a run from the last requeued checkpoint ends with equal weights."""
+    import lightning_fabric.plugins.environments as environments
+    from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector as Connector
+
+    find_path = Connector.hpc_save_path
+
+    def find_path_late(folder: str) -> str:
+        time.sleep(0.2 * rank)  # rank 0 may have saved already
+        return find_path(folder)
+
+    Connector.hpc_save_path = staticmethod(find_path_late)  # type: ignore[assignment]
     rank, devices = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     slurm = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": os.environ["WORLD_SIZE"], "PROCID": str(rank)}
     slurm |= {"NTASKS_PER_NODE": str(devices), "LOCALID": str(rank % devices), "NODEID": str(rank // devices)}
     os.environ.update({f"SLURM_{name}": value for name, value in slurm.items()})
     os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
-    options = {"default_root_dir": folder, "max_steps": 200, "plugins": [environments.SLURMEnvironment()]}
-    steps, _, expected = fit("local", callbacks=[signals(signal.SIGUSR1, [3])], **options)
-    _, _, resumed = fit("local", "hpc", **options)
+    options = {"default_root_dir": folder, "max_steps": 400, "plugins": [environments.SLURMEnvironment()]}
+    steps, _, expected = fit("hier", callbacks=[signals(signal.SIGUSR1, [3], after=(3, 200))], **options)
+    _, _, resumed = fit("hier", "hpc", **options)
     return steps, torch.equal(resumed, expected)
 
 
-def test_signal_of_slurm_saves_on_all_ranks_after_the_same_step_and_requeues_once(tmp_path: Path) -> None:
+def test_each_signal_of_slurm_saves_on_all_ranks_after_the_same_step_and_requeues_once(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
     scontrol.chmod(0o755)
-    assert run_ranks(requeued, str(tmp_path), **MANY) == [(200, True)] * 4
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
-    assert 0 < saved["global_step"] < 200
+    assert run_ranks(requeued, str(tmp_path), **MANY) == [(400, True)] * 4
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n" * 2
+    files = [f"hpc_ckpt_{number}.ckpt{end}" for number in (1, 2) for end in ("", ".residual")]
+    assert sorted(path.name for path in tmp_path.glob("hpc_ckpt_*")) == files
+    steps = [torch.load(tmp_path / name, weights_only=False)["global_step"] for name in files[::2]]
+    assert 0 < steps[0] < steps[1] < 400
