@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -20,7 +22,9 @@ from lightning_sparse.checkpoint.verdict import Reports, decide
 from lightning_sparse.internals import default_store
 from lightning_sparse.messages import log
 
-POLL_SECONDS = 0.5
+POLL_SECONDS, ANSWER_POLL_SECONDS = 0.5, 0.05
+ANSWER_SECONDS = 120.0
+"""Time limit for the answers of all ranks. Schedulers usually end a program sooner after SIGTERM."""
 
 
 class TrainerSignals:
@@ -34,11 +38,8 @@ class TrainerSignals:
     """
 
     def __init__(self, trainer: Any) -> None:
-        connector, epoch, checkpoints = (
-            trainer._signal_connector,
-            trainer.fit_loop.epoch_loop,
-            trainer._checkpoint_connector,
-        )
+        connector, checkpoints = trainer._signal_connector, trainer._checkpoint_connector
+        epoch = trainer.fit_loop.epoch_loop
         self._strategy, self._connector, self._epoch = trainer.strategy, connector, epoch
         self._raise_on_all_ranks, self._requeue = epoch._broadcast_sigterm_tensor, connector._slurm_sigusr_handler_fn
         find_path = checkpoints.hpc_save_path
@@ -124,9 +125,11 @@ class SharedSignal:
 
     def close(self) -> None:
         """End the fit. Other ranks may still decide, and do not wait for this one."""
-        if self._leave("no signal", "over"):
-            with contextlib.suppress(RuntimeError):  # the process with the store has ended
+        with contextlib.suppress(RuntimeError):  # the process with the store has ended
+            if self._leave("no signal", "over"):
                 self._store.set(f"{self._key}/{dist.get_rank()}", str(self._ended))
+            elif self._leave("deciding", "over"):  # after an error
+                self._store.set(f"{self._key}/failed", "1")
         self._closed.set()
         # A thread that calls the store while Python ends would abort the process.
         self._thread.join()
@@ -134,15 +137,25 @@ class SharedSignal:
     def _run(self) -> None:
         try:
             if self._is_shared() and self._leave("no signal", "deciding"):
-                # This rank's step may need other ranks. Their threads answer during a step, too.
-                verdict, _ = decide(self._key, str(self._ended + 1), _last_step, task=f"{self.action} together")
-                self._last = int(verdict) if verdict.isdigit() else None
-                if self._last is None:
-                    log.warning("ranks do not %s: %s", self.action, verdict)
+                self._decide()
         except RuntimeError as error:
             log.debug("the store of the process group does not answer (%s)", error)
         finally:
             self._leave("deciding", "over")
+
+    def _decide(self) -> None:
+        report, ranks = str(self._ended + 1), range(dist.get_world_size())
+        self._store.set(f"{self._key}/{dist.get_rank()}", report)
+        until = time.monotonic() + ANSWER_SECONDS
+        # The step of this rank may need other ranks. Their threads answer during a step, too.
+        while not self._store.check([f"{self._key}/{rank}" for rank in ranks]):
+            failed = self._store.check([f"{self._key}/failed"])
+            if failed or time.monotonic() > until or self._closed.wait(ANSWER_POLL_SECONDS):
+                break
+        verdict, _ = decide(self._key, report, _last_step, timedelta(milliseconds=1))
+        self._last = int(verdict) if verdict.isdigit() else None
+        if self._last is None:
+            log.warning("ranks do not %s together: %s", self.action, verdict)
 
     def _is_shared(self) -> bool:
         """Wait until any rank has received the signal. Return False at the end of the fit."""

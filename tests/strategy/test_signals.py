@@ -1,4 +1,4 @@
-"""A signal stops or requeues all ranks after the same step, wherever in a batch it reaches a rank."""
+"""A signal stops all ranks, or saves and requeues, after the same step, wherever in a batch it reaches a rank."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.fsdp.runs import whole
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.trainers import lightning_of, ours, trainer
 from tests.updates.test_trainer import adamw_module
 
@@ -111,6 +111,23 @@ def stopped_at_the_end() -> tuple[int, bool]:
 
 def test_sigterm_to_one_rank_after_the_last_step_ends_the_program_on_all_ranks() -> None:
     assert run_ranks(stopped_at_the_end, **MANY) == [(7, True)] * 4
+
+
+def one_dies() -> None:
+    class Signals(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                os.kill(os.getpid(), signal.SIGKILL if trainer.global_rank == 3 else signal.SIGTERM)
+
+    fit("hier", max_steps=100_000, callbacks=[Signals()])
+
+
+@pytest.mark.slow
+def test_ranks_end_with_an_error_if_a_rank_dies_before_it_answers_a_signal() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(one_dies, grace_s=60.0, **MANY)
+    assert failed.value.killed.keys() == {3}
+    assert failed.value.raised.keys() == {0, 1, 2}
 
 
 def requeued(folder: str) -> tuple[int, bool]:

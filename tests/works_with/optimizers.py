@@ -1,4 +1,4 @@
-"""Trains a toy model with all optimizers of three libraries, with DDP and with the strategies.
+"""Trains a toy model with the optimizers of three libraries, with DDP and with the strategies.
 
 Some parameters of the model are scalars, and some are zero or one.
 """
