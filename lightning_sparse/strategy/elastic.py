@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,16 +84,15 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         # exchanged between batches instead, so all devices stop after the same batch.
         connector, self._must_stop = trainer._signal_connector, False
 
-        def note(number: int, _: Any) -> None:
-            name = signal.Signals(number).name
-            log.info("received %s: this node stops after this batch, sends its pending updates and leaves", name)
-            if not self._must_stop and self.launcher is not None:
-                self.launcher.kill(number)
+        def note(*_: Any) -> None:
+            # The handler may interrupt the write of a log line, where Python refuses another write of this thread.
             self._must_stop = True
 
         connector._sigterm_notifier_fn = note
+        connector._sigterm_handler_fn = lambda *_: None  # under SLURM, Lightning's second handler only logs
         # After the fit, an evaluation ends as Lightning ends it.
-        self._wrapped_methods = [*self._wrapped_methods, (connector, "_sigterm_notifier_fn")]
+        replaced = [(connector, name) for name in ("_sigterm_notifier_fn", "_sigterm_handler_fn")]
+        self._wrapped_methods = [*self._wrapped_methods, *replaced]
 
     def _after_join(self, trainer: Any) -> None:
         trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
@@ -167,6 +165,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         progress = trainer.fit_loop.epoch_loop.batch_progress
         must_stop, progress.is_last_batch = elastic.any_device(self._must_stop, progress.is_last_batch)
         if must_stop:
+            log.info("received SIGTERM: this node stops after this batch, sends its pending updates and leaves")
             trainer._signal_connector.received_sigterm = True  # ends the fit after this batch
 
     def on_validation_start(self) -> None:

@@ -44,14 +44,16 @@ class TrainerSignals:
         self._raise_on_all_ranks, self._requeue = epoch._broadcast_sigterm_tensor, connector._slurm_sigusr_handler_fn
         find_path = checkpoints.hpc_save_path
         self._stop, self._save = SharedSignal("stop"), SharedSignal("save a checkpoint")
-        connector._sigterm_notifier_fn = lambda number, _: self._receive(self._stop, number)
-        connector._slurm_sigusr_handler_fn = lambda number, _: self._receive(self._save, number)
+        connector._sigterm_notifier_fn = lambda number, _: self._stop.receive(number)
+        connector._slurm_sigusr_handler_fn = lambda number, _: self._save.receive(number)
+        connector._sigterm_handler_fn = lambda *_: None  # under SLURM, Lightning's second handler only logs
         epoch._broadcast_sigterm_tensor = lambda: None
         # The path contains the number of the next file, which a rank may find too late.
         checkpoints.hpc_save_path = lambda folder: self._strategy.broadcast(find_path(folder))
         self.replaced: Sequence[tuple[Any, str]] = (
             (connector, "_sigterm_notifier_fn"),
             (connector, "_slurm_sigusr_handler_fn"),
+            (connector, "_sigterm_handler_fn"),
             (epoch, "_broadcast_sigterm_tensor"),
             (checkpoints, "hpc_save_path"),
         )
@@ -71,7 +73,8 @@ class TrainerSignals:
 
     def end_fit(self) -> None:
         """Stop the program if a signal has arrived after the last step. A collective of the world."""
-        if largest(float(self._stop.received), dist.all_reduce, self._strategy.root_device):
+        if largest(float(self._stop.received > 0), dist.all_reduce, self._strategy.root_device):
+            self._stop.tell()
             self._raise()
 
     def close(self) -> None:
@@ -81,13 +84,6 @@ class TrainerSignals:
     def _raise(self) -> None:
         self._connector.received_sigterm = True
         self._raise_on_all_ranks()
-
-    def _receive(self, shared: SharedSignal, number: int) -> None:
-        launcher = self._strategy.launcher
-        log.info("received %s: all ranks %s after the same step", signal.Signals(number).name, shared.action)
-        if not shared.received and launcher is not None:
-            launcher.kill(number)
-        shared.received = True
 
 
 class SharedSignal:
@@ -99,14 +95,14 @@ class SharedSignal:
         action: the action that follows, for the log.
 
     Attributes:
-        received: whether this process has received the signal. Its handler sets it, and takes no lock.
+        received: number of the signal that this process has received; 0 for none.
     """
 
     def __init__(self, action: str) -> None:
         self._store = default_store()
         # Each fit has its own key.
         number = self._store.add(f"lightning_sparse/signals/{dist.get_rank()}", 1)
-        self.action, self.received = action, False
+        self.action, self.received, self._told = action, 0, False
         self._key = f"lightning_sparse/signal {number}"
         self._ended = 0  # number of steps
         self._state: Literal["no signal", "deciding", "over"] = "no signal"
@@ -114,6 +110,18 @@ class SharedSignal:
         self._closed, self._changed = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
         self._thread.start()
+
+    def receive(self, number: int) -> None:
+        """Handle the signal."""
+        # The handler may interrupt the write of a log line, where Python refuses another write of this thread. It may
+        # also interrupt a thread that holds a lock. So it only notes the signal.
+        self.received = number
+
+    def tell(self) -> None:
+        """Log a received signal, once."""
+        if self.received and not self._told:
+            self._told = True
+            log.info("received %s: all ranks %s after the same step", signal.Signals(self.received).name, self.action)
 
     def end_step(self) -> bool:
         """Return whether to act after this step. All ranks act after the same step."""
@@ -163,6 +171,7 @@ class SharedSignal:
         while self._state == "no signal":
             self._closed.wait(POLL_SECONDS)
             if self.received:
+                self.tell()
                 self._store.set(key, "1")
             if self._store.check([key]):
                 return True

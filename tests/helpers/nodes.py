@@ -85,12 +85,12 @@ class Nodes:
             time.sleep(0.02)
         raise AssertionError("\n\n".join(["no process was killed", *map(self._state, names)]))
 
-    def join(self, name: str, timeout: float = WAIT_SECONDS) -> int:
-        """Wait for the end of the node, and return its exit status."""
-        self._processes[name].join(timeout)
-        code = self._processes[name].exitcode
-        assert code is not None, self._state(name)
-        return int(code)
+    def join(self, *names: str, code: int = 0, timeout: float = WAIT_SECONDS) -> None:
+        """Wait for the ends of nodes, and check their exit status."""
+        for name in names:
+            self._processes[name].join(timeout)
+        wrong = [name for name in names if self._processes[name].exitcode != code]
+        assert not wrong, "\n\n".join(map(self._state, wrong))
 
     def output(self, name: str) -> str:
         """Return the output of all processes of the node."""

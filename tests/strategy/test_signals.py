@@ -1,9 +1,11 @@
 """A signal stops all ranks, or saves and requeues, after the same step, wherever in a batch it reaches a rank."""
 
 import importlib
+import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from tests.fsdp.runs import whole
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.streams import signaled_in_write
 from tests.strategy.trainers import lightning_of, ours, trainer
 from tests.updates.test_trainer import adamw_module
 
@@ -111,6 +114,30 @@ def stopped_at_the_end() -> tuple[int, bool]:
 
 def test_sigterm_to_one_rank_after_the_last_step_ends_the_program_on_all_ranks() -> None:
     assert run_ranks(stopped_at_the_end, **MANY) == [(7, True)] * 4
+
+
+def stopped_in_a_write(ranks: list[int], folder: str) -> tuple[bool, str]:
+    """Return whether SIGTERM ended the fit, and the output."""
+    rank = int(os.environ["RANK"])
+    with open(f"{folder}/{rank}.txt", "w+", buffering=1, encoding="utf-8") as file:
+        sys.stderr = signaled_in_write(signal.SIGTERM, "step 5", file.fileno()) if rank in ranks else file
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+
+        class Prints(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                print(f"step {trainer.global_step}", file=sys.stderr)
+
+        _, ended, _ = fit("hier", max_steps=100_000, callbacks=[Prints()])
+        sys.stderr = sys.__stderr__
+        logging.basicConfig(force=True)
+        file.seek(0)
+        return ended, file.read()
+
+
+def test_sigterm_in_the_write_of_a_log_line_stops_all_ranks(tmp_path: Path) -> None:
+    found = run_ranks(stopped_in_a_write, [1, 2], str(tmp_path), **MANY)
+    assert all(ended for ended, _ in found)
+    assert any("received SIGTERM: all ranks stop after the same step" in output for _, output in found)
 
 
 def one_dies() -> None:

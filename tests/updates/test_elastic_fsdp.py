@@ -62,7 +62,7 @@ def finish(nodes: Nodes, names: str) -> None:
             nodes.send(f"{name}{device}", signal.SIGTERM)
     for device in range(DEVICES):
         devices = [f"{name}{device}" for name in names]
-        assert [nodes.join(each) for each in devices] == [0] * len(names)
+        nodes.join(*devices)
         tokens = check(nodes, devices)  # type: ignore[arg-type]
         assert set.intersection(*map(set, tokens.values()))
 
@@ -104,7 +104,7 @@ def test_nodes_without_a_fault_match_the_weights_of_fixed_nodes(
     release.touch()  # a node that joins later would load the optimizer's state after a step
     for index, name in enumerate("abc"):
         for device in range(DEVICES):
-            assert nodes.join(f"{name}{device}") == 0, nodes.output(f"{name}{device}")
+            nodes.join(f"{name}{device}")
             found = {each["number"]: each["digest"] for each in nodes.reports(f"{name}{device}") if "digest" in each}
             expected = fixed[DEVICES * index + device]
             every = options.get("sync_every", 1)
@@ -176,7 +176,7 @@ def test_node_that_differs_is_refused_and_nodes_of_two_devices_continue(
     for device in range(devices):
         nodes.start(f"d{device}", entry, device=device, devices=devices, port=port, **{**OPTIONS, **wrong})
     for device in range(devices):
-        assert nodes.join(f"d{device}") == 1
+        nodes.join(f"d{device}", code=1)
         assert re.search(f"this node differs from the training nodes: .*{said}", nodes.output(f"d{device}"))
     number = nodes.reports("a0")[-1]["number"]
     for name in "ab":

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from itertools import dropwhile
@@ -31,6 +32,7 @@ from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
 from lightning_sparse.strategy.elastic import ELASTIC_KEY
 from tests.helpers.nodes import Main, Nodes, nodes_of
 from tests.helpers.ports import free_port
+from tests.helpers.streams import signaled_in_write
 from tests.updates.elastic_hosts import BATCH, SAMPLES, loop, train, two_runs
 from tests.updates.test_elastic import end, of, tokens_of
 
@@ -148,7 +150,7 @@ def saved_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     with nodes_of(train) as nodes:
         nodes.start("a", steps=12, folder=str(folder), **OPTIONS)
-        assert nodes.join("a") == 0, nodes.output("a")
+        nodes.join("a")
     return folder / "last.ckpt"
 
 
@@ -162,7 +164,7 @@ def test_job_resumes_where_other_nodes_drew_the_epoch(
     saved[ELASTIC_KEY][2] = place
     torch.save(saved, tmp_path / "last.ckpt")
     nodes.start("a", epochs=epoch + 2, stops_early=True, folder=str(tmp_path), **OPTIONS)
-    assert nodes.join("a") == 0, nodes.output("a")[-2000:]
+    nodes.join("a")
     after = [each for each in nodes.reports("a") if "drawn" in each]
     assert {each["epoch"] for each in after} == {epoch, epoch + 1}
     last = next(each for each in after if each["epoch"] == epoch + 1)
@@ -202,6 +204,18 @@ def test_node_trains_while_another_node_validates_longer_than_the_timeout(nodes:
     assert "has missed rounds" not in nodes.output("b")
     end(nodes, "ab")
     tokens_of(nodes, "ab")
+
+
+def stopped_in_a_write(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    sys.stdout = sys.stderr = signaled_in_write(signal.SIGTERM, '"step": 5')
+    train(name, lighthouse, options)
+
+
+@pytest.mark.slow
+def test_sigterm_in_the_write_of_a_line_stops_a_node(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.start("a", stopped_in_a_write, folder=str(tmp_path), **OPTIONS)
+    nodes.join("a")
+    assert "received SIGTERM: this node stops after this batch" in nodes.output("a")
 
 
 @pytest.mark.slow
@@ -244,7 +258,7 @@ def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(
     assert back["step"] > alone["step"]
     nodes.wait_for("a0", of(2, back["number"] + 10))
     nodes.send("b1", signal.SIGTERM)  # one device of the node
-    assert [nodes.join(f"b{device}") for device in range(2)] == [0, 0]
+    nodes.join("b0", "b1")
     nodes.wait_for("a0", of(1, back["number"]))
     output = nodes.output("b0") + nodes.output("b1")
     assert "are not sent" not in output
@@ -258,7 +272,7 @@ def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(
 def test_devices_of_a_node_end_the_epoch_together_even_if_one_has_fewer_batches(nodes: Nodes, tmp_path: Path) -> None:
     """They have drawn by different assignments if the node has missed rounds."""
     start_node(nodes, "a", tmp_path, fsdp=True, short=True, epochs=3)
-    assert [nodes.join(f"a{device}") for device in range(2)] == [0, 0]
+    nodes.join("a0", "a1")
     steps = [each["step"] for each in nodes.reports("a0")]
     assert steps[-1] == 3 * (3 * SAMPLES // 4 // 2 // BATCH)
 
@@ -371,11 +385,11 @@ def test_node_that_dies_in_a_save_leaves_a_readable_checkpoint(nodes: Nodes, fsd
 @pytest.mark.parametrize("more", [{"frozen": True}, {"optimizers": 2}], ids=str)
 def test_file_of_nodes_without_shards_resumes_with_fsdp(nodes: Nodes, more: dict[str, Any], tmp_path: Path) -> None:
     nodes.start("a", folder=str(tmp_path), steps=20, **more, **OPTIONS)
-    assert nodes.join("a") == 0, nodes.output("a")[-2000:]
+    nodes.join("a")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     moments = [value["exp_avg"].norm() for value in saved["optimizer_states"][0]["state"].values()]
     start_node(nodes, "b", tmp_path, fsdp=True, steps=30, every=10**6, **more)
-    assert [nodes.join(f"b{device}") for device in range(2)] == [0, 0], nodes.output("b0")[-2000:]
+    nodes.join("b0", "b1")
     (begins,) = re.findall(r"moments (\[.*\])", nodes.output("b0"))
     assert json.loads(begins) == pytest.approx([float(each) for each in moments], rel=1e-5)
     assert nodes.reports("b0")[-1]["step"] >= 30
@@ -388,7 +402,7 @@ def test_file_of_nodes_without_shards_resumes_with_fsdp(nodes: Nodes, more: dict
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with nodes_of(two_runs) as nodes:
         nodes.start("a", folder=str(tmp_path_factory.mktemp("runs")))
-        assert nodes.join("a") == 0, nodes.output("a")
+        nodes.join("a")
         return nodes.reports("a")
 
 
