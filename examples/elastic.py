@@ -1,7 +1,7 @@
 """Train a small model on nodes that join and leave during the run.
 
 pip install 'torchft>=0.2'
-torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000                 # on one machine
+RUST_LOG=warn torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000    # on one machine
 TORCHFT_LIGHTHOUSE=http://HOST:29510 python examples/elastic.py --name a    # on each node, at any time
 
 python examples/elastic.py --demo    # three nodes on this machine, one of which is killed and joins again

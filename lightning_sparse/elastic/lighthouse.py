@@ -24,7 +24,7 @@ from lightning_sparse.elastic.sampling import SampleProgress
 from lightning_sparse.messages import log
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
-COMMAND = "torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000"
+COMMAND = "RUST_LOG=warn torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000"
 CONNECT_SECONDS = 5.0
 BEAT_SECONDS = 0.25
 PAUSE_SECONDS = 5.0

@@ -20,6 +20,8 @@ from tests.helpers import distributed
 
 # One server starts the processes of all tests, so it imports the modules of ranks too.
 PRELOAD = [*distributed.PRELOAD, "torchft.process_group", "torchft.coordination", "tests.helpers.nodes"]
+# Before the server starts: the lighthouse would log the status of all nodes in each round.
+os.environ.setdefault("RUST_LOG", "warn")
 Main = Callable[[str, str, dict[str, Any]], None]
 WAIT_SECONDS = 180.0  # for an event. A test of several waits ends at its own limit
 
@@ -43,6 +45,7 @@ class Nodes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._processes: dict[str, Any] = {}
+        self._reports: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # bytes read, and the reports in them
         self.light()
 
     def light(self) -> None:
@@ -99,9 +102,14 @@ class Nodes:
 
     def reports(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of JSON in the output."""
-        return [
-            json.loads(line) for line in self.output(name).splitlines() if line.startswith("{") and line.endswith("}")
-        ]
+        path, (read, reports) = self._folder / f"{name}.txt", self._reports.get(name, (0, []))
+        if path.exists():
+            with open(path, "rb") as file:  # the last line may still be incomplete
+                file.seek(read)
+                lines, end, _ = file.read().rpartition(b"\n")
+            found = [json.loads(line) for line in lines.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+            self._reports[name] = read + len(lines + end), [*reports, *found]
+        return list(self._reports.get(name, (0, []))[1])
 
     def wait_for(
         self, name: str, condition: Callable[[dict[str, Any]], bool], timeout: float = WAIT_SECONDS
