@@ -80,9 +80,11 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     _wrapped_methods: Sequence[tuple[Any, str]]  # of the TrainerAdapter
 
     def _listen_for_signals(self, trainer: Any) -> None:
-        # Lightning's signal handler broadcasts, and would interrupt each device in a different collective. The flag is
-        # exchanged between batches instead, so all devices stop after the same batch.
-        connector, self._must_stop = trainer._signal_connector, False
+        # Lightning's signal handler broadcasts, and would interrupt each device in a different collective. It also
+        # broadcasts before each batch. Instead, `_end_together` exchanges a flag, so all devices stop after the same
+        # batch.
+        connector, epoch = trainer._signal_connector, trainer.fit_loop.epoch_loop
+        self._must_stop = False
 
         def note(*_: Any) -> None:
             # The handler may interrupt the write of a log line, where Python refuses another write of this thread.
@@ -90,9 +92,10 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
 
         connector._sigterm_notifier_fn = note
         connector._sigterm_handler_fn = lambda *_: None  # under SLURM, Lightning's second handler only logs
+        epoch._broadcast_sigterm_tensor = lambda: None
         # After the fit, an evaluation ends as Lightning ends it.
-        replaced = [(connector, name) for name in ("_sigterm_notifier_fn", "_sigterm_handler_fn")]
-        self._wrapped_methods = [*self._wrapped_methods, *replaced]
+        replaced = [(connector, "_sigterm_notifier_fn"), (connector, "_sigterm_handler_fn")]
+        self._wrapped_methods = [*self._wrapped_methods, *replaced, (epoch, "_broadcast_sigterm_tensor")]
 
     def _after_join(self, trainer: Any) -> None:
         trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
