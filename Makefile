@@ -19,9 +19,9 @@ KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
 DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
 ARGS     =
 # Tests of one file stay together: they share ranks. Each worker's tests start up to four ranks of one thread. Slow tests
-# often wait for a timeout or a link, so a third worker uses the CPUs meanwhile.
+# often wait for a timeout or a link, so a third worker uses the CPUs meanwhile. tests/conftest.py sorts their files.
 PARALLEL      = --numprocesses 2 --dist loadfile
-PARALLEL_SLOW = --numprocesses 3 --dist loadfile
+PARALLEL_SLOW = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # the kernel build needs ninja, which is installed in the environment
 export PATH := $(abspath $(VENV))/bin:$(PATH)

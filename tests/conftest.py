@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -68,7 +69,13 @@ def _no_sshfs() -> str | None:
 NEEDS = {"gpu": _no_gpu, "root": _no_namespaces, "sshfs": _no_sshfs}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after the selection by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # xdist starts files with many tests first. The longest slow tests are in files with few tests, so a worker would be
+    # alone at the end.
+    if not config.getoption("loadscopereorder", True):
+        tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: tests[item.path])
     for marker, why_not in NEEDS.items():
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := why_not()) is not None:

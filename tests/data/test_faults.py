@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +24,17 @@ from tests.helpers.data import Open, config_of, contents, make_folder, store_of,
 
 
 FILL = """
-import sys
+import itertools, os, signal, sys
 from lightning_sparse.data.cache import disk
 from lightning_sparse.cli import main
-disk.BATCH_BYTES = 20_000
+files, packed = itertools.count(1), disk._packed
+
+def dies(*arguments):
+    if next(files) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return packed(*arguments)
+
+disk._packed, disk.BATCH_BYTES = dies, 20_000
 main(["cache", "warm", sys.argv[1], sys.argv[2], "--splits", "train", "--threads", "1"])
 """
 
@@ -35,16 +42,12 @@ main(["cache", "warm", sys.argv[1], sys.argv[2], "--splits", "train", "--threads
 def test_killed_fill_continues_in_the_next_run(tmp_path: Path) -> None:
     """The next run reads only the missing files from storage."""
     folder = make_folder(tmp_path / "pictures", per_class=150, classes=2)
-    config = config_of(folder)
-    data = cache_folder(config) / "train.lmdb" / "data.mdb"
-    with program(FILL, folder, config.cache_dir) as fill:
-        while not data.exists() or data.stat().st_size < 150_000:
-            time.sleep(0.002)
-        fill.send(signal.SIGKILL)
-        fill.wait()
+    config, dies_at = config_of(folder), random.randrange(100, 300)
+    with program(FILL, folder, config.cache_dir, dies_at) as fill:
+        assert fill.wait().status == -signal.SIGKILL
     report = warm(config, "train")
     assert (report.files, report.present + report.fetched) == (300, 300)
-    assert 30 < report.present < 300
+    assert 30 < report.present < dies_at
     again = warm(config, "train")
     assert (again.present, again.fetched) == (300, 0)
 
