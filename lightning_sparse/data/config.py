@@ -175,9 +175,9 @@ def _checked_lists(lists: object) -> dict[str, str]:
         )
     files = {split: str(file) for split, file in lists.items()}
     for file in files.values():
-        if not file.endswith((".csv", ".parquet")):
+        if not file.lower().endswith((".csv", ".parquet")):
             raise ValueError(f"the list {file!r} must be a .csv or a .parquet file.")
-        if file.endswith(".parquet") and not is_installed("pyarrow"):
+        if file.lower().endswith(".parquet") and not is_installed("pyarrow"):
             raise ValueError(f"the list {file!r} needs pyarrow: `pip install pyarrow`, or give a .csv file.")
     return files
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -116,13 +117,23 @@ class CachedMixin(DataModuleMixin):
     def __init__(self, options: DataOptions) -> None:
         super().__init__()
         self._options = options
-        self.batch_size = options.batch_size
         self._session: Session | None = None
         self._epoch: int | None = None  # the current one
         self._num_classes: int | None = None
 
     def __str__(self) -> str:
         return class_repr(type(self), {"source": self._options.cache.source})
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per rank and step. A new value applies to the next loader, as after a search for the batch size."""
+        return self._options.batch_size
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        self._options = replace(self._options, batch_size=size)
+        if self._session is not None:
+            self._session.options = replace(self._session.options, batch_size=size)
 
     @property
     def num_classes(self) -> int:

@@ -152,6 +152,7 @@ class Session:
         train, val, test: samples for training, validation and test; None if there are none.
         formats: format of the memory tier, by split.
         backend: backend of images, equal for all splits; None: not chosen yet, or not images.
+        num_classes: number of classes of train/; None if there is no train/.
     """
 
     options: DataOptions
@@ -162,9 +163,11 @@ class Session:
     test: Subset | None = None
     formats: Formats = field(default_factory=dict)
     backend: str | None = None
+    num_classes: int | None = None
     _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
+    _batch_sizes: dict[str, int] = field(default_factory=dict)  # that the pipelines were made for
     _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
 
     def open(self, run: bytes, stage: str) -> None:
@@ -187,6 +190,7 @@ class Session:
         if stage == "fit" or fraction is not None:
             manifest = broadcast_manifest(cache, "train")
             self._check_labels(manifest)
+            self.num_classes = manifest.num_classes  # of all samples: a limit may leave out a class
             held_out, train = _split(len(manifest), fraction or 0.0)
             if self.options.limit is not None:
                 train = _limited(train, manifest.class_ids, self.options.limit)
@@ -210,7 +214,7 @@ class Session:
         if self.train is not None:
             classes, whole = _labels_of(self.train.store.manifest)
         else:
-            classes, whole = on_first(partial(_labels_of_train, self.options.cache))
+            classes, whole, self.num_classes = on_first(partial(_labels_of_train, self.options.cache))
         if classes or self.train is not None:
             manifest = manifest.relabel(classes)
         if whole is not None:
@@ -262,8 +266,10 @@ class Session:
 
     def check_classes(self, used: int | None) -> int:
         """Return the number of classes; compare it with the `used` number of each rank's model. A collective."""
-        subset = self.train or self.val or self.test
-        classes = subset.store.manifest.num_classes if subset is not None else used or 0
+        if self.num_classes is None:
+            subset = self.val or self.test
+            return subset.store.manifest.num_classes if used is None and subset is not None else used or 0
+        classes = self.num_classes
         others = {rank: other for rank, other in enumerate(on_all(lambda: used)) if other not in (None, classes)}
         if others:
             rank, other = next(iter(others.items()))
@@ -381,6 +387,8 @@ class Session:
     def _pipeline(self, split: str, store: SampleStore) -> Pipeline:
         if split in self._loaders:  # Lightning requests a new loader: stop the old one
             self._loaders.pop(split).close()
+        if split in self._pipelines and self._batch_sizes[split] != self.options.batch_size:
+            self._pipelines.pop(split).close()
         # one pipeline per split: training has batches in progress while validation runs
         if split not in self._pipelines:
             share = len(os.sched_getaffinity(0)) // self.topology.num_devices - 1  # of the CPU cores; one for training
@@ -408,7 +416,7 @@ class Session:
             if not self._pipelines:
                 contents = {"bytes": "files", "decoded": "decoded pixels"}.get(store.format, f"{store.format} files")
                 self.log_once(f"the memory of the nodes holds {contents}{about}")
-            self._pipelines[split] = made
+            self._pipelines[split], self._batch_sizes[split] = made, self.options.batch_size
         return self._pipelines[split]
 
 
@@ -444,15 +452,15 @@ def _labels_of(train: Manifest) -> tuple[tuple[str, ...], bool | None]:
     return train.classes, train.labels.dtype.kind != "f" if train.labels.size else None
 
 
-def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None]:
+def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None, int | None]:
+    # and the number of classes; None without train/, which a source to test on may lack
     try:
         names, number = classes_of(config, "train")
-    # a source to test on may have no train/
     except MissingFolderError:
-        return (), None
+        return (), None, None
     if names or number > 0:  # names are numbered; of other labels, only whole numbers tell the number of classes
-        return names, None if names else True
-    return names, _labels_of(load_or_list(config, "train"))[1]
+        return names, None if names else True, number
+    return names, _labels_of(load_or_list(config, "train"))[1], number
 
 
 def _split(count: int, fraction: float) -> tuple[Indices, Indices]:

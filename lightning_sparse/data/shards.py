@@ -60,7 +60,8 @@ from lightning_sparse.messages import log, log_ignored
 
 PART = 1 << 24  # bytes of a request
 ID_SUFFIXES = (".bin", ".npy")
-_SPLIT = re.compile(r"(train|val|valid|validation|dev|test)(-\d+[\w-]*)?((?:\.\w+)*)")  # name of a folder or file
+# a word in the name of a folder or file, as in train-00000-of-00002.parquet, fineweb_val_000000.bin and wiki.test.txt
+_SPLIT = re.compile(r"(?<![a-z])(train|val|valid|validation|dev|eval|evaluation|test)(ing)?(?![a-z])", re.IGNORECASE)
 _NAMED = 10  # files or documents that a message names
 Progress = Callable[[int], None]
 
@@ -116,9 +117,10 @@ def _check_splits(source: str, paths: Sequence[str]) -> None:
     for path in paths:
         parts = path.split("/")
         for place, part in enumerate(parts):
-            if (match := _SPLIT.fullmatch(part)) is not None:
-                pattern = f"{match[1]}-*{match[3]}" if match[2] else part
-                splits.setdefault(match[1], "/".join([*parts[:place], pattern]))
+            if (match := _SPLIT.search(part)) is not None:
+                # all files of the split have the same words, and other numbers
+                pattern = part[: match.end()] + re.sub(r"\d[\w-]*", "*", part[match.end() :], count=1)
+                splits.setdefault(match[1].lower(), "/".join([*parts[:place], pattern]))
                 break
     if len(splits) > 1:
         raise ValueError(

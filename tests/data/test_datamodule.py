@@ -369,6 +369,23 @@ def test_datamodule_in_a_single_process_needs_no_group(flavour: str, folder: Pat
     assert set(train) == set(range(TRAIN)) - set(val)
 
 
+@one_flavour
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_new_batch_size_applies_to_the_next_loader(flavour: str, folder: Path, backend: str) -> None:
+    """A search for the batch size sets it between fits."""
+    given = data(flavour, folder, backend=backend, val_fraction=0.25)
+    given.setup("fit")
+    sizes = []
+    for size in (3, 7, 5):
+        given.batch_size = size
+        loaders = (given.train_dataloader(), given.val_dataloader())
+        sizes.append([len(next(iter(loader))[1]) for loader in loaders])
+    given.teardown("fit")
+    assert sizes == [[3, 3], [7, 7], [5, 5]]
+    with pytest.raises(ValueError, match="batch_size=0 "):
+        given.batch_size = 0
+
+
 def to_the_other(flavour: str) -> str:
     warnings.simplefilter("ignore")
     other = next(each for each in FLAVOURS if each != flavour)

@@ -190,6 +190,36 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: 
         load_or_list(config, "train")
 
 
+def test_whole_numbers_in_one_file_and_fractions_in_another_are_fractions(tmp_path: Path) -> None:
+    write(tmp_path / "source" / "train" / "0.PARQUET", {"x": [b"a", b"b"], "label": [0, 1]})
+    write(tmp_path / "source" / "train" / "1.parquet", {"x": [b"c", b"d"], "label": [0.5, 1.75]})
+    config = config_of(tmp_path / "source")
+    store = SampleStore(config, load_or_list(config, "train"))
+    assert [(each.data.tobytes(), each.label) for each in store.get(range(4))] == [
+        *((b"a", [0.0]), (b"b", [1.0]), (b"c", [0.5]), (b"d", [1.75])),
+    ]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "labels", "says"),
+    [
+        ("label", [True, False], "sample 3: the label is True, but the first label is 0"),
+        ("label", ["a", "b"], "sample 3: the label is 'a', but the first label is 0"),
+        ("label", [[1], [2]], r"sample 3: the label is \[1\], but the first label is 0"),
+        ("age", [1, 2], r"1\.parquet has its labels in column age, but train/0\.parquet in column label"),
+        ("text", ["a", "b"], r"1\.parquet has its labels in column \(none\)"),
+    ],
+)
+def test_files_with_labels_of_other_types_or_columns_are_refused(
+    tmp_path: Path, column: str, labels: list[Any], says: str
+) -> None:
+    write(tmp_path / "source" / "train" / "0.parquet", {"x": [b"a", b"b"], "label": [0, 1]})
+    write(tmp_path / "source" / "train" / "1.parquet", {"x": [b"c", b"d"], column: labels})
+    with pytest.raises(ValueError, match=says):
+        load_or_list(config_of(tmp_path / "source"), "train")
+
+
 @pytest.mark.parametrize(
     ("labels", "count"),
     [([[0, 1, 0], [1, 0, 0]], 3), ([[1, 1], [0, 5]], 6), ([[0.5, 1.5], [0.0, 1.0]], 0)],

@@ -82,6 +82,10 @@ def test_shards_of_images_serve_the_image_module(tmp_path: Path) -> None:
         ({"a.npy": b"a", "a.cls": b"1", "b.npy": b"b"}, r"0\.tar/b\.npy has no \.cls member"),
         ({"a.npy": b"a", "a.cls": b"cat"}, r"a \.cls member .* is not a whole number"),
         ({"a.npy": b"a", "a.cls": b"9" * 20}, r"a \.cls member .* is not a whole number"),
+        (
+            {"a.npy": b"a", "a.fine.cls": b"1", "a.coarse.cls": b"0"},
+            r"sample 'a' has 2 labels: a\.fine\.cls, a\.coarse\.cls",
+        ),
         ({}, "contain no samples"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.data.config import CacheConfig, ImageOptions
+from lightning_sparse.data.config import CacheConfig, ImageOptions, SampleOptions
 from lightning_sparse.data.session import DataOptions, Session, open_session
 from lightning_sparse.data.sources.listing import load_or_list
 from tests.helpers.data import config_of, jpeg, make_folder, write
@@ -108,7 +108,9 @@ def test_flat_folder_is_refused_with_the_fix(folder: Path, sessions: list[Sessio
 
 def test_source_to_test_on_needs_no_train(folder: Path, sessions: list[Session]) -> None:
     shutil.rmtree(folder / "train")
-    assert labels(opened(folder, sessions, stage="test")) == [0, 0, 1, 1]
+    session = opened(folder, sessions, stage="test")
+    assert labels(session) == [0, 0, 1, 1]
+    assert [session.check_classes(used) for used in (None, 7)] == [2, 7]  # 7: of a model from elsewhere
 
 
 def test_missing_val_is_refused_with_the_fix(folder: Path, sessions: list[Session]) -> None:
@@ -173,3 +175,40 @@ def test_labels_have_one_type_in_all_splits(folder: Path, sessions: list[Session
 def test_labels_stay_whole_numbers_if_train_has_none(folder: Path, sessions: list[Session]) -> None:
     sessions.append(open_session(with_lists(folder, train="", test=",3"), stage="test"))
     assert {batch.dtype for _, batch in sessions[-1].eval_loader()} == {torch.int64}
+
+
+def numbered(folder: Path, *, limit: float | None = None, **numbers: list[int]) -> DataOptions:
+    """Return options with a list for each split, whose samples have these labels."""
+    for split, given in numbers.items():
+        files = sorted((folder / "train").rglob("*.jpg"))
+        lines = [f"{files[place % len(files)].relative_to(folder)},{label}" for place, label in enumerate(given)]
+        write(folder / f"{split}.csv", "\n".join(["path,label", *lines]) + "\n")
+    cache = replace(config_of(folder), lists={split: str(folder / f"{split}.csv") for split in numbers})
+    return DataOptions(cache=cache, samples=ImageOptions(image_size=16, backend="torch"), batch_size=3, limit=limit)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_number_of_classes_is_that_of_train_although_a_split_lacks_the_largest_label(
+    folder: Path, sessions: list[Session], stage: str
+) -> None:
+    sessions.append(open_session(numbered(folder, train=[0, 1, 2, 3], val=[0, 1], test=[1, 2]), stage=stage))
+    assert sessions[-1].check_classes(4) == sessions[-1].check_classes(None) == 4
+    with pytest.raises(ValueError, match="has 4 classes, but num_classes was 3 on rank 0"):
+        sessions[-1].check_classes(3)
+
+
+def test_number_of_classes_is_that_of_all_samples_with_a_limit(folder: Path, sessions: list[Session]) -> None:
+    rare = numbered(folder, train=[0] * 50 + [1] * 40 + [2], val=[0], limit=0.1)
+    sessions.append(open_session(rare))
+    train = sessions[-1].train
+    assert train is not None
+    assert train.store.manifest.num_classes == 2
+    assert sessions[-1].check_classes(None) == 3
+
+
+def test_test_samples_without_labels_leave_the_number_of_classes(folder: Path, sessions: list[Session]) -> None:
+    (folder / "test").mkdir()
+    (folder / "test" / "a.jpg").write_bytes(jpeg(0))
+    cache, samples = replace(config_of(folder), format="bytes"), SampleOptions(decode=len, workers=0)
+    sessions.append(open_session(DataOptions(cache=cache, samples=samples), stage="predict"))
+    assert sessions[-1].check_classes(3) == 3

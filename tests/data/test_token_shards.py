@@ -292,6 +292,10 @@ def test_ids_mixed_with_text_and_ids_beyond_the_vocabulary_are_refused(folder: P
         (["train.txt", "val.txt"], "train.txt"),
         (["train/a.txt", "train/b.txt", "valid/a.txt"], "train"),
         (["train.bin", "val.bin"], "train.bin"),
+        (["fineweb_train_000001.txt", "fineweb_val_000000.txt"], "fineweb_train_*.txt"),
+        (["TinyStories-train.txt", "TinyStories-valid.txt"], "TinyStories-train.txt"),
+        (["wiki.train.txt", "wiki.test.txt"], "wiki.train.txt"),
+        (["Training/a.txt", "Evaluation/a.txt"], "Training"),
     ],
 )
 def test_token_folder_with_several_splits_is_refused(names: list[str], fix: str, tmp_path: Path) -> None:

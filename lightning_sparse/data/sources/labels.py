@@ -128,9 +128,14 @@ def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] 
     row, first = next(((row, value) for row, value in enumerate(values) if value is None), (0, values[0]))
     if first is None:
         raise _refused(file, column, row, "has no value: give each sample a label")
+    kinds = [*dict.fromkeys(map(type, values))]
+    if len(kinds) > 1 and set(kinds) != {int, float}:  # of several files
+        row = next(row for row, value in enumerate(values) if type(value) is kinds[1])
+        problem = f"is {values[row]!r}, but the first label is {first!r}: write all labels as one type"
+        raise _refused(file, column, row, problem)
     if isinstance(first, list):
         return _vectors(file, column, values)
-    if isinstance(first, float):
+    if float in kinds:
         return _finite(file, column, np.array(values, np.float64))
     if isinstance(first, (bool, int)):
         return _whole(file, column, [int(value) for value in values])

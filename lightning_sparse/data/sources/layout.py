@@ -322,7 +322,7 @@ class SampleList(Layout):
             (answer,) = storage.read([name])
         if isinstance(answer, Unreadable):
             raise ValueError(f"the list {file} of {split.name} cannot be read: {answer.reason}.")
-        is_csv = not name.endswith(".parquet")
+        is_csv = not name.lower().endswith(".parquet")
         columns = (columns_of_csv if is_csv else columns_of_parquet)(file, answer.data)
         digest = hashlib.blake2b(answer.data, digest_size=16).hexdigest()
         if next(iter(columns), None) != "path" or not len(columns["path"]):
@@ -451,7 +451,13 @@ class TarShards(Layout):
             folder, slash, name = member[0].rpartition("/")
             groups.setdefault(f"{folder}{slash}{name.partition('.')[0]}", []).append(member)
         for key, group in groups.items():
-            label = next((member[3] for member in group if is_label(member[0])), "")
+            labels = [member for member in group if is_label(member[0])]
+            if len(labels) > 1:
+                raise ValueError(
+                    f"{shard}: sample {key!r} has {len(labels)} labels: {', '.join(member[0] for member in labels)}. "
+                    f"Keep one .cls member per sample."
+                )
+            label = labels[0][3] if labels else ""
             data = [member for member in group if self._is_data(member[0])]
             if len(data) != 1:
                 raise ValueError(
@@ -540,9 +546,12 @@ class ParquetFiles(Layout):
                 raise ValueError(
                     f"{file} has other names of classes than {files[0]}: write the files of a split together."
                 )
+            if content["label"] != contents[0]["label"]:
+                raise ValueError(
+                    f"{file} has its labels in column {content['label'] or '(none)'}, but {files[0]} in column "
+                    f"{contents[0]['label'] or '(none)'}: give the column one name in all files."
+                )
         values = [label for content in contents for label in content["labels"]]
-        if len(values) not in (0, total):
-            raise ValueError(f"only some of the files {files[0]}, ... have a column of labels: give all of them one.")
         if not values:
             self._check_columns(files, contents)
             return np.zeros((total, 0), np.int64), names

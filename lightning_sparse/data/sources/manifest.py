@@ -232,7 +232,7 @@ class Manifest:
     @property
     def has_row_groups(self) -> bool:
         """Whether the shards are row groups of Parquet files, which are read as a whole."""
-        return len(self.shards) > 0 and ".parquet#" in self.shards[0]
+        return len(self.shards) > 0 and ".parquet#" in self.shards[0].lower()
 
     def row_group(self, index: int) -> tuple[str, int]:
         """Return (file, number of the row group) of a sample."""

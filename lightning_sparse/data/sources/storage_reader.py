@@ -551,7 +551,7 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
         labels = parquet.read(columns=[label]).column(0).to_pylist() if label else []
     about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))  # written by its data set library
     names = about.get("info", {}).get("features", {}).get(label, {}).get("names")
-    return {"groups": groups, "labels": labels, "names": list(names or []), "unclear": unclear}
+    return {"groups": groups, "label": label or "", "labels": labels, "names": list(names or []), "unclear": unclear}
 
 
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
