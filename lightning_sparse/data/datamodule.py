@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -146,7 +147,7 @@ class CachedMixin(DataModuleMixin):
             self._num_classes = classes_of(self._options.cache, "train")[1]
         return self._num_classes
 
-    @property
+    @cached_property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes by label, available before setup. Empty if labels are numbers."""
         return classes_of(self._options.cache, "train")[0]

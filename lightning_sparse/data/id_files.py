@@ -225,7 +225,11 @@ def prepare(
                     raise ValueError(
                         f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer."
                     ) from error
-                writer.write(np.asarray(tokenizer(text), np.int64))
+                returned = tokenizer(text)
+                ids = np.asarray(returned)
+                if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+                    raise ValueError(f"the tokenizer returns {returned!r:.60} for {path}: return a list of ids.")
+                writer.write(ids.astype(np.int64))
             if end is not None and not writer.is_empty:
                 writer.write(np.array([end]))
             writer.end_document()

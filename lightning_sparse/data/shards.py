@@ -208,6 +208,9 @@ class TokenSource:
         source.encoder  # noqa: B018  an unknown one is refused now
         return source
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "encoder"}  # it cannot be pickled
+
     @cached_property
     def encoder(self) -> Tokenizer:
         return tokenizer_of(self.tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,14 @@ def test_bytes_tokenizer_gives_the_bytes_as_ids(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["train.bin", "train.json"]
 
 
+@pytest.mark.parametrize("returned", [[0.0, 1.0], [[0, 1]], {"input_ids": [0]}, None])
+def test_tokenizer_that_returns_no_list_of_ids_is_refused(tmp_path: Path, returned: Any) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"the tokenizer returns .* for .*a\.txt: return a list of ids"):
+        prepare([tmp_path / "a.txt"], tmp_path / "t.bin", lambda _: returned, 10)
+    assert not (tmp_path / "t.bin").exists()
+
+
 def test_custom_tokenizer_with_a_large_vocabulary_uses_uint32(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("7 70000 3")
     out = prepare([tmp_path / "a.txt"], tmp_path / "t.bin", lambda text: [int(w) for w in text.split()], 100_000)
@@ -38,7 +47,7 @@ def test_command_line_writes_token_files(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "a.txt").write_text("abc")
     assert main(["tokens", str(tmp_path / "a.bin"), str(tmp_path / "a.txt")]) == 0
     assert "3 tokens, vocabulary of 256, uint16" in capsys.readouterr().out
-    given = [str(tmp_path / "b"), str(tmp_path / "a.txt"), "--tokenizer", "builtins:len", "--vocab-size", "9"]
+    given = [str(tmp_path / "b"), str(tmp_path / "a.txt"), "--tokenizer", "builtins:sum", "--vocab-size", "9"]
     with pytest.raises(TypeError):  # raised by the callable itself
         main(["tokens", *given])
     with pytest.raises(SystemExit):
