@@ -61,7 +61,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     Raises:
         ValueError: for a model that must be sharded by hand.
     """
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    # After an evaluation, FSDP2 keeps gathered parameters, which are no DTensors.
+    sharded = (isinstance(each, FSDPModule) for each in model.modules())
+    if any(sharded) or any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     names = mesh.mesh_dim_names
     inside = mesh["shard"] if names is not None and len(names) > 1 else mesh

@@ -380,7 +380,7 @@ class RoundProtocol:
 
     def _dense(self, member: Member, sent: Tensor | None, quorum: Quorum, group: Group | None) -> Tensor:
         own = sent if member.name == self.name else None
-        updates_S = torch.empty(self._sizes_in(quorum).numel) if own is None else own.cpu()
+        updates_S = torch.empty(self._sizes_in(quorum).numel, dtype=torch.float32) if own is None else own.cpu()
         if group is not None and group.handle is not None:
             options = dist.BroadcastOptions()
             options.rootRank = quorum.members.index(member)

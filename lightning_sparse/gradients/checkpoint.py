@@ -64,7 +64,7 @@ def load(
             cut = _cut(store, group)
             if any(name in pieces for name, _, _ in cut):
                 device = parameters[group.names[0]].device
-                shard_S = torch.zeros(group.shard_numel(store.num_devices), device=device)
+                shard_S = torch.zeros(group.shard_numel(store.num_devices), dtype=torch.float32, device=device)
                 for name, shard_slice, _ in cut:
                     shard_S[shard_slice] = pieces[name].tensor
                 entry.committed = shard_S

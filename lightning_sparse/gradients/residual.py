@@ -171,7 +171,10 @@ class ResidualStore:
             self._free_buffers.pop(old, None)
             self.by_name |= self._gather(old, entry.committed, gather, device)
             if entry.has_proposal:
-                zeros = {name: torch.zeros(n, device=device) for name, n in zip(old.names, old.numels, strict=True)}
+                zeros = {
+                    name: torch.zeros(n, dtype=torch.float32, device=device)
+                    for name, n in zip(old.names, old.numels, strict=True)
+                }
                 self.proposed_by_name |= self._gather(old, entry.proposed, gather, device) or zeros
         entry = self.entries.get(group, Entry())
         if not names.isdisjoint(self.by_name):

@@ -167,6 +167,7 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
     def teardown(self) -> None:
         if isinstance(vars(self.lightning_module).get("configure_model"), partial):
             del self.lightning_module.configure_model
+        self._drop_gathered()
         super().teardown()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

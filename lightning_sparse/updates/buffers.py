@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.agree import differing
+from lightning_sparse.agree import differing, extremes, on_all
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.exchange.communicator import average
+from lightning_sparse.messages import log
 from lightning_sparse.sharding import local_of
 
 
@@ -28,13 +30,14 @@ class Buffers:
     ) -> None:
         self._module, self._communicator, self._stepped = module, communicator, stepped
         self._drifting: set[str] = set()  # names of parameters that differ between ranks
+        self._told = False  # of buffers that are not averaged
         self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # this rank's own value, and the shown average
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average over all ranks, in place. A collective of the world, if there are any buffers."""
+        """Average over all ranks, in place. A collective of the world."""
         self._find_drifting()
-        self._average(self._tensors())
+        self._average(self._common())
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
         for names, reduce, count in self._by_holders(tensors):
@@ -46,7 +49,7 @@ class Buffers:
     def show_averaged(self) -> None:
         """Average, and keep this rank's own values for `swap_in_local_weights`."""
         self._find_drifting()
-        tensors = self._tensors()
+        tensors = self._common()
         own = {name: tensor.clone() for name, tensor in tensors.items()}
         self._average(tensors)
         self._kept = {name: (own[name], tensor.clone()) for name, tensor in tensors.items()}
@@ -78,8 +81,30 @@ class Buffers:
         for name, tensor in self._tensors().items():
             tensor.copy_(saved[name])
 
+    def _common(self) -> dict[str, Tensor]:
+        # A cache may grow with the longest sequence of a rank. A collective of the world, also without buffers, because
+        # they may exist on some ranks only.
+        tensors, device = self._tensors(), next(self._module.parameters()).device
+        stated = {name: f"{list(buffer.shape)} {buffer.dtype}" for name, buffer in self._floats().items()}
+        digest = zlib.crc32(repr(stated).encode())
+        most, least = extremes([digest], self._communicator.flat_all_reduce, device)
+        if most == least:
+            return tensors
+        others = on_all(lambda: stated)
+        odd = {name for name in set().union(*others) if any(other.get(name) != others[0].get(name) for other in others)}
+        if not self._told and self._communicator.topology.rank == 0:
+            log.warning(
+                "buffers with other shapes on other ranks are not averaged, and a checkpoint has those of rank 0: %s",
+                ", ".join(sorted(odd)),
+            )
+        self._told = True
+        return {name: tensors[name] for name in sorted(tensors.keys() - odd)}
+
+    def _floats(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
+
     def _tensors(self) -> dict[str, Tensor]:
-        floats = {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
+        floats = self._floats()
         stepped = self._stepped()  # each time, because a teacher may be trained later
         drifting = {n: p for n, p in self._module.named_parameters() if n in self._drifting and id(p) not in stepped}
         return {**floats, **{name: local_of(p.data) for name, p in drifting.items()}}

@@ -260,7 +260,7 @@ class LocalOptimizer:
         self.state.receive()
         # A device may have no room left for copies.
         now = [piece.cpu() for piece in self._now()]
-        now_S = torch.cat([piece.float() for piece in now]) if now else torch.empty(0)
+        now_S = torch.cat([piece.float() for piece in now]) if now else torch.empty(0, dtype=torch.float32)
         wide = [piece for piece in now if piece.dtype == torch.float64]
         entries = {"wide": torch.cat(wide)} if wide else {}
         if self.probe is not None:

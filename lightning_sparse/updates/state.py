@@ -342,7 +342,7 @@ class SparseUpdateState(UpdateState):
         self._received: list[RoundUpdates] = []  # not added to the models yet
         self._samples: AsyncHostTensor | None = None  # of the nodes' pending updates at the last exchange
         self._step_ids: AsyncHostTensor | None = None  # of the last received messages, int64 [M]
-        self._minus_one = torch.tensor(-1.0, device=self.local_S.device)
+        self._minus_one = torch.tensor(-1.0, dtype=torch.float32, device=self.local_S.device)
 
     @property
     def pending_S(self) -> Tensor:

@@ -63,6 +63,25 @@ def test_fsdp_updates_with_everything_sent_equal_local_updates(results: Results)
         torch.testing.assert_close(found["fsdp"], found["local"], rtol=1e-5, atol=1e-6)
 
 
+@scenario
+def around_evaluations(flavour: str) -> dict[str, Any]:
+    """Return the weights of a fit alone, and of a fit between evaluations, with the kinds of parameters after each."""
+    alone = whole(fitted(flavour, fsdp(flavour)).lightning_module).clone()
+    options = {"max_steps": 10, "max_epochs": -1, "limit_val_batches": 1, **ranks()}
+    t, trained = trainer(flavour, fsdp(flavour), **options), module(flavour)
+    sharded = []
+    for phase in (t.validate, t.test, t.fit, t.test):
+        phase(trained)
+        sharded.append(all(isinstance(p, DTensor) for p in trained.parameters()))
+    return {"alone": alone, "between": whole(trained).clone(), "sharded": sharded}
+
+
+def test_fsdp_fits_after_evaluations(results: Results) -> None:
+    for found in (each["around_evaluations"] for each in results):
+        assert torch.equal(found["alone"], found["between"])
+        assert found["sharded"] == [True] * 4
+
+
 def on_one_node(flavour: str) -> tuple[Tensor, Tensor, list[str]]:
     pl, lines = lightning_of(flavour), Lines()
 

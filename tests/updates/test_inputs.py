@@ -22,7 +22,7 @@ from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig, optimizer_state
 from lightning_sparse.updates.buffers import Buffers
 from tests.helpers.distributed import RanksFailed, RunRanks, run_ranks
-from tests.helpers.lines import raised
+from tests.helpers.lines import Lines, raised
 from tests.strategy.kills import die
 from tests.strategy.models import batch, flat_parameters, mlp
 from tests.updates.runs import adamw, sgd, shared_of, start, steps
@@ -473,3 +473,45 @@ def test_unit_vectors_keep_their_length_and_statistics_are_averaged(ranks: RunRa
         *zero["codebook"],
     ]
     assert [float(each.norm()) for each in lengths] == pytest.approx([1.0] * len(lengths), abs=1e-5)
+
+
+class Caches(UnitVectors):
+    """Has a cache that grows with the longest sequence of a rank, and one that exists on rank 0 only."""
+
+    def grow(self) -> None:
+        rows = dist.get_rank() + 2
+        self.register_buffer("positions", torch.full((rows, 3), float(rows)), persistent=False)
+        if dist.get_rank() == 0:
+            self.register_buffer("late", torch.ones(5))
+
+
+def unequal_buffers() -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """Return the weights, the buffers while the global weights are shown and at the end, and the warnings."""
+    torch.manual_seed(1)
+    ddp, optimizer, updates = start(adamw, Caches(), density=0.05)
+    model = updates.module
+    lines = Lines()
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(8, 13, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        ddp(x).square().sum().backward()
+        optimizer.step()
+        updates.step()
+        if step == 2:
+            model.grow()
+            with updates.global_weights():
+                shown = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    updates.finish()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(shown["positions"], model.positions)
+    return weights, shown, [line for line in lines.lines if "not averaged" in line]
+
+
+def test_buffers_of_other_shapes_on_other_ranks_are_left_and_the_others_averaged(ranks: RunRanks) -> None:
+    (weights, zero, warned), (others, one, _) = ranks(unequal_buffers, nodes=2, devices=1)
+    assert torch.equal(weights, others)
+    assert (zero["positions"].shape, one["positions"].shape) == ((2, 3), (3, 3))
+    assert torch.equal(zero["net.1.running_mean"], one["net.1.running_mean"])
+    assert zero["late"].tolist() == [1.0] * 5
+    assert len(warned) == 1
+    assert warned[0].endswith("has those of rank 0: late, positions")
