@@ -401,11 +401,14 @@ def test_elastic_frozen_parameters_may_have_any_dtype_and_stay_frozen() -> None:
 
 def test_elastic_node_leaves_sigterm_to_lightning_after_the_fit() -> None:
     """The handler only ends a fit, so it must not stay for a later evaluation."""
-    connector, adapter = SimpleNamespace(), MSTopKElasticFSDPStrategy(lighthouse="http://host:1")
-    adapter._listen_for_signals(SimpleNamespace(_signal_connector=connector))
+    connector, epoch = SimpleNamespace(), SimpleNamespace()
+    adapter = MSTopKElasticFSDPStrategy(lighthouse="http://host:1")
+    fit = SimpleNamespace(epoch_loop=epoch)
+    adapter._listen_for_signals(SimpleNamespace(_signal_connector=connector, fit_loop=fit))
     assert connector._sigterm_notifier_fn
     adapter._release_trainer()
     assert not vars(connector)
+    assert not vars(epoch)
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}])
