@@ -132,6 +132,8 @@ class CachedMixin(DataModuleMixin):
 
     @batch_size.setter
     def batch_size(self, size: int) -> None:
+        if "_options" not in vars(self):  # a subclass sets it before super().__init__(), which has the value
+            return
         self._options = replace(self._options, batch_size=size)
         if self._session is not None:
             self._session.options = replace(self._session.options, batch_size=size)

@@ -225,17 +225,23 @@ def prepare(
                     raise ValueError(
                         f"{path} is not UTF-8 ({error}). Convert it, or leave out the tokenizer."
                     ) from error
-                returned = tokenizer(text)
-                ids = np.asarray(returned)
-                if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-                    raise ValueError(f"the tokenizer returns {returned!r:.60} for {path}: return a list of ids.")
-                writer.write(ids.astype(np.int64))
+                writer.write(_ids_of(tokenizer(text), path))
             if end is not None and not writer.is_empty:
                 writer.write(np.array([end]))
             writer.end_document()
         if not writer.tokens:
             raise ValueError(f"{len(texts)} text file(s) contain no tokens: give files with text.")
     return out
+
+
+def _ids_of(returned: Any, path: str | Path) -> NDArray[np.int64]:
+    try:
+        ids = np.asarray(returned)
+        if ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu"):
+            return ids.astype(np.int64)
+    except (TypeError, ValueError, RuntimeError):  # lists of other lengths, or a tensor with a gradient
+        pass
+    raise ValueError(f"the tokenizer returns {returned!r:.60} for {path}: return a list of ids.")
 
 
 class Spans(NamedTuple):

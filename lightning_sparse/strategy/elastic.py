@@ -167,8 +167,9 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         trainer = self.lightning_module.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         must_stop, progress.is_last_batch = elastic.any_device(self._must_stop, progress.is_last_batch)
-        if must_stop:
+        if self._must_stop:
             log.info("received SIGTERM: this node stops after this batch, sends its pending updates and leaves")
+        if must_stop:
             trainer._signal_connector.received_sigterm = True  # ends the fit after this batch
 
     def on_validation_start(self) -> None:

@@ -84,8 +84,10 @@ class Buffers:
     def _common(self) -> dict[str, Tensor]:
         # A cache may grow with the longest sequence of a rank. A collective of the world, also without buffers, because
         # they may exist on some ranks only.
-        tensors, device = self._tensors(), next(self._module.parameters()).device
-        stated = {name: f"{list(buffer.shape)} {buffer.dtype}" for name, buffer in self._floats().items()}
+        tensors = dict(sorted(self._tensors().items()))
+        devices = [p.device for p in self._module.parameters()]
+        device = next((each for each in devices if each.type != "cpu"), devices[0])
+        stated = {name: f"{list(buffer.shape)} {buffer.dtype}" for name, buffer in sorted(self._floats().items())}
         digest = zlib.crc32(repr(stated).encode())
         most, least = extremes([digest], self._communicator.flat_all_reduce, device)
         if most == least:
@@ -94,11 +96,11 @@ class Buffers:
         odd = {name for name in set().union(*others) if any(other.get(name) != others[0].get(name) for other in others)}
         if not self._told and self._communicator.topology.rank == 0:
             log.warning(
-                "buffers with other shapes on other ranks are not averaged, and a checkpoint has those of rank 0: %s",
+                "buffers with other shapes or types on other ranks are not averaged. Checkpoints have rank 0's: %s",
                 ", ".join(sorted(odd)),
             )
         self._told = True
-        return {name: tensors[name] for name in sorted(tensors.keys() - odd)}
+        return {name: tensor for name, tensor in tensors.items() if name not in odd}
 
     def _floats(self) -> dict[str, Tensor]:
         return {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}

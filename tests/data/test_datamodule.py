@@ -386,6 +386,15 @@ def test_new_batch_size_applies_to_the_next_loader(flavour: str, folder: Path, b
         given.batch_size = 0
 
 
+def test_subclass_may_set_the_batch_size_first(tmp_path: Path) -> None:
+    class Early(ours(FLAVOURS[0]).CachedImageDataModule):  # type: ignore[misc, name-defined]
+        def __init__(self, batch_size: int) -> None:
+            self.batch_size = batch_size
+            super().__init__(str(tmp_path / "source"), str(tmp_path / "cache"), batch_size)
+
+    assert Early(7).batch_size == 7
+
+
 def to_the_other(flavour: str) -> str:
     warnings.simplefilter("ignore")
     other = next(each for each in FLAVOURS if each != flavour)

@@ -207,8 +207,8 @@ def test_whole_numbers_in_one_file_and_fractions_in_another_are_fractions(tmp_pa
         ("label", [True, False], "sample 3: the label is True, but the first label is 0"),
         ("label", ["a", "b"], "sample 3: the label is 'a', but the first label is 0"),
         ("label", [[1], [2]], r"sample 3: the label is \[1\], but the first label is 0"),
-        ("age", [1, 2], r"1\.parquet has its labels in column age, but train/0\.parquet in column label"),
-        ("text", ["a", "b"], r"1\.parquet has its labels in column \(none\)"),
+        ("age", [1, 2], r"1\.parquet has labels in column age, but train/0\.parquet has labels in column label"),
+        ("text", ["a", "b"], r"1\.parquet has no column of labels, but"),
     ],
 )
 def test_files_with_labels_of_other_types_or_columns_are_refused(

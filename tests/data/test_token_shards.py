@@ -298,6 +298,12 @@ def test_ids_mixed_with_text_and_ids_beyond_the_vocabulary_are_refused(folder: P
         (["TinyStories-train.txt", "TinyStories-valid.txt"], "TinyStories-train.txt"),
         (["wiki.train.txt", "wiki.test.txt"], "wiki.train.txt"),
         (["Training/a.txt", "Evaluation/a.txt"], "Training"),
+        (["train.txt", "val.txt", "readme.txt"], "train.txt"),
+        (["0_train.txt", "1_train.txt", "2_val.txt"], "*train.txt"),
+        (["part-0.train.txt", "part-1.train.txt", "part-0.valid.txt"], "*train.txt"),
+        (["train-a.txt", "train-b.txt", "dev-a.txt"], "train-*.txt"),
+        (["train_1.1.txt", "train_1.2.txt", "val_1.1.txt"], "train_*.txt"),
+        (["a/train/x.txt", "b/train/x.txt", "b/test/x.txt"], "Put each split into a folder of its own"),
     ],
 )
 def test_token_folder_with_several_splits_is_refused(names: list[str], fix: str, tmp_path: Path) -> None:
@@ -307,7 +313,23 @@ def test_token_folder_with_several_splits_is_refused(names: list[str], fix: str,
             path.with_suffix(".json").write_text('{"dtype": "uint16", "vocab_size": 65536}')
     with pytest.raises(ValueError, match="shards of several splits .*would include held-out data") as raised:
         ids(tmp_path / "source", tmp_path / "cache")
-    assert fix in str(raised.value).partition("which ends in ")[2]
+    assert fix in str(raised.value).partition("held-out data. ")[2]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["The Ghost Train.txt", "The Acid Test.txt", "Dracula.txt"],
+        ["Val Kilmer.txt", "Training Day.txt"],
+        ["en/training.txt", "en/testing.txt", "en/quicktour.txt"],
+        ["Test_cricket.txt", "Train.txt", "Paris.txt"],
+        ["trainset.txt", "latest.txt"],
+    ],
+)
+def test_titles_that_contain_the_name_of_a_split_are_read(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        write(tmp_path / "source" / name, b"abcdefghijkl")
+    assert len(ids(tmp_path / "source", tmp_path / "cache")) == len(names)
 
 
 def test_token_pattern_reads_only_matching_files(tmp_path: Path) -> None:

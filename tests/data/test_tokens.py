@@ -28,7 +28,7 @@ def test_bytes_tokenizer_gives_the_bytes_as_ids(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["train.bin", "train.json"]
 
 
-@pytest.mark.parametrize("returned", [[0.0, 1.0], [[0, 1]], {"input_ids": [0]}, None])
+@pytest.mark.parametrize("returned", [[0.0, 1.0], [[0, 1]], [[0], [1, 2]], {"input_ids": [0]}, None])
 def test_tokenizer_that_returns_no_list_of_ids_is_refused(tmp_path: Path, returned: Any) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=r"the tokenizer returns .* for .*a\.txt: return a list of ids"):

@@ -517,4 +517,4 @@ def test_buffers_of_other_shapes_on_other_ranks_are_left_and_the_others_averaged
     assert torch.equal(zero["net.1.running_mean"], one["net.1.running_mean"])
     assert zero["late"].tolist() == [1.0] * 5
     assert len(warned) == 1
-    assert warned[0].endswith("has those of rank 0: late, positions")
+    assert warned[0].endswith("have rank 0's: late, positions")

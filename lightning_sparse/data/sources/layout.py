@@ -547,9 +547,12 @@ class ParquetFiles(Layout):
                     f"{file} has other names of classes than {files[0]}: write the files of a split together."
                 )
             if content["label"] != contents[0]["label"]:
+                own, first = (
+                    f"labels in column {name}" if name else "no column of labels"
+                    for name in (content["label"], contents[0]["label"])
+                )
                 raise ValueError(
-                    f"{file} has its labels in column {content['label'] or '(none)'}, but {files[0]} in column "
-                    f"{contents[0]['label'] or '(none)'}: give the column one name in all files."
+                    f"{file} has {own}, but {files[0]} has {first}: give all files of a split the same columns."
                 )
         values = [label for content in contents for label in content["labels"]]
         if not values:
