@@ -233,6 +233,16 @@ def test_nodes_of_the_minority_end_when_not_all_nodes_unfreeze_parameters(nodes:
     finish(nodes, "ab")
 
 
+def counted(reports: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each report, with the number of rounds that three nodes have made one after the other."""
+    rounds, last = 0, -1
+    for each in reports:
+        if "step" in each:
+            rounds = rounds + 1 if each["nodes"] == 3 and each["number"] == last + 1 else 0
+            last = each["number"]
+            yield each, rounds
+
+
 def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
     options: dict[str, Any] = {"timeout": 5, "density": 0.02, "flush_every": 5}
     begin(nodes, "ab", **options)
@@ -246,8 +256,9 @@ def test_nodes_flush_in_the_same_rounds(nodes: Nodes) -> None:
     check(nodes, "abc")
     places = set()
     for name in "abc":
-        whole = [each for each in nodes.reports(name) if each.get("nodes") == 3 and not each["rounds_lost"]]
-        flushed = [each for each in whole[2:] if each["left"] < 1e-6]  # it may have been alone before
+        # A node that has missed rounds, on a busy machine, first flushes at once.
+        together = [each for each, rounds in counted(nodes.reports(name)) if rounds > 5]
+        flushed = [each for each in together if each["left"] < 1e-6]
         assert len(flushed) > 3
         places |= {each["number"] % 5 for each in flushed}
         received = flushed[-1]["received"] - flushed[0]["received"]
