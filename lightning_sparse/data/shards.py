@@ -119,9 +119,9 @@ def _check_splits(source: str, paths: Sequence[str]) -> None:
     # names of shards or of their folders may say that some are held out
     named = {path: _split_of(path) for path in paths}
     splits = {split.name for split in named.values() if split is not None}
-    whole = {match[1] for path in paths for part in path.split("/") if (match := _SPLIT.fullmatch(part)) is not None}
+    plain = {next((match[1] for part in path.split("/") if (match := _SPLIT.fullmatch(part))), "") for path in paths}
     # other names are splits only if all shards have one: they may be titles or domains
-    if len(whole) < 2 and (None in named.values() or not {"train"} < splits):
+    if len(splits) < 2 or (len(plain - {""}) < 2 and (None in named.values() or "train" not in splits)):
         return
     patterns = [_pattern_of(split, named) for split in sorted(splits)]
     fix = f"Give the path of one split, which ends in {' or '.join(patterns)}."

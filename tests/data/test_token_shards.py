@@ -324,6 +324,7 @@ def test_token_folder_with_several_splits_is_refused(names: list[str], fix: str,
         ["en/training.txt", "en/testing.txt", "en/quicktour.txt"],
         ["Test_cricket.txt", "Train.txt", "Paris.txt"],
         ["trainset.txt", "latest.txt"],
+        ["train/test.txt", "train/val.txt"],
     ],
 )
 def test_titles_that_contain_the_name_of_a_split_are_read(names: list[str], tmp_path: Path) -> None:
