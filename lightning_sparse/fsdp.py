@@ -61,7 +61,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     Raises:
         ValueError: for a model that must be sharded by hand.
     """
-    # After an evaluation, FSDP2 keeps gathered parameters, which are no DTensors.
+    # After an evaluation, FSDP2 keeps gathered parameters, which are not DTensors.
     sharded = (isinstance(each, FSDPModule) for each in model.modules())
     if any(sharded) or any(isinstance(p, DTensor) for p in model.parameters()):
         return model

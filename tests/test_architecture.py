@@ -43,7 +43,7 @@ DATA_LAYERS = [
     {"text"},
     {"sources"},
     {"folders", "decode"},
-    {"config", "rng", "child"},
+    {"config", "rng", "child", "split_names"},
 ]
 # Importer -> modules that it never imports, not even indirectly.
 TRAINING = (

@@ -127,12 +127,12 @@ class CachedMixin(DataModuleMixin):
 
     @property
     def batch_size(self) -> int:
-        """Samples per rank and step. A new value applies to the next loader, as after a search for the batch size."""
+        """Samples per rank and step. A new value applies to the next loader, as `Tuner.scale_batch_size` needs."""
         return self._options.batch_size
 
     @batch_size.setter
     def batch_size(self, size: int) -> None:
-        if "_options" not in vars(self):  # a subclass sets it before super().__init__(), which has the value
+        if "_options" not in vars(self):  # a subclass may set it before super().__init__(), which also gets it
             return
         self._options = replace(self._options, batch_size=size)
         if self._session is not None:

@@ -167,7 +167,7 @@ class Session:
     _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
     _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
-    _batch_sizes: dict[str, int] = field(default_factory=dict)  # that the pipelines were made for
+    _batch_sizes: dict[str, int] = field(default_factory=dict)  # of the pipelines
     _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
 
     def open(self, run: bytes, stage: str) -> None:
@@ -266,9 +266,10 @@ class Session:
 
     def check_classes(self, used: int | None) -> int:
         """Return the number of classes; compare it with the `used` number of each rank's model. A collective."""
-        if self.num_classes is None:
+        if self.num_classes is None:  # the model may come from elsewhere
             subset = self.val or self.test
-            return subset.store.manifest.num_classes if used is None and subset is not None else used or 0
+            own = subset.store.manifest.num_classes if subset is not None else 0
+            return own if used is None else used
         classes = self.num_classes
         others = {rank: other for rank, other in enumerate(on_all(lambda: used)) if other not in (None, classes)}
         if others:
@@ -413,7 +414,7 @@ class Session:
                 workers = cores if options.workers is None else options.workers
                 made = WorkerPipeline(store, options, workers=workers, pin=pin)
                 about = f"; {workers} process(es) per rank make batches"
-            if not self._pipelines:
+            if not self._batch_sizes:  # the first
                 contents = {"bytes": "files", "decoded": "decoded pixels"}.get(store.format, f"{store.format} files")
                 self.log_once(f"the memory of the nodes holds {contents}{about}")
             self._pipelines[split], self._batch_sizes[split] = made, self.options.batch_size
@@ -453,7 +454,7 @@ def _labels_of(train: Manifest) -> tuple[tuple[str, ...], bool | None]:
 
 
 def _labels_of_train(config: CacheConfig) -> tuple[tuple[str, ...], bool | None, int | None]:
-    # and the number of classes; None without train/, which a source to test on may lack
+    # like _labels_of, and the number of classes; None if there is no train/, as in a source to test on
     try:
         names, number = classes_of(config, "train")
     except MissingFolderError:

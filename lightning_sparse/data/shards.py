@@ -18,10 +18,9 @@ import hashlib
 import io
 import json
 import os
-import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import has_magic
@@ -55,17 +54,12 @@ from lightning_sparse.data.id_files import (
 )
 from lightning_sparse.data.sources.storage import CHECK_S, Entry, MissingFolderError, Storage, Unreadable
 from lightning_sparse.data.sources.storage_reader import LocalStorage, is_visible
+from lightning_sparse.data.split_names import check_splits, regex_of
 from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, Tokenizer, documents, text_suffix, tokenizer_of
 from lightning_sparse.messages import log, log_ignored
 
 PART = 1 << 24  # bytes of a request
 ID_SUFFIXES = (".bin", ".npy")
-_WORD = "((train|val|valid|validation|dev|eval|evaluation|test)(?:ing)?)"
-_SPLIT = re.compile(r"(train|val|valid|validation|dev|test)(-\d+[\w-]*)?((?:\.\w+)*)")  # name of a folder or file
-_SPLIT_FOLDER = re.compile(_WORD, re.IGNORECASE)
-# without its suffix, as in fineweb_val_000000, wiki.test and train-a; titles have spaces
-_SPLIT_FILE = re.compile(rf"(?:.*[-_.\d])?{_WORD}(?:[-_.]?\d.*)?|{_WORD}[-_.\d].*", re.IGNORECASE)
-_SUFFIXES = re.compile(r"(\.(bin|npy|txt|jsonl|ndjson|tar|parquet))?(\.(gz|bz2|xz))?$", re.IGNORECASE)
 _NAMED = 10  # files or documents that a message names
 Progress = Callable[[int], None]
 
@@ -110,70 +104,9 @@ def shards_of(source: str, files: Iterable[Entry]) -> tuple[list[Shard], list[st
             f"{source} has no shards: there must be files of ids ({', '.join(ID_SUFFIXES)}) or of text "
             f"({', '.join(TEXT_SUFFIXES)}). It has {contents}."
         )
-    _check_splits(source, [shard.path for shard in (text or ids)])
+    check_splits(source, [shard.path for shard in (text or ids)])
     added = {path: json.size + json.mtime_ns + json.beside for path, json in described.items() if json is not None}
     return text or [shard._replace(beside=shard.beside + added.get(shard.path, 0)) for shard in ids], sorted(left_out)
-
-
-def _check_splits(source: str, paths: Sequence[str]) -> None:
-    # names of shards or of their folders may say that some are held out
-    named = {path: _split_of(path) for path in paths}
-    splits = {split.name for split in named.values() if split is not None}
-    plain = {next((match[1] for part in path.split("/") if (match := _SPLIT.fullmatch(part))), "") for path in paths}
-    # other names are splits only if all shards have one: they may be titles or domains
-    if len(splits) < 2 or (len(plain - {""}) < 2 and (None in named.values() or "train" not in splits)):
-        return
-    patterns = [_pattern_of(split, named) for split in sorted(splits)]
-    fix = f"Give the path of one split, which ends in {' or '.join(patterns)}."
-    if not all(patterns):
-        fix = "Put each split into a folder of its own, or give a pattern for the files of one split."
-    raise ValueError(
-        f"{source} has shards of several splits ({', '.join(sorted(splits))}), and training would include held-out "
-        f"data. {fix}"
-    )
-
-
-class _Split(NamedTuple):
-    name: str
-    folder: str  # that is the split; "" if the name of the file says the split
-    word: str
-
-
-def _split_of(path: str) -> _Split | None:
-    *folders, file = path.split("/")
-    for place, folder in enumerate(folders):
-        if (match := _SPLIT_FOLDER.fullmatch(folder) or _SPLIT.fullmatch(folder)) is not None:
-            return _Split(match[1].lower().removesuffix("ing"), "/".join(folders[: place + 1]), folder)
-    match = _SPLIT_FILE.fullmatch(_SUFFIXES.sub("", file))
-    word = "" if match is None else match[1] or match[3]
-    return _Split(word.lower().removesuffix("ing"), "", word) if word else None
-
-
-def _pattern_of(name: str, named: Mapping[str, _Split | None]) -> str:
-    """Return a folder, file or pattern of all files of a split, and of no other file; "" if there is none."""
-    mine = [path for path, split in named.items() if split is not None and split.name == name]
-    first, split = mine[0], named[mine[0]]
-    assert split is not None
-    folder, slash, file = first.rpartition("/")
-    begin, end = file.rfind(split.word), file.rfind(split.word) + len(split.word)
-    suffix = file[_SUFFIXES.search(file).start() :]  # type: ignore[union-attr]  # it always matches
-    names = [
-        f"{file[: end + 1]}*{suffix}",
-        file,
-        f"{file[:end]}*{suffix}",
-        f"*{file[begin:]}",
-        f"*{split.word}*{suffix}",
-    ]
-    patterns = [f"{split.folder}/*"] if split.folder else [f"{folder}{slash}{name}" for name in names]
-    in_one_folder = split.folder or all(path.rpartition("/")[0] == folder for path in mine)
-    for pattern in patterns:
-        if in_one_folder and [path for path in named if _regex_of(pattern).fullmatch(path)] == mine:
-            return pattern.removesuffix("/*")
-    return ""
-
-
-def _regex_of(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", ".*"))
 
 
 def _json_of(path: str) -> str:
@@ -321,7 +254,7 @@ class TokenSource:
             raise ValueError(f"{source} cannot be listed: check the path, and that it is mounted.") from error
         if self.only:
             patterns = self.only, _json_of(self.only)
-            stars = [_regex_of(pattern) for pattern in patterns]
+            stars = [regex_of(pattern) for pattern in patterns]
             files = [
                 file
                 for file in files

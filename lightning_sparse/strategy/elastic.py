@@ -87,7 +87,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         self._must_stop = False
 
         def note(*_: Any) -> None:
-            # The handler may interrupt the write of a log line, where Python refuses another write of this thread.
+            # It may interrupt the main thread while it writes a log line, and Python refuses a write within a write.
             self._must_stop = True
 
         connector._sigterm_notifier_fn = note

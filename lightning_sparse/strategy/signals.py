@@ -113,8 +113,8 @@ class SharedSignal:
 
     def receive(self, number: int) -> None:
         """Handle the signal."""
-        # The handler may interrupt the write of a log line, where Python refuses another write of this thread. It may
-        # also interrupt a thread that holds a lock. So it only notes the signal.
+        # It may interrupt the main thread while it writes a log line, and Python refuses a write within a write. The
+        # thread may also hold a lock. So this only notes the signal.
         self.received = number
 
     def tell(self) -> None:

@@ -30,7 +30,7 @@ class Buffers:
     ) -> None:
         self._module, self._communicator, self._stepped = module, communicator, stepped
         self._drifting: set[str] = set()  # names of parameters that differ between ranks
-        self._told = False  # of buffers that are not averaged
+        self._warned = False  # of buffers that are not averaged
         self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # this rank's own value, and the shown average
 
     @torch.no_grad()
@@ -82,8 +82,8 @@ class Buffers:
             tensor.copy_(saved[name])
 
     def _common(self) -> dict[str, Tensor]:
-        # A cache may grow with the longest sequence of a rank. A collective of the world, also without buffers, because
-        # they may exist on some ranks only.
+        # Ranks may hold different buffers, such as a cache as long as the longest sequence so far. A collective of the
+        # world even if this rank has no buffers, because others may have some.
         tensors = dict(sorted(self._tensors().items()))
         devices = [p.device for p in self._module.parameters()]
         device = next((each for each in devices if each.type != "cpu"), devices[0])
@@ -92,14 +92,14 @@ class Buffers:
         most, least = extremes([digest], self._communicator.flat_all_reduce, device)
         if most == least:
             return tensors
-        others = on_all(lambda: stated)
-        odd = {name for name in set().union(*others) if any(other.get(name) != others[0].get(name) for other in others)}
-        if not self._told and self._communicator.topology.rank == 0:
+        first, *others = on_all(lambda: stated)
+        odd = {name for other in others for name in {**first, **other} if first.get(name) != other.get(name)}
+        if not self._warned and self._communicator.topology.rank == 0:
             log.warning(
                 "buffers with other shapes or types on other ranks are not averaged. Checkpoints have rank 0's: %s",
                 ", ".join(sorted(odd)),
             )
-        self._told = True
+        self._warned = True
         return {name: tensor for name, tensor in tensors.items() if name not in odd}
 
     def _floats(self) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def test_fsdp_updates_with_everything_sent_equal_local_updates(results: Results)
 
 @scenario
 def around_evaluations(flavour: str) -> dict[str, Any]:
-    """Return the weights of a fit alone, and of a fit between evaluations, with the kinds of parameters after each."""
+    """Return the weights of a fit alone and of a fit between evaluations, and whether each phase leaves shards."""
     alone = whole(fitted(flavour, fsdp(flavour)).lightning_module).clone()
     options = {"max_steps": 10, "max_epochs": -1, "limit_val_batches": 1, **ranks()}
     t, trained = trainer(flavour, fsdp(flavour), **options), module(flavour)

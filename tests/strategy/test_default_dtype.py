@@ -12,7 +12,7 @@ from tests.strategy.trainers import lightning_of
 
 
 def resumed(kind: str, folder: str) -> tuple[torch.dtype, bool]:
-    """Return the dtype of the weights, and whether a resumed run ends with those of an uninterrupted run."""
+    """Return the dtype of the weights, and whether a resumed run ends with the weights of the uninterrupted run."""
     torch.set_default_dtype(torch.float64)
     callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
     saver = callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)

@@ -489,7 +489,7 @@ class Caches(UnitVectors):
 
 
 def unequal_buffers() -> tuple[Tensor, dict[str, Tensor], list[str]]:
-    """Return the weights, the buffers while the global weights are shown and at the end, and the warnings."""
+    """Return the last weights, the buffers while the global weights were shown, and the warnings."""
     torch.manual_seed(1)
     ddp, optimizer, updates = start(adamw, Caches(), density=0.05)
     model = updates.module

@@ -129,7 +129,7 @@ def _numbers(file: str, column: str, values: Sequence[Any]) -> npt.NDArray[Any] 
     if first is None:
         raise _refused(file, column, row, "has no value: give each sample a label")
     kinds = [*dict.fromkeys(map(type, values))]
-    if len(kinds) > 1 and set(kinds) != {int, float}:  # of several files
+    if len(kinds) > 1 and set(kinds) != {int, float}:  # files may differ
         row = next(row for row, value in enumerate(values) if type(value) is kinds[1])
         problem = f"is {values[row]!r}, but the first label is {first!r}: write all labels as one type"
         raise _refused(file, column, row, problem)
