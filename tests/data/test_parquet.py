@@ -12,7 +12,7 @@ import pytest
 
 from lightning_sparse.data.cache.commands import warm
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run, owners_of
-from lightning_sparse.data.config import CacheConfig, CorruptSampleError
+from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
 from lightning_sparse.data.sources import layout
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from tests.helpers.data import bytes_of, read
@@ -272,3 +272,39 @@ def test_cache_warm_verify_reads_row_groups_again(tmp_path: Path) -> None:
     store.close()
     assert warm(config, "train", verify=True).differing == ["train/0001.parquet#0/2"]
     assert warm(config, "train", verify=True).differing == []
+
+
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        {"image": image_column([payload(each) for each in range(8)]), "label": [1] * 8},
+        {"image": image_column([payload(each) for each in range(2)]), "label": [0, 1]},
+        {"image": image_column([payload(each) for each in range(8)]), "label": ["dog", "cat"] * 4},
+    ],
+    ids=["labels", "fewer rows", "names"],
+)
+def test_parquet_file_replaced_after_it_was_listed_is_an_error(tmp_path: Path, replacement: dict[str, Any]) -> None:
+    config = config_of(data_set(tmp_path / "source"))
+    store = SampleStore(config, load_or_list(config, "train"))
+    write(tmp_path / "source" / "train" / "0000.parquet", replacement)
+    with pytest.raises(DataError, match=r"0000\.parquet has changed since it was listed, and contains other samples"):
+        store.get([2])
+    assert store.get([8])[0].data.tobytes() == payload(8)
+    store.close()
+    for file in (tmp_path / "source" / "train").iterdir():  # all files of a split have labels of one type
+        write(file, replacement)
+    again = load_or_list(config, "train")
+    names = again.classes or (0, 1)
+    assert [names[label] for (label,) in again.labels.tolist()] == replacement["label"] * FILES
+
+
+def test_parquet_file_with_equal_labels_is_read_after_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The classes of the store have other numbers than those of the file, as with the classes of train/."""
+    config = config_of(data_set(tmp_path / "source"))
+    manifest = load_or_list(config, "train").relabel(("bird", "cat", "dog"))
+    data_set(tmp_path / "source")
+    store = SampleStore(config, manifest)
+    assert [sample.data.tobytes() for sample in store.get(range(24))] == [payload(number) for number in range(24)]
+    assert store.counters().changed == FILES
+    assert "parquet has changed since it was listed, but still contains the listed samples" in caplog.text
+    store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.config import CorruptSampleError
+from lightning_sparse.data.config import CorruptSampleError, DataError
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, Unreadable
@@ -258,13 +259,61 @@ def test_incomplete_shard_is_refused(folder: Path, tmp_path: Path, damage: str) 
 
 
 def test_shard_that_becomes_shorter_raises_for_its_samples(folder: Path, tmp_path: Path) -> None:
-    """The length of each read is checked."""
+    """The length of each read is checked. Some storage keeps no times."""
     config = bytes_of(folder)
     manifest = load_or_list(config, "train")
     file = folder / "train" / "000#0.tar"
     os.truncate(file, int(manifest.offsets[3]) + 7)
+    os.utime(file, ns=(0, int(manifest.mtimes_ns[3])))
     store = SampleStore(config, manifest)
     assert store.get([2])[0].data.tobytes() == payload(2)
     with pytest.raises(CorruptSampleError, match=r"000003\.npy cannot be used: storage returned 7 bytes for bytes"):
         store.get([3])
     store.close()
+
+
+def exchange_labels(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"0\n", b"9\n"))
+
+
+def exchange_samples(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"000001.npy", b"000007.npy"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [exchange_labels, exchange_samples, lambda file: os.truncate(file, 6000), lambda file: shard(file, {})],
+    ids=["labels", "samples", "shorter", "empty"],
+)
+def test_shard_replaced_after_it_was_listed_is_an_error(folder: Path, tmp_path: Path, change: Any) -> None:
+    config = bytes_of(folder)
+    store = SampleStore(config, load_or_list(config, "train"))
+    assert store.get([4])[0].data.tobytes() == payload(4)
+    file, other = folder / "train" / "000#0.tar", tmp_path / "0.tar"
+    shutil.copy(file, other)
+    change(other)
+    os.replace(other, file)
+    with pytest.raises(DataError, match=r"000#0\.tar has changed since it was listed, and contains other samples"):
+        store.get([1])
+    assert store.get([7])[0].data.tobytes() == payload(7)
+    store.close()
+
+
+def test_shard_copied_again_after_it_was_listed_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = bytes_of(folder)
+    manifest = load_or_list(config, "train")
+    os.utime(folder / "train" / "000#0.tar")
+    store = SampleStore(config, manifest)
+    assert [sample.data.tobytes() for sample in store.get(range(8))] == [payload(number) for number in range(8)]
+    assert store.counters().changed == 1
+    assert "000#0.tar has changed since it was listed, but still contains the listed samples and labels" in caplog.text
+    store.close()
+
+
+def test_shard_overwritten_in_place_is_listed_again_by_the_next_run(folder: Path) -> None:
+    config = bytes_of(folder)
+    labels = load_or_list(config, "train").labels[:, 0].tolist()
+    exchange_labels(folder / "train" / "000#0.tar")
+    assert load_or_list(config, "train").labels[:, 0].tolist() == [9, *labels[1:3], 9, *labels[4:]]

@@ -28,14 +28,15 @@ from lightning_sparse.data import decode
 from lightning_sparse.data.cache.counts import Counter, TierCounts, TierSizes, run_name
 from lightning_sparse.data.cache.disk import CachedFile, DiskCache, corrupt_file
 from lightning_sparse.data.cache.memory import open_memory
-from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError
+from lightning_sparse.data.config import GB, CacheConfig, CorruptSampleError, DataError
 from lightning_sparse.data.decode import EXIT_PRIORITY, FileKey, Format, Sample, View
 from lightning_sparse.data.folders import cache_folder, file_name, locked, wrap_os_errors
 from lightning_sparse.data.peers import allow_connections, node_address
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.listing import has_listed_samples
+from lightning_sparse.data.sources.manifest import Manifest, is_same_time
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
 
 LAST_READ_S = 5.0  # reads of local tiers take less
@@ -164,6 +165,7 @@ class SampleStore:
         self.hit_counter: Literal["memory", "served"] = "memory"  # "served" in the server process
         self._corrupt: dict[int, str] = {}
         self._changed: set[str] = set()
+        self._changed_shards: dict[tuple[str, int], bool] = {}  # whether they contain the listed samples
         self._endpoints: dict[int, str] = {}
         self._opened: Tiers | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
@@ -254,7 +256,7 @@ class SampleStore:
         if tiers.disk.full:
             tiers.counter.warn_once("row groups", ROW_GROUPS)
         first, last = np.searchsorted(self.manifest.shard_of, [group, group + 1]).tolist()
-        answers = tiers.storage.rows(*self.manifest.row_group(first), self.config.member or "")
+        answers = self._rows(tiers, first)
         for index in range(first, last):
             # keep all samples of the group that this node owns, because it is read as a whole
             if index in requested or self._owned[index] or self.config.shuffle == "local":
@@ -262,6 +264,14 @@ class SampleStore:
                 if index in requested:
                     yield index, view
         tiers.disk.flush()
+
+    def _rows(self, tiers: Tiers, index: int) -> list[StoredFile | Unreadable]:
+        """Return the rows of a sample's row group."""
+        (file, group), offsets = self.manifest.row_group(index), self.manifest.offsets
+        rows = tiers.storage.rows(file, group, self.config.member or "")
+        if len(rows) <= offsets[self.manifest.shard_of == self.manifest.shard_of[index]].max():
+            raise self._was_replaced(file)
+        return rows
 
     def _from_disk(self, tiers: Tiers, index: int, file: CachedFile) -> View | str | None:
         same_decoder = file.decoder == tiers.decoder  # another decoder may decide otherwise
@@ -283,8 +293,7 @@ class SampleStore:
         key = self.manifest.key(index)
         if isinstance(answer, StoredFile):
             tiers.counter.add(storage_samples=1, storage_bytes=len(answer.data))
-            if not self.manifest.has_row_groups:  # which do not tell the size of a sample before they are read
-                key = self._version_read(tiers, key, answer)
+            key = self._version_read(tiers, index, key, answer)
         pixels = None
         try:
             if isinstance(answer, Unreadable):
@@ -314,19 +323,39 @@ class SampleStore:
             tiers.keep(index, view)
         return view
 
-    def _version_read(self, tiers: Tiers, key: FileKey, file: StoredFile) -> FileKey:
-        same_time = file.mtime_ns == key.mtime_ns or 0 in (file.mtime_ns, key.mtime_ns)
-        if key.size in (-1, file.size) and same_time:
+    def _version_read(self, tiers: Tiers, index: int, key: FileKey, file: StoredFile) -> FileKey:
+        # the sizes of rows are estimates
+        same_size = self.manifest.has_row_groups or key.size in (-1, file.size)
+        if same_size and is_same_time(key.mtime_ns, file.mtime_ns):
             return key
-        tiers.counter.add(changed=key.path not in self._changed)
-        self._changed.add(key.path)
+        name, change = key.path, f"({key.size:,} bytes then, {file.size:,} now), so its current content is used"
+        if len(self.manifest.shards):
+            name = self.manifest.shard_file(int(self.manifest.shard_of[index]))
+            change = "but still contains the listed samples and labels"
+            self._check_shard(name, file.mtime_ns)
+        tiers.counter.add(changed=name not in self._changed)
+        self._changed.add(name)
         tiers.counter.warn_once(
             "changed",
-            f"{key.path} has changed since it was listed ({key.size:,} bytes then, {file.size:,} now); using its "
-            f"current content. Run `lightning-sparse cache warm` to list the source again.",
+            f"{name} has changed since it was listed, {change}. Run `lightning-sparse cache warm` to list the source "
+            f"again.",
         )
         # the disk must not keep a changed file under its listed key
         return FileKey(key.path, file.size, file.mtime_ns)
+
+    def _check_shard(self, file: str, mtime_ns: int) -> None:
+        """Raise DataError if a shard that has changed does not contain the listed samples."""
+        with self._lock:
+            if (file, mtime_ns) not in self._changed_shards:
+                self._changed_shards[file, mtime_ns] = has_listed_samples(self.config, self.manifest, file)
+        if not self._changed_shards[file, mtime_ns]:
+            raise self._was_replaced(file)
+
+    def _was_replaced(self, file: str) -> DataError:
+        return DataError(
+            f"source={self.config.source}: {file} has changed since it was listed, and contains other samples or "
+            f"labels now. Start again. If storage keeps no times of files, run `lightning-sparse cache warm` first."
+        )
 
     def differing(self, indices: Sequence[int]) -> list[int]:
         """Read samples from storage again, and update the disk cache.
@@ -353,7 +382,7 @@ class SampleStore:
         for index in indices:
             group = self.manifest.row_group(index)
             if group not in rows:
-                rows = {group: tiers.storage.rows(*group, self.config.member or "")}  # only one row group is in memory
+                rows = {group: self._rows(tiers, index)}  # only one row group is in memory
             yield index, rows[group][int(self.manifest.offsets[index])]
 
     def cache_files(self, indices: Sequence[int]) -> dict[int, str]:

@@ -3,14 +3,17 @@
 A run uses the list in the cache if the classes and the stamps of all folders are unchanged, or if storage does not
 answer. A stamp changes when a file is added, removed or renamed, and when a path leads to another folder. It does not
 change when a file is overwritten in place, and object stores keep no times of folders: then run `lightning-sparse cache
-warm`.
+warm`. The times of shards are compared, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.folders import (
@@ -31,7 +34,7 @@ from lightning_sparse.data.sources.layout import (
     Split,
     TarShards,
 )
-from lightning_sparse.data.sources.manifest import Manifest
+from lightning_sparse.data.sources.manifest import Manifest, is_same_time
 from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError
 from lightning_sparse.messages import log
 
@@ -167,6 +170,10 @@ def _change(split: Split, kept: Manifest) -> str:
     named = SampleList.find(split)
     if (named.digest if named is not None else "") != kept.list_digest:
         return f"the list of {split.name} has changed"
+    if len(kept.shards):
+        changed = _changed_shards(split, kept)
+        if changed:
+            return f"{min(changed)} has changed"
     by_folder = named is None and not len(kept.shards)
     times = split.storage.names(split.name) if by_folder else {}
     now = {f"{split.name}/{name}": time for name, time in times.items()}
@@ -182,6 +189,47 @@ def _change(split: Split, kept: Manifest) -> str:
         return f"a folder below {split.name}/ is gone"
     changed = [name for name, time in now.items() if time and listed[name] and time != listed[name]]
     return f"{min(changed)}/ has changed" if changed else ""
+
+
+def _changed_shards(split: Split, kept: Manifest) -> list[str]:
+    numbers, firsts = np.unique(kept.shard_of, return_index=True)
+    files = map(kept.shard_file, numbers.tolist())
+    known = dict(zip(files, kept.mtimes_ns[firsts].tolist(), strict=True))
+    now = {
+        f"{folder}/{name}".lstrip("/"): mtime
+        for folder in {file.rpartition("/")[0] for file in known}
+        for name, _, mtime, _ in split.storage.files(folder)
+    }
+    return [file for file, mtime in known.items() if file not in now or not is_same_time(now[file], mtime)]
+
+
+def has_listed_samples(config: CacheConfig, manifest: Manifest, file: str) -> bool:
+    """List a shard again. Return whether it still contains the samples of the manifest, with their labels."""
+    with _open_split(config, manifest.split, manifest, quiet=True) as split:
+        try:
+            layout = find_layout(split)
+            if not isinstance(layout, ParquetFiles | TarShards):
+                return False
+            layout.listed = layout.listed._replace(files=[entry for entry in layout.listed.files if entry[0] == file])
+            now = layout.manifest() if layout.listed.files else None
+        except ValueError:  # it is damaged or has no samples
+            return False
+    if now is None:
+        return False
+    shards = [number for number in range(len(manifest.shards)) if manifest.shard_file(number) == file]
+    present = dict(_samples(now, range(len(now))))
+    listed = _samples(manifest, np.flatnonzero(np.isin(manifest.shard_of, shards)).tolist())
+    return all(present.get(path) == sample for path, sample in listed)
+
+
+def _samples(manifest: Manifest, indices: Iterable[int]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the path of each sample, and its place and label."""
+    for index in indices:
+        label = np.atleast_1d(manifest.labels[index]).tolist()
+        if manifest.classes and label and label[0] >= 0:
+            label[0] = manifest.classes[label[0]]  # train/ may have numbered the classes differently
+        size = 0 if manifest.has_row_groups else int(manifest.sizes[index])
+        yield manifest.paths[index], [int(manifest.offsets[index]), size, *label]
 
 
 def _file(config: CacheConfig, split: str) -> Path:

@@ -234,6 +234,11 @@ class Manifest:
         """Whether the shards are row groups of Parquet files, which are read as a whole."""
         return len(self.shards) > 0 and ".parquet#" in self.shards[0].lower()
 
+    def shard_file(self, number: int) -> str:
+        """Return the path of a shard, or of the file that contains a row group."""
+        shard = self.shards[number]
+        return shard.rpartition("#")[0] if self.has_row_groups else shard
+
     def row_group(self, index: int) -> tuple[str, int]:
         """Return (file, number of the row group) of a sample."""
         file, _, number = self.shards[int(self.shard_of[index])].rpartition("#")
@@ -286,6 +291,14 @@ class Manifest:
         except Exception as error:
             where = source if isinstance(source, Path) else "of another node"
             raise DataError(f"the list of samples {where} cannot be read ({error}).") from error
+
+
+def is_same_time(first_ns: int, second_ns: int) -> bool:
+    """Whether two modification times are equal or unknown (0). Some storage answers in whole seconds at times."""
+    if 0 in (first_ns, second_ns):
+        return True
+    unit = 10**9 if 0 in (first_ns % 10**9, second_ns % 10**9) else 1
+    return first_ns // unit == second_ns // unit
 
 
 def count_classes(classes: tuple[str, ...], labels: npt.NDArray[Any]) -> int:

@@ -142,9 +142,10 @@ class Storage:
         return self._ask("groups", paths, column)
 
     def rows(self, path: str, group: int, column: str) -> list[StoredFile | Unreadable]:
-        (rows,) = self._ask("rows", [path], column, group)
+        ((rows, mtime_ns),) = self._answers("rows", [path], column, group)
         return [
-            Unreadable("its row contains no bytes") if row is None else StoredFile(row, len(row), 0) for row in rows
+            Unreadable("its row contains no bytes") if row is None else StoredFile(row, len(row), mtime_ns)
+            for row in rows
         ]
 
     def members(self, paths: Sequence[str]) -> Iterator[tuple[list[Member], list[str]]]:
@@ -169,9 +170,12 @@ class Storage:
         return list(self._ask("stamp", folders))
 
     def _ask(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[Any]:
-        # all are requested at once
+        return (result for result, _ in self._answers(kind, paths, *more))
+
+    def _answers(self, kind: str, paths: Sequence[str], *more: Any) -> Iterator[tuple[Any, int]]:
+        """Yield the result for each path, and its modification time in ns or 0. All are requested at once."""
         for path, request in zip(paths, self._requested(kind, [(name, *more) for name in paths]), strict=True):
-            status, result, _, _ = self._wait_for(request)
+            status, result, _, mtime_ns = self._wait_for(request)
             if status != OK and kind in ("list", "stamp"):
                 raise MissingFolderError(
                     f"source={self.source} has no folder {path}/ to read ({result}{self._similar_names()}). "
@@ -181,7 +185,7 @@ class Storage:
             if status != OK:
                 what = f"the shard {path}" if kind == "members" else path
                 raise ValueError(f"source={self.source}: {what} cannot be used: {result}.")
-            yield result
+            yield result, mtime_ns
 
     def _similar_names(self) -> str:
         status, result, _, _ = self._wait_for(*self._requested("list", [("", "here")]))

@@ -102,6 +102,9 @@ class LocalStorage:
     def opened(self, path: str) -> Any:
         return open(os.path.join(self.root, path), "rb")
 
+    def modified(self, path: str) -> int:
+        return os.stat(os.path.join(self.root, path)).st_mtime_ns
+
     def stamp(self, path: str) -> int:
         return _stamp(os.stat(os.path.join(self.root, path)), _volatile_devices())
 
@@ -174,6 +177,11 @@ class FsspecStorage:
 
     def opened(self, path: str) -> Any:
         return self._fs.open(self._at(path), "rb", block_size=1 << 20)
+
+    def modified(self, path: str) -> int:
+        """Return the modification time in ns; 0 if storage keeps none."""
+        self._fs.invalidate_cache()
+        return _mtime(self._fs.info(self._at(path)))
 
     def stamp(self, path: str) -> int:
         """Return 0 if storage keeps neither times nor tags of folders."""
@@ -385,7 +393,8 @@ def answer(
                 return OK, storage.listing(path, arguments[1], progress), 0, 0
             if kind == "stamp":
                 return OK, storage.stamp(path), 0, 0
-            return OK, _PARSERS[kind](storage.opened(path), *others, progress), 0, 0
+            result = _PARSERS[kind](storage.opened(path), *others, progress)
+            return OK, result, 0, storage.modified(path) if kind == "rows" else 0
     except UnreadableFileError as error:
         return UNREADABLE, str(error), 0, 0
     except Exception as error:
