@@ -92,7 +92,13 @@ class SideFiles:
 
     @contextmanager
     def saving(
-        self, path: Any, engines: Sequence[Engine], timeout: timedelta | None, entries: Mapping[str, Any]
+        self,
+        path: Any,
+        engines: Sequence[Engine],
+        timeout: timedelta | None,
+        entries: Mapping[str, Any],
+        *,
+        weights_only: bool = False,
     ) -> Iterator[list[dict[str, Any]] | None]:
         """Write this rank's side files, and yield the metadata for the main file, which the caller writes.
 
@@ -101,6 +107,7 @@ class SideFiles:
             engines: engines to save. Without any, only weights are saved, and None is yielded.
             timeout: time limit for the files of all ranks.
             entries: entries that a strategy adds to the first file.
+            weights_only: write no side file of this rank. Rank 0 yields None.
 
         Raises:
             RuntimeError: on all other ranks, if a rank could not write; that rank raises its own error. On all ranks,
@@ -110,12 +117,12 @@ class SideFiles:
         metadata_list = [self.metadata_of(engine, index) for index, engine in enumerate(engines)]
         ids = [metadata["save_id"] for metadata in metadata_list]
         if metadata_list:
-            self._write(path, engines, ids, timeout, entries)
+            self._write(path, () if weights_only else engines, ids, timeout, entries)
             if dist.get_rank() > 0 and engines[0].topology.device_index == 0:
                 _remove_stale_local_saves(path, but=ids)
-        yield metadata_list or None
+        yield None if weights_only else metadata_list or None
         if not dist.is_initialized() or dist.get_rank() == 0:
-            remove_side_files(path, but=ids)
+            remove_side_files(path, but=() if weights_only else ids)
 
     def _write(
         self,
@@ -126,12 +133,12 @@ class SideFiles:
         entries: Mapping[str, Any],
     ) -> None:
         rank, failure = dist.get_rank(), None
-        report: dict[str, Any] = {"path": path, "error": "", "replaces": False}
+        report: dict[str, Any] = {"path": path, "error": "", "replaces": False, "writes": len(engines) > 0}
         try:
             if rank == 0:
                 fs, main_file = fsspec.core.url_to_fs(path)
                 report["replaces"] = fs.exists(main_file)
-            for index, (engine, save_id) in enumerate(zip(engines, ids, strict=True)):
+            for index, (engine, save_id) in enumerate(zip(engines, ids, strict=False)):
                 extras = {"entries": dict(entries)} if index == 0 else {}
                 write_side_file({**engine.state().to_dict(), **extras}, save_id, path, rank)
         except Exception as error:
@@ -147,9 +154,11 @@ class SideFiles:
         if verdict:
             raise RuntimeError(verdict)
         if rank == 0:
-            paths = [json.loads(text)["path"] for text in reports if text is not None]
+            contents = [json.loads(text) for text in reports if text is not None]
+            paths = [content["path"] for content in contents]
             _warn_of_reports(path, paths, len(reports))
-            if len(set(paths)) == 1:  # otherwise, a launcher has given each rank its own folder
+            writes = all(content["writes"] for content in contents)
+            if writes and len(set(paths)) == 1:  # otherwise, a launcher has given each rank its own folder
                 self._warn_if_not_shared(path, ids[0])
 
     def _warn_if_not_shared(self, path: str, save_id: str) -> None:

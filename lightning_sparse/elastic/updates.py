@@ -82,8 +82,8 @@ class ElasticConfig(UpdatesConfig):
                 f"this exchange, use strategy='mstopk_local'."
             )
         options.whole(self, "min_nodes", low=1)
-        options.number(self, "timeout", above=0, hint="in seconds")
-        options.whole(self, "flush_every", low=1, optional=True, hint="in exchanges")
+        options.number(self, "timeout", above=0, hint="it is a number of seconds")
+        options.whole(self, "flush_every", low=1, optional=True, hint="it is a number of exchanges")
 
 
 class Version(NamedTuple):

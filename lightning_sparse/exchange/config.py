@@ -47,7 +47,7 @@ class ExchangeConfig:
         options.one_of(self, "exchange", get_args(ExchangeName), hint="Use 'sparse' for top-k")
         hint = "use 'bfloat16', which has as many bytes" if str(self.value_dtype) == "float16" else ""
         options.one_of(self, "value_dtype", get_args(ValueDtype), hint=hint)
-        options.number(self, "inter_gbps", above=0, optional=True, hint="a rate in Gbit/s; None measures it")
+        options.number(self, "inter_gbps", above=0, optional=True, hint="it is a rate in Gbit/s; None measures it")
         options.flag(self, "overlap", hint="Use True, or False to debug hangs")
         if self.inter_gbps is not None and self.exchange != "auto":
             raise ValueError(

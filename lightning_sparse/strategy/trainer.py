@@ -240,9 +240,12 @@ class TrainerAdapter(Adapter, Host):
 
     @contextmanager
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
-        engines = self._saved_engines() if "optimizer_states" in checkpoint else []
-        entries = self._rank_state(checkpoint) if engines else {}
-        with self._side_files.saving(filepath, engines, self._timeout, entries) as metadata_list:
+        # `on_save_checkpoint` may remove the states on one rank only, but all ranks must take part.
+        has_states = "optimizer_states" in checkpoint
+        engines = self._saved_engines() if has_states or "callbacks" in checkpoint else []
+        entries = self._rank_state(checkpoint) if engines and has_states else {}
+        saving = self._side_files.saving(filepath, engines, self._timeout, entries, weights_only=not has_states)
+        with saving as metadata_list:
             if metadata_list is not None:
                 checkpoint[CHECKPOINT_KEY] = metadata_list
             yield

@@ -54,8 +54,8 @@ class UpdatesConfig(ExchangeConfig):
         if self.step_ahead != "auto":
             hint = "the share of its pending updates in a node's weights; 'auto' measures it"
             options.number(self, "step_ahead", low=LEAST_AHEAD, high=1, hint=hint)
-        options.whole(self, "sync_every", low=1, hint="steps between two exchanges")
-        options.whole(self, "delay", low=0, high=self.sync_every, hint="steps, up to sync_every; 0 waits in each step")
+        options.whole(self, "sync_every", low=1, hint="it is the number of steps between two exchanges")
+        options.whole(self, "delay", low=0, high=self.sync_every, hint="it is a number of steps, up to sync_every")
         options.number(self, "outer_lr", above=0, high=MOST_OUTER_LR, hint="1 counts every received update once")
         options.flag(self, "shard_optimizer")
 

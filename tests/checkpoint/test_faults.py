@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY
 from tests.helpers.distributed import groups_of_its_own, run_ranks
 from tests.helpers.lines import Lines, raised
 from tests.helpers.training import Case, flat, load_loop, loop_of, module_of, save_loop, train_loop
 from tests.strategy.kills import FLAVOUR, Kill, damaged_copies, fit_on, patience, whole_and_killed
+from tests.strategy.trainers import lightning_of
 
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 250}
 STEPS = 14
@@ -170,6 +172,52 @@ def test_full_disk_of_one_rank_fails_all_and_keeps_the_last_save(tmp_path: Path)
         for case, (said, kept) in zip(TRAINERS, found, strict=True):
             assert "could not write" in said or (said and rank == 1), (case, rank, said)
             assert kept, case
+
+
+# -- states removed by a hook ------------------------------------------------------------------------------------------
+
+FILE_CASES = [Case(kind, "trainer", "file") for kind in ("hier", "local", "fsdp-updates")]
+
+
+def without_states(folder: str, case: Case, rank: int) -> tuple[bool, list[str], bool, list[str]]:
+    """Save after `rank` (-1: all ranks) has removed the optimizer states, as `on_save_checkpoint` may do.
+
+    Return whether the file has metadata of side files, the names of the side files, whether the weights are those of a
+    save with the states, and the log lines.
+    """
+
+    class Remover(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            if rank in (-1, trainer.global_rank):
+                del checkpoint["optimizer_states"]
+
+    lines, path = Lines(), Path(folder) / f"{case.kind}{rank}.ckpt"
+    t = fit(folder, None, case, 3, every=0)
+    t.save_checkpoint(path)
+    before = torch.load(path)["state_dict"]
+    t.strategy.barrier()
+    t.callbacks.append(Remover())
+    t.save_checkpoint(path)
+    t.strategy.barrier()
+    file = torch.load(path)
+    sides = sorted(side.name for side in path.parent.glob(f"{path.name}.residual/*/*"))
+    same = all(torch.equal(value, file["state_dict"][name]) for name, value in before.items())
+    return CHECKPOINT_KEY in file, sides, same, list(lines.lines)
+
+
+@pytest.mark.parametrize("rank", [0, 1, -1])
+def test_states_removed_on_some_ranks_before_a_save_do_not_hang_it(rank: int, tmp_path: Path) -> None:
+    everyone = run_ranks(save_without_states, str(tmp_path), FILE_CASES, rank, init=False, **MANY)
+    for found in everyone:
+        for case, (has_metadata, sides, same, lines) in zip(FILE_CASES, found, strict=True):
+            assert same, case
+            assert has_metadata == (rank == 1), case
+            assert sides == ([f"rank0000{other}.pt" for other in (0, 2, 3)] if rank == 1 else []), case
+            assert not any("not share this folder" in line for line in lines), case
+
+
+def save_without_states(folder: str, cases: list[Case], rank: int) -> list[Any]:
+    return [without_states(folder, case, rank) for case in cases]
 
 
 # -- a lost file -------------------------------------------------------------------------------------------------------

@@ -141,6 +141,16 @@ def test_unknown_option_is_refused_with_a_similar_name(
         module(tmp_path, **{option: 4})
 
 
+def test_subclass_with_its_own_constructor_passes_options_on(tmp_path: Path) -> None:
+    class Own(ours(FLAVOURS[0]).CachedDataModule):  # type: ignore[misc]
+        def __init__(self, root: Path, **options: Any) -> None:
+            super().__init__(root, tmp_path / "cache", len, 4, workers=0, shuffle="global", **options)
+
+    assert Own(tmp_path)._options.cache.shuffle == "global"
+    with pytest.raises(TypeError, match=r"Own has no option format='jpeg'"):
+        Own(tmp_path, format="jpeg")
+
+
 def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="storage_options are for an fsspec URL"):
         cache(tmp_path, storage_options={"key": "a"})

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_lightning_cli_accepts_options_of_the_strategy_and_of_ddp(flavour: str) 
     assert parsed == {name: expected for name in STRATEGIES}
 
 
-STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy", "MSTopKElasticStrategy"]
+STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy"]
 
 
 def parse_options(flavour: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +187,26 @@ def test_option_that_no_base_class_accepts_is_refused(flavour: str, name: str, o
     """The options are not ignored, either."""
     with pytest.raises(ValueError, match=rf"{name} has no option {option}=2"):
         getattr(ours(flavour), name)(**{option: 2})
+
+
+@pytest.mark.parametrize("flavour", [*FLAVOURS, "fabric"])
+@pytest.mark.parametrize("name", ["MSTopKHierStrategy", "MSTopKLocalStrategy"])
+def test_subclass_with_its_own_constructor_passes_on_options_of_all_base_classes(flavour: str, name: str) -> None:
+    base, timeout = getattr(ours(flavour), name), timedelta(seconds=77)
+
+    class Own(base):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(density=0.02, timeout=timeout, find_unused_parameters=True, **options)
+
+    class Fixed(Own):
+        def __init__(self) -> None:
+            super().__init__(process_group_backend="gloo")
+
+    strategy = Fixed()
+    assert (strategy.config.density, strategy._timeout) == (0.02, timeout)
+    assert strategy._ddp_kwargs["find_unused_parameters"]
+    with pytest.raises(ValueError, match="Own has no option bogus=1"):
+        Own(bogus=1)
 
 
 # -- warnings about slow settings, and errors for impossible ones ------------------------------------------------------
