@@ -107,7 +107,7 @@ class SideFiles:
             engines: engines to save. Without any, only weights are saved, and None is yielded.
             timeout: time limit for the files of all ranks.
             entries: entries that a strategy adds to the first file.
-            weights_only: write no side file of this rank. Rank 0 yields None.
+            weights_only: write no side file of this rank, and yield None.
 
         Raises:
             RuntimeError: on all other ranks, if a rank could not write; that rank raises its own error. On all ranks,
@@ -138,7 +138,7 @@ class SideFiles:
             if rank == 0:
                 fs, main_file = fsspec.core.url_to_fs(path)
                 report["replaces"] = fs.exists(main_file)
-            for index, (engine, save_id) in enumerate(zip(engines, ids, strict=False)):
+            for index, (engine, save_id) in enumerate(zip(engines, ids, strict=False)):  # there may be ids alone
                 extras = {"entries": dict(entries)} if index == 0 else {}
                 write_side_file({**engine.state().to_dict(), **extras}, save_id, path, rank)
         except Exception as error:

@@ -90,6 +90,7 @@ class MSTopKLocalMixin(ReplicasAdapter):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        self._dumps_states = True
         inner = getattr(optimizer, "_optimizer", optimizer)  # unwrap a LightningOptimizer
         if self._save_distributed_checkpoint and self.engine is not None and self.engine.active:
             return {}  # each device saves its pieces

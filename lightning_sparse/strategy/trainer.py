@@ -44,6 +44,7 @@ class TrainerAdapter(Adapter, Host):
     _callback_averages_every_step = _callback_averages_every_epoch = _hooks_run_between_batches = False
     _in_batch = _over = False
     _steps_before = _batches_before = 0  # at the start of the epoch
+    _dumps_states = False  # whether the last checkpoint was made with optimizer states
     _not_saved = ""  # reason why no checkpoint can be saved after an exception
     _wrapped_methods: Sequence[tuple[Any, str]] = ()  # methods of the Trainer and its loops
     _signals: TrainerSignals | None = None
@@ -217,7 +218,7 @@ class TrainerAdapter(Adapter, Host):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the global weights. In a fit, all ranks call it."""
-        engine = self.engine
+        self._dumps_states, engine = False, self.engine
         if engine is None or not self._fitting or self._over:
             return super().lightning_module_state_dict()
         with engine.global_weights() if self._in_batch else nullcontext():
@@ -226,6 +227,11 @@ class TrainerAdapter(Adapter, Host):
             engine.adopt_changes()
             weights = super().lightning_module_state_dict()
             return clone_state_dict(weights) if engine.has_local_weights else weights
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        self._dumps_states = True
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
 
     def _gives_up_saving(self) -> bool:
         """Return whether ranks cannot save together after an exception. Every rank that saves calls it."""
@@ -242,7 +248,8 @@ class TrainerAdapter(Adapter, Host):
     def _saving(self, checkpoint: dict[str, Any], filepath: Any) -> Iterator[None]:
         # `on_save_checkpoint` may remove the states on one rank only, but all ranks must take part.
         has_states = "optimizer_states" in checkpoint
-        engines = self._saved_engines() if has_states or "callbacks" in checkpoint else []
+        engines = self._saved_engines() if has_states or self._dumps_states else []
+        self._dumps_states = False
         entries = self._rank_state(checkpoint) if engines and has_states else {}
         saving = self._side_files.saving(filepath, engines, self._timeout, entries, weights_only=not has_states)
         with saving as metadata_list:

@@ -188,8 +188,12 @@ def without_states(folder: str, case: Case, rank: int) -> tuple[bool, list[str],
 
     class Remover(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            if rank in (-1, trainer.global_rank):
+            if rank not in (-1, trainer.global_rank):
+                return
+            if trainer.global_rank == 0:
                 del checkpoint["optimizer_states"]
+            else:
+                checkpoint.clear()
 
     lines, path = Lines(), Path(folder) / f"{case.kind}{rank}.ckpt"
     t = fit(folder, None, case, 3, every=0)

@@ -306,5 +306,36 @@ def test_parquet_file_with_equal_labels_is_read_after_a_copy(tmp_path: Path, cap
     store = SampleStore(config, manifest)
     assert [sample.data.tobytes() for sample in store.get(range(24))] == [payload(number) for number in range(24)]
     assert store.counters().changed == FILES
-    assert "parquet has changed since it was listed, but still contains the listed samples" in caplog.text
+    assert "parquet has changed since it was listed, but its samples still have the listed places" in caplog.text
+    assert store.counters().storage_samples == 24, "each row group is read once"
     store.close()
+
+
+def test_parquet_file_replaced_by_fewer_row_groups_is_an_error(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"))
+    store = SampleStore(config, load_or_list(config, "train"))
+    write(tmp_path / "source" / "train" / "0000.parquet", {"image": image_column([b"a"]), "label": [0]})
+    with pytest.raises(DataError, match=r"0000\.parquet has changed since it was listed, and contains other samples"):
+        store.get([ROWS - 1])
+    store.close()
+
+
+def test_other_files_in_the_folder_do_not_matter_for_a_copied_file(tmp_path: Path) -> None:
+    config = config_of(data_set(tmp_path / "source"))
+    store = SampleStore(config, load_or_list(config, "train"))
+    data_set(tmp_path / "source")
+    (tmp_path / "source" / "train" / "next.bin").write_bytes(b"a")
+    (tmp_path / "source" / "train" / "extra").mkdir()
+    assert store.get([0])[0].data.tobytes() == payload(0)
+    store.close()
+
+
+def test_files_that_moved_to_another_folder_are_listed_again(tmp_path: Path) -> None:
+    source = data_set(tmp_path / "source")
+    config = config_of(source)
+    load_or_list(config, "train")
+    (source / "data").mkdir()
+    for number in range(FILES):
+        (source / "train" / f"{number:04}.parquet").rename(source / "data" / f"train-{number:05}-of-{FILES:05}.parquet")
+    (source / "train").rmdir()
+    assert load_or_list(config, "train").paths[0] == "data/train-00000-of-00003.parquet#0/0"

@@ -230,6 +230,12 @@ def test_sparse_members_of_a_shard_are_read(tmp_path: Path, format: str, scheme:
     assert dict(zip(manifest.paths, data, strict=True)) == {
         f"train/0.tar/{name}": (files / name).read_bytes() for name in expected
     }
+    if not scheme:
+        os.utime(target)
+        store = SampleStore(bytes_of(tmp_path / "source", tmp_path / "other"), manifest)
+        store.get([0])
+        assert store.counters().changed == 1, "reads of sparse members see the time, too"
+        store.close()
 
 
 def test_missing_sparse_member_is_unreadable(tmp_path: Path) -> None:
@@ -308,7 +314,11 @@ def test_shard_copied_again_after_it_was_listed_is_read(folder: Path, caplog: py
     store = SampleStore(config, manifest)
     assert [sample.data.tobytes() for sample in store.get(range(8))] == [payload(number) for number in range(8)]
     assert store.counters().changed == 1
-    assert "000#0.tar has changed since it was listed, but still contains the listed samples and labels" in caplog.text
+    assert "000#0.tar has changed since it was listed, but its samples still have the listed places" in caplog.text
+    store.close()
+    store = SampleStore(config, manifest)
+    assert [sample.data.tobytes() for sample in store.get(range(8))] == [payload(number) for number in range(8)]
+    assert store.counters().disk_samples == 8, "the samples are cached although the time differs"
     store.close()
 
 

@@ -255,7 +255,7 @@ class SampleStore:
     def _from_row_group(self, tiers: Tiers, group: int, requested: set[int]) -> Iterator[tuple[int, View | str]]:
         if tiers.disk.full:
             tiers.counter.warn_once("row groups", ROW_GROUPS)
-        first, last = np.searchsorted(self.manifest.shard_of, [group, group + 1]).tolist()
+        first, last = self._samples_of_shard(group)
         answers = self._rows(tiers, first)
         for index in range(first, last):
             # keep all samples of the group that this node owns, because it is read as a whole
@@ -265,11 +265,16 @@ class SampleStore:
                     yield index, view
         tiers.disk.flush()
 
+    def _samples_of_shard(self, number: int) -> tuple[int, int]:
+        first, last = np.searchsorted(self.manifest.shard_of, [number, number + 1]).tolist()
+        return first, last
+
     def _rows(self, tiers: Tiers, index: int) -> list[StoredFile | Unreadable]:
         """Return the rows of a sample's row group."""
-        (file, group), offsets = self.manifest.row_group(index), self.manifest.offsets
+        file, group = self.manifest.row_group(index)
         rows = tiers.storage.rows(file, group, self.config.member or "")
-        if len(rows) <= offsets[self.manifest.shard_of == self.manifest.shard_of[index]].max():
+        first, last = self._samples_of_shard(int(self.manifest.shard_of[index]))
+        if len(rows) <= self.manifest.offsets[first:last].max():
             raise self._was_replaced(file)
         return rows
 
@@ -329,10 +334,11 @@ class SampleStore:
         if same_size and is_same_time(key.mtime_ns, file.mtime_ns):
             return key
         name, change = key.path, f"({key.size:,} bytes then, {file.size:,} now), so its current content is used"
-        if len(self.manifest.shards):
+        is_shard = len(self.manifest.shards) > 0
+        if is_shard:
             name = self.manifest.shard_file(int(self.manifest.shard_of[index]))
-            change = "but still contains the listed samples and labels"
-            self._check_shard(name, file.mtime_ns)
+            change = "but its samples still have the listed places and labels"
+            self._check_shard(tiers, name, file.mtime_ns)
         tiers.counter.add(changed=name not in self._changed)
         self._changed.add(name)
         tiers.counter.warn_once(
@@ -341,20 +347,22 @@ class SampleStore:
             f"again.",
         )
         # the disk must not keep a changed file under its listed key
-        return FileKey(key.path, file.size, file.mtime_ns)
+        return key if is_shard else FileKey(key.path, file.size, file.mtime_ns)
 
-    def _check_shard(self, file: str, mtime_ns: int) -> None:
+    def _check_shard(self, tiers: Tiers, file: str, mtime_ns: int) -> None:
         """Raise DataError if a shard that has changed does not contain the listed samples."""
         with self._lock:
             if (file, mtime_ns) not in self._changed_shards:
-                self._changed_shards[file, mtime_ns] = has_listed_samples(self.config, self.manifest, file)
+                self._changed_shards[file, mtime_ns] = has_listed_samples(
+                    tiers.storage, self.config, self.manifest, file
+                )
         if not self._changed_shards[file, mtime_ns]:
             raise self._was_replaced(file)
 
     def _was_replaced(self, file: str) -> DataError:
         return DataError(
             f"source={self.config.source}: {file} has changed since it was listed, and contains other samples or "
-            f"labels now. Start again. If storage keeps no times of files, run `lightning-sparse cache warm` first."
+            f"labels now. Run `lightning-sparse cache warm` to list the source again, and start again."
         )
 
     def differing(self, indices: Sequence[int]) -> list[int]:

@@ -55,12 +55,16 @@ COMPANIONS = (
 
 @dataclass
 class Split:
-    """A split of a source, to be listed. `timeout` is in seconds; `quiet` as `Storage`, and without progress bar."""
+    """A split of a source, to be listed.
+
+    timeout: in seconds. quiet: as `Storage`, and without progress bar. probes: images to read for `probed`.
+    """
 
     config: CacheConfig
     name: str
     timeout: float
     quiet: bool = False
+    probes: int = PROBES
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith("/") or ".." in self.name.split("/"):
@@ -134,8 +138,9 @@ class Split:
         return bar
 
     def probed(self, files: Sequence[Location]) -> npt.NDArray[np.int64]:
-        """Return (size, height, width) of up to `PROBES` of these images, without corrupt images."""
-        some = [files[index] for index in np.unique(np.linspace(0, len(files) - 1, PROBES, dtype=int))] if files else []
+        """Return (size, height, width) of up to `probes` of these images, without corrupt images."""
+        count = min(self.probes, len(files))
+        some = [files[index] for index in np.unique(np.linspace(0, len(files) - 1, count, dtype=int))]
         rows = []
         for file in self.storage.read(some):
             with contextlib.suppress(UndecodableError):
@@ -441,8 +446,9 @@ class TarShards(Layout):
             samples += self._samples(number, shard, members)
             ignored += [f"{shard}/{name}" for name in others]
         where = f"{split.source}/{split.name}"
-        log_ignored(where, self.listed.ignored, "shards")
-        log_ignored(where, ignored, "visible files in a shard")
+        if not split.quiet:
+            log_ignored(where, self.listed.ignored, "shards")
+            log_ignored(where, ignored, "visible files in a shard")
         return samples
 
     def _samples(self, number: int, shard: str, members: list[Member]) -> Iterator[_Sample]:

@@ -3,7 +3,7 @@
 A run uses the list in the cache if the classes and the stamps of all folders are unchanged, or if storage does not
 answer. A stamp changes when a file is added, removed or renamed, and when a path leads to another folder. It does not
 change when a file is overwritten in place, and object stores keep no times of folders: then run `lightning-sparse cache
-warm`. The times of shards are compared, too.
+warm`. For shards in a folder, a run also compares their own times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_sparse.data.sources.layout import (
     TarShards,
 )
 from lightning_sparse.data.sources.manifest import Manifest, is_same_time
-from lightning_sparse.data.sources.storage import CHECK_S, MissingFolderError
+from lightning_sparse.data.sources.storage import CHECK_S, Listed, MissingFolderError, Storage
 from lightning_sparse.messages import log
 
 LAYOUTS: tuple[type[Layout], ...] = (SampleList, ParquetFiles, TarShards, Files, ClassFolders)  # the first one found
@@ -170,10 +170,6 @@ def _change(split: Split, kept: Manifest) -> str:
     named = SampleList.find(split)
     if (named.digest if named is not None else "") != kept.list_digest:
         return f"the list of {split.name} has changed"
-    if len(kept.shards):
-        changed = _changed_shards(split, kept)
-        if changed:
-            return f"{min(changed)} has changed"
     by_folder = named is None and not len(kept.shards)
     times = split.storage.names(split.name) if by_folder else {}
     now = {f"{split.name}/{name}": time for name, time in times.items()}
@@ -185,36 +181,37 @@ def _change(split: Split, kept: Manifest) -> str:
     deeper = sorted(listed.keys() - classes)
     try:
         now |= dict(zip(deeper, split.storage.stamps(deeper), strict=True))
+        shards = _changed_shards(split.storage, kept)
     except MissingFolderError:
         return f"a folder below {split.name}/ is gone"
+    if shards:
+        return f"{min(shards)} has changed"
     changed = [name for name, time in now.items() if time and listed[name] and time != listed[name]]
     return f"{min(changed)}/ has changed" if changed else ""
 
 
-def _changed_shards(split: Split, kept: Manifest) -> list[str]:
+def _changed_shards(storage: Storage, kept: Manifest) -> list[str]:
+    if "://" in storage.source:  # a folder of an object store may take long to list
+        return []
     numbers, firsts = np.unique(kept.shard_of, return_index=True)
     files = map(kept.shard_file, numbers.tolist())
     known = dict(zip(files, kept.mtimes_ns[firsts].tolist(), strict=True))
     now = {
         f"{folder}/{name}".lstrip("/"): mtime
         for folder in {file.rpartition("/")[0] for file in known}
-        for name, _, mtime, _ in split.storage.files(folder)
+        for name, _, mtime, _ in storage.files(folder)
     }
     return [file for file, mtime in known.items() if file not in now or not is_same_time(now[file], mtime)]
 
 
-def has_listed_samples(config: CacheConfig, manifest: Manifest, file: str) -> bool:
-    """List a shard again. Return whether it still contains the samples of the manifest, with their labels."""
-    with _open_split(config, manifest.split, manifest, quiet=True) as split:
-        try:
-            layout = find_layout(split)
-            if not isinstance(layout, ParquetFiles | TarShards):
-                return False
-            layout.listed = layout.listed._replace(files=[entry for entry in layout.listed.files if entry[0] == file])
-            now = layout.manifest() if layout.listed.files else None
-        except ValueError:  # it is damaged or has no samples
-            return False
-    if now is None:
+def has_listed_samples(storage: Storage, config: CacheConfig, manifest: Manifest, file: str) -> bool:
+    """List a shard again. Return whether its samples still have their places and labels of the manifest."""
+    split = Split(config, manifest.split, storage.timeout, quiet=True, probes=0)
+    split.storage = storage
+    kind = ParquetFiles if manifest.has_row_groups else TarShards
+    try:
+        now = kind(split, Listed([(file, 0, 0, 0)], [], [])).manifest()
+    except ValueError:  # it is damaged, or has no samples
         return False
     shards = [number for number in range(len(manifest.shards)) if manifest.shard_file(number) == file]
     present = dict(_samples(now, range(len(now))))

@@ -385,7 +385,8 @@ def answer(
     try:
         with storage.turn:
             if kind == "read" and arguments[1:] and arguments[1] < 0:
-                return OK, *sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
+                data = sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
+                return OK, data, len(data), storage.modified(arguments[0])
             if kind == "read":
                 return OK, *storage.read(*arguments)
             path, *others = arguments
@@ -506,8 +507,8 @@ def _member_name(name: str) -> str:
     return "" if name == "." else name
 
 
-def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
-    """Return (contents, size, 0) of a sparse member of a tar file, whose header is at `offset`."""
+def sparse_member(file: Any, offset: int) -> bytes:
+    """Return the contents of a sparse member of a tar file, whose header is at `offset`."""
     import tarfile
 
     with file, contextlib.suppress(tarfile.TarError):
@@ -516,8 +517,8 @@ def sparse_member(file: Any, offset: int) -> tuple[bytes, int, int]:
         member = tar.next()
         stream = None if member is None else tar.extractfile(member)
         if stream is not None:
-            data = stream.read()
-            return data, len(data), 0
+            data: bytes = stream.read()
+            return data
     raise UnreadableFileError(f"it has changed: there is no member at byte {offset:,}")
 
 
@@ -566,6 +567,8 @@ def row_groups(file: Any, column: str, progress: "Callable[[], None]") -> dict[s
 def rows(file: Any, column: str, group: int, progress: "Callable[[], None]") -> "list[bytes | None]":
     with _opened(file, progress) as parquet:
         sample, *_ = _columns(parquet.schema_arrow, column)
+        if group >= parquet.metadata.num_row_groups:  # the file was replaced
+            return []
         values = parquet.read_row_group(group, columns=[sample]).column(0).to_pylist()
     return [value.get("bytes") if isinstance(value, dict) else value for value in values]
 
