@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -162,8 +163,9 @@ def demo(rounds: int, fsdp: bool) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    light = ["torchft_lighthouse", "--min_replicas", "1", "--join_timeout_ms", "5000", "--heartbeat_timeout_ms", "3000"]
-    lighthouse = subprocess.Popen([*light, "--bind", f"127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
+    command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"127.0.0.1:{port}"]
+    command += ["--min_replicas", "1", "--join_timeout_ms", "5000", "--heartbeat_timeout_ms", "3000"]
+    lighthouse = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     nodes = Nodes(f"http://127.0.0.1:{port}", ["--fsdp"] if fsdp else [])
     try:
         print("--- starting nodes a, b and c", flush=True)

@@ -29,6 +29,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
+        if width % heads:
+            raise ValueError(f"heads={heads} must divide width={width}. Use heads=4 with width=128, for example.")
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)

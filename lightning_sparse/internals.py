@@ -100,6 +100,11 @@ def scale_of(scaler: torch.amp.GradScaler) -> Tensor | None:
     return scale
 
 
+def runs_last(optimizer: Optimizer, hook: int) -> None:
+    """Move a pre-step hook, given by its id, behind later hooks."""
+    optimizer._optimizer_step_pre_hooks.move_to_end(hook)  # type: ignore[attr-defined]
+
+
 def runs_first(optimizer: Optimizer, hook: int) -> None:
     """Move a post-step hook, given by its id, before earlier hooks."""
     optimizer._optimizer_step_post_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]

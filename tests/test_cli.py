@@ -25,7 +25,9 @@ CLUSTER = ["--devices", "1", "--inter-gbps", "1", "--intra-gbps", "10"]
         ["plan", "--parameters", "1e6", "--nodes", "0", *CLUSTER],
         ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "{file}/below/plan.svg"],
         *(["plan", "--parameters", odd, "--nodes", "2", *CLUSTER] for odd in ("inf", "nan", "0.5", "1e300")),
+        ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "."],
         ["lab", "--nodes", "0", "--", "true"],
+        ["lab", "--no-net", "--report", "{file}/below/report.json", "--", "true"],
         ["lab", "--no-net", "--gbps", "10", "--", "true"],  # a rate without links
         ["cache", "warm", "{file}/below", "{file}/cache"],
         ["cache", "clear", "{file}/cache"],

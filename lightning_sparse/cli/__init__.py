@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 COMMANDS = {
@@ -49,6 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def check_new_file(option: str, path: Path | None) -> None:
+    """Raise ValueError before a long run, if the file to write after it cannot be created."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        problem = "is a folder" if path.is_dir() else f"is in {path.parent}, which is not a folder"
+        raise ValueError(f"{option} {path} {problem}: give a file in an existing folder.")
 
 
 class _Version(argparse.Action):

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from lightning_sparse.cli import check_new_file
 from lightning_sparse.lab import Cluster, LabConfig, exit_on_signals
 
 
@@ -54,6 +55,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_new_file("--report", arguments.report)
     if arguments.no_net and arguments.gbps is not None:
         raise ValueError(
             f"--gbps {arguments.gbps:g} has no effect with --no-net, which uses loopback without a rate limit: "

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.cli import format_table, import_optional
+from lightning_sparse.cli import check_new_file, format_table, import_optional
 from lightning_sparse.exchange import paths
 from lightning_sparse.exchange.cost import MARGIN
 from lightning_sparse.exchange.paths import PATHS, Dense, Flat, TensorSpec
@@ -434,6 +434,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_new_file("--plot", arguments.plot)
     scenario = _scenario(arguments)
     if 1 in arguments.density:
         print("--density 1 sends 100% of the entries. For 1%, use --density 0.01.", file=sys.stderr)

@@ -32,11 +32,13 @@ def _import_function(text: str) -> Callable[[str], Sequence[int]]:
     module, _, path = text.partition(":")
     try:
         function = import_module(module)
-        for name in path.split("."):
+        for name in path.split(".") if path else ():
             function = getattr(function, name)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be imported as MODULE:FUNCTION ({error})") from None
-    return function  # type: ignore[return-value]  # an attribute of a module
+    if not callable(function):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a function: give MODULE:FUNCTION")
+    return function
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

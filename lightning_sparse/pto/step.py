@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.agree import differing
 from lightning_sparse.exchange.communicator import Group, HierCommunicator
-from lightning_sparse.internals import runs_first
+from lightning_sparse.internals import runs_first, runs_last
 from lightning_sparse.messages import human_bytes, log
 from lightning_sparse.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
 from lightning_sparse.pto.gather import FlatGather, State, collect, cut_state, join_states, placed_like
@@ -110,6 +110,9 @@ class ShardedStep:
         self._compared = False
         self._gathers = gather
         self._share = LocalShard()
+        # Parameters that leave the groups and return keep their owners, and so their optimizer state. Python reuses the
+        # ids of freed tensors, so the keys are tensors.
+        self._parts_of: dict[Tensor, Parts] = {}
         self._depth = 0  # number of nested steps
         self._unfinished = False
         self._consolidated: dict[int, Any] | None = None
@@ -151,6 +154,7 @@ class ShardedStep:
         @wraps(getattr(step, "__func__", step))
         def outermost(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._depth = 0  # in case a step raised
+            runs_last(optimizer, before.id)  # other hooks see all gradients, also if they were registered later
             try:
                 return step(*args, **kwargs)
             except BaseException:
@@ -160,7 +164,7 @@ class ShardedStep:
         # A subclass may call super().step(), which runs the hooks again, so only the outermost call counts. It is a
         # bound method because learning rate schedulers wrap its __func__.
         optimizer.step = MethodType(outermost, optimizer)  # type: ignore[method-assign]
-        optimizer.register_step_pre_hook(self._before)
+        before = optimizer.register_step_pre_hook(self._before)
         post = optimizer.register_step_post_hook(self._after)
         runs_first(optimizer, post.id)  # before all other hooks, which see all parameters and gradients
         optimizer.register_state_dict_post_hook(self._complete)
@@ -219,13 +223,13 @@ class ShardedStep:
         if len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
         size = self.group.size
-        # Known parameters keep their owners, and so their optimizer state.
-        by_id = {id(p): parts for p, parts in zip(self.parameters, self.parts, strict=True)}
+        by_id = {id(parameter): parts for parameter, parts in self._parts_of.items()}
         elementwise = type(self.optimizer) in ELEMENTWISE
         self.parts = partition_new(
             parameters, by_id, size, self._cost, lambda parameter: elementwise and id(parameter) not in self._uncut
         )
         self.parameters = parameters
+        self._parts_of |= dict(zip(parameters, self.parts, strict=True))
         self._gather = FlatGather(self.parameters, self.parts, self.group.place, size)
 
     def _compare_ranks(self) -> None:

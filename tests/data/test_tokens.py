@@ -53,6 +53,9 @@ def test_command_line_writes_token_files(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["tokens", *given[:3], "no.such:function"])
     assert "cannot be imported as MODULE:FUNCTION" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["tokens", *given[:3], "json"])
+    assert "'json' is not a function: give MODULE:FUNCTION" in capsys.readouterr().err
     assert not list(tmp_path.glob("b*")), "a partial file is left"
 
 

@@ -120,6 +120,24 @@ def late_group(communicator: HierCommunicator) -> dict[str, Any]:
 
 
 @scenario
+def groups_that_return(communicator: HierCommunicator) -> bool:
+    """Remove two groups after some steps, and add them again later, each with other loads of the ranks."""
+    out = []
+    for sharded in (True, False):
+        params = parameters()
+        optimizer = AdamW([{"params": params[index::3]} for index in range(3)], lr=0.01)
+        step = ShardedStep(optimizer, communicator) if sharded else None
+        train(params, optimizer, last=5)
+        away = [optimizer.param_groups.pop() for _ in range(2)]
+        for first, present in ((5, [0]), (9, [0, 2]), (13, [0, 2, 1])):
+            train([p for index in present for p in params[index::3]], optimizer, first, first + 4)
+            if away:
+                optimizer.add_param_group(away.pop(0))
+        out.append((params, whole_state(optimizer) if step else optimizer.state_dict()))
+    return same(*[[list(params), state] for params, state in out])
+
+
+@scenario
 def closures(communicator: HierCommunicator) -> dict[str, Any]:
     """Check that the closure runs once per step with gradients enabled, and that the step returns its result."""
     params = parameters(odd=False)
@@ -150,7 +168,7 @@ def closures(communicator: HierCommunicator) -> dict[str, Any]:
 
 @scenario
 def onlookers(communicator: HierCommunicator) -> dict[str, Any]:
-    """Check that post hooks see all gradients and all new parameters."""
+    """Check that hooks see all gradients, and post hooks all new parameters, also if they are registered later."""
     params, expected = parameters(odd=False), parameters(odd=False)
     optimizer, reference = SGD(params, lr=0.1), SGD(expected, lr=0.1)
     seen = []
@@ -158,11 +176,16 @@ def onlookers(communicator: HierCommunicator) -> dict[str, Any]:
     def look(*_: Any) -> None:
         seen.append(same(params, expected) and all(p.grad is not None for p in params))
 
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(params, 0.1)
+
     optimizer.register_step_post_hook(look)
     ShardedStep(optimizer, communicator)
+    optimizer.register_step_pre_hook(clip)
     optimizer.register_step_post_hook(look)
     for step in (0, 2):
         set_gradients(expected, step)
+        nn.utils.clip_grad_norm_(expected, 0.1)
         reference.step()
         set_gradients(params, step)
         optimizer.step()
@@ -245,6 +268,7 @@ def a_closure_that_raises(communicator: HierCommunicator) -> dict[str, Any]:
 def test_events_of_a_run_leave_the_plain_result(results: list[dict[str, Any]]) -> None:
     for each in results:
         assert each["late_group"]["equal"]
+        assert each["groups_that_return"]
         assert each["closures"] == {"called": [True] * 4, "equal": True, "losses": True}
         assert each["onlookers"]["seen"] == [True] * 4
         assert each["a_closure_that_raises"] == {"said": "'a bad sample'", "whole": True, "equal": True}
@@ -284,7 +308,7 @@ def auto(communicator: HierCommunicator) -> dict[str, Any]:
         sharded = ShardedStep(optimizer, communicator, auto=True)
         states = []
         with Clock(communicator, gather=0.0 if way == "shared" else 1e9) as clock:
-            optimizer.register_step_pre_hook(clock.step)  # after the other hook, so that it adds time to the step
+            clock.add_to_steps_of(optimizer)
             for first in range(0, STEPS, 5):
                 train(ours, optimizer, first, first + 5)
                 train(theirs, plain, first, first + 5)
@@ -311,9 +335,15 @@ class Clock:
         timing._now = self._read
         self._communicator.gather = self._gather  # type: ignore[method-assign]
 
-    def step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Take time in proportion to the stepped elements."""
-        self.now += sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    def add_to_steps_of(self, optimizer: Any) -> None:
+        """Let steps take time in proportion to the stepped elements."""
+        begin = optimizer._init_group  # the step calls it for each group, after all hooks
+
+        def timed(group: dict[str, Any], *args: Any) -> Any:
+            self.now += sum(p.numel() for p in group["params"] if p.grad is not None)
+            return begin(group, *args)
+
+        optimizer._init_group = timed
 
     def late(self, share: Tensor) -> Tensor:
         self.now += self.seconds

@@ -264,7 +264,7 @@ def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(
     assert "are not sent" not in output
     assert "has drawn more samples" not in output
     tokens = tokens_of(nodes, ("a0", "b0"))
-    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
+    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 5, "each may miss rounds of the other"
     assert all(each.get("alike", True) for name in ("a0", "b0") for each in nodes.reports(name))
 
 
@@ -291,11 +291,11 @@ def test_killed_fsdp_job_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path) -> N
         start_node(nodes, name, tmp_path, fsdp=True, every=10**6)
     first = nodes.wait_for("b0", of(2))
     assert first["step"] > 35
+    nodes.wait_for("a0", of(2, first["number"] + 10))
     after = nodes.reports("a0")[len(before) :]
     saved = max(each["number"] for each in before if each.get("step", 0) % 5 == 0 and each["step"] <= 45)
     assert 0 < after[0]["number"] - saved < 15
     assert {each["digest"] for each in after}.isdisjoint({before[0]["digest"]})
-    nodes.wait_for("a0", of(2, first["number"] + 10))
     tokens_of(nodes, ("a0", "b0"))
 
 
