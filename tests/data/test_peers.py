@@ -74,7 +74,8 @@ def test_sample_of_another_node_comes_from_its_memory(nodes: Nodes) -> None:
     copy.close()
 
 
-def test_server_resizes_images_to_the_short_side(tmp_path: Path) -> None:
+def test_server_resizes_images_to_the_short_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "DEAD_S", 60.0)  # the server imports torch to resize, and answers no pings meanwhile
     first, second = make_nodes(make_folder(tmp_path / "pictures"), short_side=20)
     first.connect({1: second.serve()})
     owned = np.flatnonzero(first.owners == 1).tolist()
