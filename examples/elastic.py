@@ -18,6 +18,7 @@ import logging
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -163,7 +164,8 @@ def demo(rounds: int, fsdp: bool) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"127.0.0.1:{port}"]
+    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the environment may not be activated
+    command = [shutil.which("torchft_lighthouse", path=folders) or "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"]
     command += ["--min_replicas", "1", "--join_timeout_ms", "5000", "--heartbeat_timeout_ms", "3000"]
     lighthouse = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     nodes = Nodes(f"http://127.0.0.1:{port}", ["--fsdp"] if fsdp else [])

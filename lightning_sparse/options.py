@@ -121,7 +121,7 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
     return decorate
 
 
-def documented(cls: type) -> type:
+def class_with_options(cls: type) -> type:
     """Return the class or the ancestor whose constructor has the options: a subclass may have its own constructor."""
     return next(base for base in cls.__mro__ if hasattr(vars(base).get("__init__"), "__signature__"))
 
@@ -154,6 +154,6 @@ def refuse_unknown(cls: type, given: Mapping[str, Any], known: Collection[str], 
 
 
 def split_options(cls: type, given: Mapping[str, Any], *configs: type) -> list[dict[str, Any]]:
-    refuse_unknown(cls, given, inspect.signature(documented(cls).__init__).parameters)  # type: ignore[misc]
+    refuse_unknown(cls, given, inspect.signature(class_with_options(cls).__init__).parameters)  # type: ignore[misc]
     names = [{field.name for field in fields(config)} for config in configs]
     return [{name: value for name, value in given.items() if name in own} for own in names]

@@ -18,7 +18,7 @@ from lightning_sparse.exchange import ExchangeConfig
 from lightning_sparse.exchange.config import ValueDtype
 from lightning_sparse.gradients.config import GradientsConfig, HierConfig
 from lightning_sparse.internals import scale_of
-from lightning_sparse.options import Init, documented, refuse_unknown, with_options_of
+from lightning_sparse.options import Init, class_with_options, refuse_unknown, with_options_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 
@@ -136,7 +136,7 @@ def take_options(kind: Kind, cls: type, given: dict[str, Any], **more: Any) -> E
     config = kind.config(**{name: given.pop(name) for name in kind.options if name in given}, **more)
     check_supported(kind, cls, given)
     valid_names = _parameter_names(kind.wrapper)[0]
-    ancestors = cls.__mro__[cls.__mro__.index(documented(cls)) :]
+    ancestors = cls.__mro__[cls.__mro__.index(class_with_options(cls)) :]
     for base in (ancestor for ancestor in ancestors if "__init__" in vars(ancestor)):
         names, passes_on = _parameter_names(base)
         valid_names |= names

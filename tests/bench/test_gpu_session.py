@@ -157,13 +157,13 @@ def test_gpu_tests_run_in_the_session_or_the_data_check() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1200)
 def test_session_parts_run_on_a_cpu(tmp_path: Path) -> None:
     parts = gpu_session.PARTS
-    words = ["--cpu", "--parts", *parts, "--minutes", "28"]
+    words = ["--cpu", "--parts", *parts, "--minutes", "18"]
     command = [sys.executable, "-m", "benchmarks.gpu.session", str(tmp_path), *words]
     lines = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=1750, cwd=ROOT
+        command, capture_output=True, text=True, check=True, timeout=1150, cwd=ROOT
     ).stdout.splitlines()
     record = json.loads((tmp_path / "session.json").read_text())
     assert {name: part["ended"] for name, part in record["parts"].items()} == dict.fromkeys(parts, "whole")

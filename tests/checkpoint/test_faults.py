@@ -182,8 +182,8 @@ FILE_CASES = [Case(kind, "trainer", "file") for kind in ("hier", "local", "fsdp-
 def without_states(folder: str, case: Case, rank: int) -> tuple[bool, list[str], bool, list[str]]:
     """Save after `rank` (-1: all ranks) has removed the optimizer states, as `on_save_checkpoint` may do.
 
-    Return whether the file has metadata of side files, the names of the side files, whether the weights are those of a
-    save with the states, and the log lines.
+    Return whether the file has metadata of side files, the names of the side files, whether the weights equal the
+    weights of a whole save, and the log lines.
     """
 
     class Remover(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-LIMIT_S = 280
+LIMIT_S = 120
 QUICKLY = """
 import os, sys
 try:

@@ -299,7 +299,7 @@ def test_parquet_file_replaced_after_it_was_listed_is_an_error(tmp_path: Path, r
 
 
 def test_parquet_file_with_equal_labels_is_read_after_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The classes of the store have other numbers than those of the file, as with the classes of train/."""
+    """The store numbers the classes as train/ does, and the file numbers them differently."""
     config = config_of(data_set(tmp_path / "source"))
     manifest = load_or_list(config, "train").relabel(("bird", "cat", "dog"))
     data_set(tmp_path / "source")

@@ -75,12 +75,13 @@ def test_sample_of_another_node_comes_from_its_memory(nodes: Nodes) -> None:
 
 
 def test_server_resizes_images_to_the_short_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "DEAD_S", 60.0)  # the server imports torch to resize, and answers no pings meanwhile
+    monkeypatch.setattr(client, "MIN_PAUSE_S", 0.1)
     first, second = make_nodes(make_folder(tmp_path / "pictures"), short_side=20)
     first.connect({1: second.serve()})
     owned = np.flatnonzero(first.owners == 1).tolist()
     samples = first.get(owned)
-    assert first.counters().peer_samples == len(owned) > 0
+    while first.counters().peer_samples < len(owned):  # on a busy machine, the server first imports torch for too long
+        samples = first.get(owned)
     for ours, theirs in zip(samples, second.get(owned), strict=True):
         assert min(ours.data.shape[:2]) == 20
         assert np.array_equal(ours.data, theirs.data)

@@ -75,7 +75,6 @@ def batches(folder: Path, name: str, options: dict[str, Any], kills: int) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_mixture_killed_twenty_times_gives_uninterrupted_batches(tmp_path: Path) -> None:
     """The process is killed while it tokenizes, between two batches, or at the end of an epoch."""
     for number in range(8):

@@ -108,7 +108,7 @@ def test_lightning_cli_accepts_options_of_the_strategy_and_of_ddp(flavour: str) 
     assert parsed == {name: expected for name in STRATEGIES}
 
 
-STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy"]
+STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy", "MSTopKElasticStrategy"]
 
 
 def parse_options(flavour: str, options: dict[str, Any]) -> dict[str, Any]:

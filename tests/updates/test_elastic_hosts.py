@@ -256,7 +256,7 @@ def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(
     start_node(nodes, "b", tmp_path / "again", **options)
     back = nodes.wait_for("b0", of(2, alone["number"]))
     assert back["step"] > alone["step"]
-    nodes.wait_for("a0", of(2, back["number"] + 10))
+    nodes.wait_for("a0", of(2, back["number"] + 25))  # the nodes may miss some of these rounds
     nodes.send("b1", signal.SIGTERM)  # one device of the node
     nodes.join("b0", "b1")
     nodes.wait_for("a0", of(1, back["number"]))
@@ -264,7 +264,7 @@ def test_nodes_of_two_devices_continue_after_a_node_dies_and_rejoins(
     assert "are not sent" not in output
     assert "has drawn more samples" not in output
     tokens = tokens_of(nodes, ("a0", "b0"))
-    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 5, "each may miss rounds of the other"
+    assert len(set(tokens["a0"]) & set(tokens["b0"])) > 10
     assert all(each.get("alike", True) for name in ("a0", "b0") for each in nodes.reports(name))
 
 

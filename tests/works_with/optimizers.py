@@ -43,7 +43,7 @@ def of_torch() -> dict[str, Make]:
 
     def make(cls: Any) -> Make:
         only = 2 if cls.__name__ == "Muon" else None
-        # LBFGS ends its inner loop early by the change of this rank's loss. The other ranks would wait for a gradient.
+        # LBFGS may end its inner loop early, depending on this rank's loss. The other ranks would wait for gradients.
         more = {"tolerance_change": 0.0} if cls.__name__ == "LBFGS" else {}
         return lambda model, lr: cls([p for p in model.parameters() if only in (None, p.dim())], lr=lr, **more)
 

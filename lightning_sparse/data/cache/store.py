@@ -346,7 +346,7 @@ class SampleStore:
             f"{name} has changed since it was listed, {change}. Run `lightning-sparse cache warm` to list the source "
             f"again.",
         )
-        # the disk must not keep a changed file under its listed key
+        # the disk must not keep a changed file under its listed key; a shard has been compared with its list
         return key if is_shard else FileKey(key.path, file.size, file.mtime_ns)
 
     def _check_shard(self, tiers: Tiers, file: str, mtime_ns: int) -> None:

@@ -207,7 +207,7 @@ def _changed_shards(storage: Storage, kept: Manifest) -> list[str]:
 def has_listed_samples(storage: Storage, config: CacheConfig, manifest: Manifest, file: str) -> bool:
     """List a shard again. Return whether its samples still have their places and labels of the manifest."""
     split = Split(config, manifest.split, storage.timeout, quiet=True, probes=0)
-    split.storage = storage
+    split.storage = storage  # already open, and interrupted with the caller
     kind = ParquetFiles if manifest.has_row_groups else TarShards
     try:
         now = kind(split, Listed([(file, 0, 0, 0)], [], [])).manifest()

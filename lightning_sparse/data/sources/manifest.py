@@ -294,7 +294,7 @@ class Manifest:
 
 
 def is_same_time(first_ns: int, second_ns: int) -> bool:
-    """Whether two modification times are equal or unknown (0). Some storage answers in whole seconds at times."""
+    """Whether two modification times are equal or unknown (0). Some storage rounds times to seconds in some answers."""
     if 0 in (first_ns, second_ns):
         return True
     unit = 10**9 if 0 in (first_ns % 10**9, second_ns % 10**9) else 1
