@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -35,8 +36,14 @@ inline void writes(const void* data, int64_t size, const char* name) {
   if (data) on_cpu::add_memory(data, static_cast<size_t>(size), false, name);
 }
 
-inline std::unique_ptr<char[]> scratch(int64_t size) {
-  std::unique_ptr<char[]> memory(new (std::align_val_t(256)) char[static_cast<size_t>(size)]);
+constexpr std::align_val_t kAligned{256};
+
+struct DeleteAligned {
+  void operator()(char* memory) const { operator delete[](memory, kAligned); }
+};
+
+inline std::unique_ptr<char[], DeleteAligned> scratch(int64_t size) {
+  std::unique_ptr<char[], DeleteAligned> memory(new (kAligned) char[static_cast<size_t>(size)]);
   std::memset(memory.get(), 0x5D, static_cast<size_t>(size));
   writes(memory.get(), size, "the scratch memory");
   return memory;
