@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
@@ -273,7 +274,7 @@ def test_shard_that_becomes_shorter_raises_for_its_samples(folder: Path, tmp_pat
     os.utime(file, ns=(0, int(manifest.mtimes_ns[3])))
     store = SampleStore(config, manifest)
     assert store.get([2])[0].data.tobytes() == payload(2)
-    with pytest.raises(CorruptSampleError, match=r"000003\.npy cannot be used: storage returned 7 bytes for bytes"):
+    with pytest.raises(CorruptSampleError, match=r"000003\.npy cannot be used: storage returned 519 bytes for bytes"):
         store.get([3])
     store.close()
 
@@ -305,6 +306,71 @@ def test_shard_replaced_after_it_was_listed_is_an_error(folder: Path, tmp_path: 
         store.get([1])
     assert store.get([7])[0].data.tobytes() == payload(7)
     store.close()
+
+
+def exchange_names(file: Path, first: str = "000000", second: str = "000001") -> None:
+    """Write the members of a shard again, at equal places, with the names of two samples exchanged."""
+    names = {f"{first}.npy": f"{second}.npy", f"{second}.npy": f"{first}.npy"}
+    with tarfile.open(file) as tar:
+        members = {member.name: (tar.extractfile(member) or io.BytesIO()).read() for member in tar}
+    shard(file, {names.get(name, name): data for name, data in members.items()})
+
+
+@pytest.fixture
+def even(tmp_path: Path) -> Path:
+    """Create a shard of samples of equal size."""
+    members = {}
+    for sample in range(4):
+        members |= {f"{sample:06}.npy": f"{sample}".encode() * 700, f"{sample:06}.cls": b"%d" % sample}
+    shard(tmp_path / "source" / "train" / "0.tar", members)
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_shard_replaced_where_storage_keeps_no_times_is_an_error(even: Path, tmp_path: Path, scheme: str) -> None:
+    file = even / "train" / "0.tar"
+    config = bytes_of(f"{scheme}{even}", tmp_path / "cache", storage_options={"auto_mkdir": False} if scheme else None)
+    manifest = load_or_list(config, "train")
+    time = file.stat().st_mtime_ns
+    exchange_names(file)
+    os.utime(file, ns=(time, time))
+    store = SampleStore(config, manifest)
+    assert store.get([3])[0].data.tobytes() == b"3" * 700
+    with pytest.raises(DataError, match=r"0\.tar has changed since it was listed, and contains other samples"):
+        store.get([1])
+    store.close()
+
+
+@needs_s3
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("same", [False, True])
+def test_shard_replaced_in_s3_is_read_only_if_its_samples_have_their_places(
+    even: Path, tmp_path: Path, same: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = f"replaced-{same}".lower()  # the servers of a process share their buckets
+    with s3_server() as (options, files):
+        files.mkdir(bucket)
+        upload(files, even, bucket)
+        config = bytes_of(f"s3://{bucket}", tmp_path / "cache", storage_options=options)
+        store = SampleStore(config, load_or_list(config, "train"))
+        assert store.get([0])[0].data.tobytes() == b"0" * 700
+        if same:  # with other times in its headers
+            with tarfile.open(even / "train" / "0.tar") as tar:
+                members = [(member, (tar.extractfile(member) or io.BytesIO()).read()) for member in tar]
+            with tarfile.open(even / "train" / "0.tar", "w") as tar:
+                for member, data in members:
+                    member.mtime = 1_000_000_000
+                    tar.addfile(member, io.BytesIO(data))
+        else:
+            exchange_names(even / "train" / "0.tar")
+        upload(files, even, bucket)
+        if same:
+            assert store.get([1])[0].data.tobytes() == b"1" * 700
+            assert "0.tar has changed since it was listed, but its samples still have the listed places" in caplog.text
+        else:
+            with pytest.raises(DataError, match=r"0\.tar has changed since it was listed, and contains other samples"):
+                store.get([1])
+        store.close()
 
 
 def test_shard_copied_again_after_it_was_listed_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

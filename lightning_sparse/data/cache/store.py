@@ -38,6 +38,7 @@ from lightning_sparse.data.rng import bits
 from lightning_sparse.data.sources.listing import has_listed_samples
 from lightning_sparse.data.sources.manifest import Manifest, is_same_time
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
+from lightning_sparse.data.sources.storage_reader import CHANGED
 
 LAST_READ_S = 5.0  # reads of local tiers take less
 ROW_GROUPS = (
@@ -331,7 +332,7 @@ class SampleStore:
     def _version_read(self, tiers: Tiers, index: int, key: FileKey, file: StoredFile) -> FileKey:
         # the sizes of rows are estimates
         same_size = self.manifest.has_row_groups or key.size in (-1, file.size)
-        if same_size and is_same_time(key.mtime_ns, file.mtime_ns):
+        if same_size and file.mtime_ns != CHANGED and is_same_time(key.mtime_ns, file.mtime_ns):
             return key
         name, change = key.path, f"({key.size:,} bytes then, {file.size:,} now), so its current content is used"
         is_shard = len(self.manifest.shards) > 0

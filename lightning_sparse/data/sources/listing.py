@@ -3,7 +3,8 @@
 A run uses the list in the cache if the classes and the stamps of all folders are unchanged, or if storage does not
 answer. A stamp changes when a file is added, removed or renamed, and when a path leads to another folder. It does not
 change when a file is overwritten in place, and object stores keep no times of folders: then run `lightning-sparse cache
-warm`. For shards in a folder, a run also compares their own times.
+warm`. For shards in a folder, a run also compares their own times. Each read of a sample in a tar shard compares the
+header before the sample, so that an offset that is no longer valid is found on any storage.
 """
 
 from __future__ import annotations

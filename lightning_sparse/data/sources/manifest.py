@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.decode import FileKey
 
-VERSION = 5  # of manifest files
+VERSION = 6  # of manifest files
 
 
 class Paths:
@@ -90,6 +90,8 @@ class Manifest:
         shard_of: int64 [N], shard of each sample. `paths` are then <shard>/<member>.
         offsets: int64 [N], first byte of each sample in its shard (if sparse, see `storage_reader.Member`); of row
             groups, its row.
+        headers: int64 [N], CRC-32 of the header of each sample in a tar file, which shows whether it still begins at
+            its offset.
         probed: int64 [n, 3], size, height and width of n images, spread over all classes.
 
     Raises:
@@ -113,6 +115,7 @@ class Manifest:
     shards: Paths = _NONE
     shard_of: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
     offsets: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    headers: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
     probed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
     def __post_init__(self) -> None:
@@ -129,7 +132,7 @@ class Manifest:
         digest.update(paths.joined.data)
         if self._columns:
             digest.update(repr(self._columns).encode())
-        for numbers in (paths.ends, _as_int64(self.labels), self.sizes, self.mtimes_ns, self.offsets):
+        for numbers in (paths.ends, _as_int64(self.labels), self.sizes, self.mtimes_ns, self.offsets, self.headers):
             digest.update(np.ascontiguousarray(numbers, np.int64).tobytes())
         if self.fingerprint not in ("", digest.hexdigest()):
             raise DataError(
@@ -217,8 +220,8 @@ class Manifest:
     def select(self, indices: npt.NDArray[np.int64]) -> Manifest:
         """Return the manifest of some of the samples, in this order. Shards, classes and folders stay."""
         arrays = {name: getattr(self, name)[indices] for name in ("labels", "sizes", "mtimes_ns", "tags")}
-        if len(self.shards):
-            arrays |= {"shard_of": self.shard_of[indices], "offsets": self.offsets[indices]}
+        placed = [name for name in ("shard_of", "offsets", "headers") if len(getattr(self, name))]
+        arrays |= {name: getattr(self, name)[indices] for name in placed}
         return replace(self, paths=[self.paths[index] for index in indices.tolist()], **arrays, fingerprint="")
 
     def key(self, index: int) -> FileKey:
@@ -244,12 +247,13 @@ class Manifest:
         file, _, number = self.shards[int(self.shard_of[index])].rpartition("#")
         return file, int(number)
 
-    def location(self, index: int) -> str | tuple[str, int, int]:
-        """Return the path of a sample's file; or (path, first byte, last byte + 1) in its shard."""
+    def location(self, index: int) -> str | tuple[str, int, int, int]:
+        """Return the path of a sample's file; or (path, first byte, last byte + 1, CRC of the header) in a tar file."""
         if not len(self.shards):
             return self.paths[index]
         first = int(self.offsets[index])
-        return self.shards[int(self.shard_of[index])], first, first + int(self.sizes[index])
+        last = first + int(self.sizes[index])
+        return self.shards[int(self.shard_of[index])], first, last, int(self.headers[index])
 
     def to_bytes(self) -> bytes:
         import torch  # the process that serves a node's samples starts without it

@@ -31,7 +31,8 @@ RETRY_S = 1.0
 CHECK_S = 10.0  # time to wait for an answer if the cache has a list
 MIN_BREAKS = 5  # a request that breaks the reader this often counts as failed
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
-Location = str | tuple[str, int, int]  # path, or (path, first byte, last byte + 1)
+# path, or (path, first byte, last byte + 1), and for a member of a tar file the CRC of its header
+Location = str | tuple[str, int, int] | tuple[str, int, int, int]
 
 
 class StorageTimeoutError(DataError):
