@@ -26,10 +26,12 @@ CLUSTER = ["--devices", "1", "--inter-gbps", "1", "--intra-gbps", "10"]
         ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "{file}/below/plan.svg"],
         *(["plan", "--parameters", odd, "--nodes", "2", *CLUSTER] for odd in ("inf", "nan", "0.5", "1e300")),
         ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "."],
+        ["plan", "--parameters", "1e6", "--nodes", "2", *CLUSTER, "--plot", "{file}plan"],  # without a suffix
         ["lab", "--nodes", "0", "--", "true"],
         ["lab", "--no-net", "--report", "{file}/below/report.json", "--", "true"],
         ["lab", "--no-net", "--gbps", "10", "--", "true"],  # a rate without links
         ["cache", "warm", "{file}/below", "{file}/cache"],
+        ["cache", "warm", "{file}", "{file}cache", "--threads", "0"],
         ["cache", "clear", "{file}/cache"],
     ],
     ids=lambda words: " ".join(words[:2]),

@@ -102,6 +102,10 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    for cache in clear(arguments.cache_dir, arguments.source):
+    removed = clear(arguments.cache_dir, arguments.source)
+    for cache in removed:
         print(f"removed {cache.folder}, the cache of {cache.source}")
+    if not removed:
+        others = ", ".join(sorted({cache.source for cache in caches(arguments.cache_dir)}))
+        print(f"no cache of {arguments.source} found. There are caches of: {others}" if others else "no caches found")
     return 0

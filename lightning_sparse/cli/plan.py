@@ -78,6 +78,7 @@ SIZES = {
 }
 """Parameters of models that need no other package."""
 MAX_PARAMETERS = 1e15
+PLOT_FORMATS = (".svg", ".png", ".pdf")
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 
 _GPU_BYTE = 1 / 600e9  # seconds
@@ -428,13 +429,18 @@ def declare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot the step time over the number of nodes (.svg, .png, or .pdf)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"plot the step time over the number of nodes ({', '.join(PLOT_FORMATS)})",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_new_file("--plot", arguments.plot)
+    if arguments.plot is not None and arguments.plot.suffix not in PLOT_FORMATS:
+        raise ValueError(f"--plot {arguments.plot} must end with one of {', '.join(PLOT_FORMATS)}.")
     scenario = _scenario(arguments)
     if 1 in arguments.density:
         print("--density 1 sends 100% of the entries. For 1%, use --density 0.01.", file=sys.stderr)

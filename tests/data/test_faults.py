@@ -133,6 +133,9 @@ def test_cache_of_another_version_is_kept(folder: Path, stores: Open, capsys: py
         transaction.put(b"format", b"lightning_sparse disk cache 1")
     with pytest.raises(DataError, match="written by another version.*cache clear"):
         store_of(folder, stores)
+    capsys.readouterr()
+    assert main(["cache", "clear", str(own.parent), "--source", "another"]) == 0
+    assert f"no cache of another found. There are caches of: {folder}\n" in capsys.readouterr().out
     assert main(["cache", "clear", str(own.parent), "--source", str(folder)]) == 0
     assert list(own.parent.iterdir()) == []
 

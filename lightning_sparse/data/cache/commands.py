@@ -72,6 +72,8 @@ def warm(
             them from storage again.
         verify: first read cached files from storage again, and replace the files that differ.
     """
+    if threads < 1:
+        raise ValueError(f"threads={threads} must be at least 1.")
     placement, report = placement or Placement(), WarmReport(split)
     # files are kept as they are, and on disk alone
     config = replace(config, memory_gb=0, format="bytes" if config.format == "bytes" else "jpeg")
