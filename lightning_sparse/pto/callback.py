@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.exchange.communicator import HierCommunicator
-from lightning_sparse.messages import log
+from lightning_sparse.messages import ensure_log_handler, log
 from lightning_sparse.pto.step import Scope, ShardedStep, check_scope, communicator_of
 from lightning_sparse.sharding import sparse_parameters
 from lightning_sparse.topology import discover
@@ -50,6 +50,7 @@ class PTOMixin:
         self._communicator: HierCommunicator | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        ensure_log_handler()
         if trainer.world_size == 1:
             log.info("PTOCallback: one rank, nothing to share")
             return

@@ -4,6 +4,7 @@ A scenario fits twice, without and with the callback, and compares the saved par
 and scaler. One start of ranks runs all scenarios.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -359,3 +360,13 @@ def test_single_rank_is_not_sharded() -> None:
     pto = ours("pytorch_lightning").PTOCallback()
     pto.on_fit_start(SimpleNamespace(world_size=1, strategy=FSDPStrategy()), nn.Linear(1, 1))
     assert pto.steps == []
+
+
+def test_log_lines_are_shown_without_a_strategy_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("handlers", []), ("propagate", False), ("level", logging.WARNING)):
+        monkeypatch.setattr(logging.getLogger("lightning_sparse"), name, value)
+    pto = ours("pytorch_lightning").PTOCallback()
+    pto.on_fit_start(SimpleNamespace(world_size=1, strategy=None), nn.Linear(1, 1))
+    assert capsys.readouterr().err == "PTOCallback: one rank, nothing to share\n"
