@@ -54,7 +54,7 @@ def log_if_slow(what: str) -> Iterator[None]:
     """Log the current task if it takes longer than `SLOW_AFTER`."""
     seconds = SLOW_AFTER.total_seconds()
     line = "%s has taken %.0f s so far: this rank works on it, or waits for others"
-    with _later(seconds, log.warning, line, what, seconds):
+    with log_later(seconds, log.warning, line, what, seconds):
         yield
 
 
@@ -66,12 +66,13 @@ def log_if_nodes_missing(nodes: int, environment: Any) -> Iterator[None]:
         return
     some = "1" if nodes == 2 else f"up to {nodes - 1}"
     where = f"{environment.main_address}:{environment.main_port}"
-    with _later(CONNECT_SECONDS, log.info, "waiting for %s of %d nodes at %s", some, nodes, where):
+    with log_later(CONNECT_SECONDS, log.info, "waiting for %s of %d nodes at %s", some, nodes, where):
         yield
 
 
 @contextmanager
-def _later(seconds: float, function: Callable[..., None], *args: Any) -> Iterator[None]:
+def log_later(seconds: float, function: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Call ``function(*args)`` after so many seconds, unless the context ends before."""
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()

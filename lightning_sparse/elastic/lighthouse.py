@@ -21,11 +21,14 @@ import torch.distributed as dist
 
 from lightning_sparse.elastic.direct import is_loopback, listener, network_name, open_page, own_address
 from lightning_sparse.elastic.sampling import SampleProgress
-from lightning_sparse.messages import log
+from lightning_sparse.messages import log, log_later
 
 VARIABLE = "TORCHFT_LIGHTHOUSE"
 COMMAND = "RUST_LOG=warn torchft_lighthouse --min_replicas 1 --join_timeout_ms 10000"
-CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
+"""Time in which a running lighthouse answers."""
+START_SECONDS = 60.0
+"""Time in which the lighthouse may start after its nodes."""
 BEAT_SECONDS = 0.25
 PAUSE_SECONDS = 5.0
 """Pause after a failed request, so that a lost lighthouse does not slow down every step."""
@@ -157,7 +160,7 @@ def read_quorum(address: str) -> list[tuple[str, int]]:
     Raises:
         OSError, ValueError, http.client.HTTPException: if no lighthouse answers.
     """
-    with open_page(f"{_with_scheme(address)}/status", CONNECT_SECONDS) as answer:
+    with open_page(f"{_with_scheme(address)}/status", ANSWER_SECONDS) as answer:
         page = answer.read().decode()
     entries = re.findall(r"<b>([^<]*)</b>.*?Step: (\d+)", page, re.DOTALL)
     return [(html.unescape(name).rpartition(":")[0], int(rounds)) for name, rounds in entries]
@@ -188,8 +191,10 @@ def _connect(address: str) -> Any:
         from torchft.coordination import LighthouseClient
     except ModuleNotFoundError as error:
         raise ValueError("elastic nodes need torchft, which is not installed: pip install torchft.") from error
+    line = "no lighthouse answers at %s yet: waiting up to %.0f s for it"
     try:
-        return LighthouseClient(address, timedelta(seconds=CONNECT_SECONDS))
+        with log_later(ANSWER_SECONDS, log.info, line, address, START_SECONDS):
+            return LighthouseClient(address, timedelta(seconds=START_SECONDS))
     except (RuntimeError, TimeoutError) as error:
         raise ValueError(
             f"no lighthouse answers at {address} (torchft: {error}). Start a lighthouse there (`{COMMAND}`), or "

@@ -8,8 +8,10 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]  # re-exported, unannounced
 from torch.utils.data import DataLoader
 
-from lightning_sparse.elastic import ElasticSampler
+from lightning_sparse.elastic import ElasticSampler, lighthouse
 from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.flavours import lightning_fabric
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
@@ -453,7 +455,28 @@ def test_world_of_several_nodes_is_refused() -> None:
         fabric.launch()
 
 
-def test_missing_lighthouse_error_names_the_command() -> None:
+def test_node_that_starts_before_the_lighthouse_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchft.coordination import LighthouseServer
+
+    monkeypatch.setattr(lighthouse, "ANSWER_SECONDS", 0.1)
+    caplog.set_level("INFO")
+    port, connected = free_port(), Future[Lighthouse]()
+
+    def connect() -> None:
+        connected.set_result(Lighthouse(f"127.0.0.1:{port}", "a", timeout=1))
+
+    threading.Thread(target=connect, daemon=True).start()
+    while "waiting up to 60 s for it" not in caplog.text:
+        time.sleep(0.01)
+    server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1)
+    connected.result(100).leave()
+    server.shutdown()
+
+
+def test_missing_lighthouse_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lighthouse, "START_SECONDS", 0.5)
     with socket.socket() as held:  # no other test's lighthouse gets the port
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
