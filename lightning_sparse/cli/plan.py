@@ -439,7 +439,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_new_file("--plot", arguments.plot)
-    if arguments.plot is not None and arguments.plot.suffix not in PLOT_FORMATS:
+    if arguments.plot is not None and arguments.plot.suffix.lower() not in PLOT_FORMATS:
         raise ValueError(f"--plot {arguments.plot} must end with one of {', '.join(PLOT_FORMATS)}.")
     scenario = _scenario(arguments)
     if 1 in arguments.density:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_sparse.data.cache.store import SampleStore
-from lightning_sparse.data.config import CorruptSampleError, DataError
+from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataError
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, Unreadable
@@ -308,31 +308,56 @@ def test_shard_replaced_after_it_was_listed_is_an_error(folder: Path, tmp_path: 
     store.close()
 
 
-def exchange_names(file: Path, first: str = "000000", second: str = "000001") -> None:
-    """Write the members of a shard again, at equal places, with the names of two samples exchanged."""
-    names = {f"{first}.npy": f"{second}.npy", f"{second}.npy": f"{first}.npy"}
+def rewrite(file: Path, names: dict[str, str], mtime: int, format: int = tarfile.GNU_FORMAT) -> None:
+    """Write the members of a shard again, at equal places, with some of their names exchanged."""
     with tarfile.open(file) as tar:
-        members = {member.name: (tar.extractfile(member) or io.BytesIO()).read() for member in tar}
-    shard(file, {names.get(name, name): data for name, data in members.items()})
+        members = [(member, (tar.extractfile(member) or io.BytesIO()).read()) for member in tar]
+    with tarfile.open(file, "w", format=format) as tar:
+        for member, data in members:
+            member.name, member.mtime, member.pax_headers = names.get(member.name, member.name), mtime, {}
+            tar.addfile(member, io.BytesIO(data))
 
 
-@pytest.fixture
-def even(tmp_path: Path) -> Path:
+def swapped(folder: str = "") -> dict[str, str]:
+    first, second = f"{folder}000000.npy", f"{folder}000001.npy"
+    return {first: second, second: first}
+
+
+def even_shard(source: Path, folder: str = "", format: int = tarfile.GNU_FORMAT) -> Path:
     """Create a shard of samples of equal size."""
     members = {}
     for sample in range(4):
-        members |= {f"{sample:06}.npy": f"{sample}".encode() * 700, f"{sample:06}.cls": b"%d" % sample}
-    shard(tmp_path / "source" / "train" / "0.tar", members)
-    return tmp_path / "source"
+        members |= {f"{folder}{sample:06}.npy": f"{sample}".encode() * 700, f"{folder}{sample:06}.cls": b"%d" % sample}
+    shard(source / "train" / "0.tar", members)
+    rewrite(source / "train" / "0.tar", {}, 0, format)
+    return source / "train" / "0.tar"
+
+
+def keeps_no_times(source: Path, cache: Path) -> CacheConfig:
+    # with options, fsspec opens the folder, and its reads return no times
+    return bytes_of(f"file://{source}", cache, storage_options={"auto_mkdir": False})
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_shard_replaced_where_storage_keeps_no_times_is_an_error(even: Path, tmp_path: Path, scheme: str) -> None:
-    file = even / "train" / "0.tar"
-    config = bytes_of(f"{scheme}{even}", tmp_path / "cache", storage_options={"auto_mkdir": False} if scheme else None)
+@pytest.mark.parametrize(
+    ("folder", "format"),
+    [
+        ("", tarfile.GNU_FORMAT),
+        ("deep/" * 30, tarfile.GNU_FORMAT),
+        ("deep/" * 30, tarfile.PAX_FORMAT),
+        ("ä", tarfile.PAX_FORMAT),
+    ],
+    ids=["short", "long GNU", "long pax", "pax"],
+)
+def test_shard_replaced_where_storage_keeps_no_times_is_an_error(
+    tmp_path: Path, scheme: str, folder: str, format: int
+) -> None:
+    file = even_shard(tmp_path / "source", folder, format)
+    cache = tmp_path / "cache"
+    config = keeps_no_times(tmp_path / "source", cache) if scheme else bytes_of(tmp_path / "source", cache)
     manifest = load_or_list(config, "train")
     time = file.stat().st_mtime_ns
-    exchange_names(file)
+    rewrite(file, swapped(folder), 0, format)
     os.utime(file, ns=(time, time))
     store = SampleStore(config, manifest)
     assert store.get([3])[0].data.tobytes() == b"3" * 700
@@ -341,36 +366,42 @@ def test_shard_replaced_where_storage_keeps_no_times_is_an_error(even: Path, tmp
     store.close()
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_shard_replaced_twice_is_an_error_if_the_second_one_differs(tmp_path: Path, scheme: str) -> None:
+    file = even_shard(tmp_path / "source")
+    cache = tmp_path / "cache"
+    config = keeps_no_times(tmp_path / "source", cache) if scheme else bytes_of(tmp_path / "source", cache)
+    store = SampleStore(config, load_or_list(config, "train"))
+    rewrite(file, {}, 1)
+    assert [sample.data.tobytes() for sample in store.get([2, 3])] == [b"2" * 700, b"3" * 700]
+    rewrite(file, swapped(), 2)
+    with pytest.raises(DataError, match=r"0\.tar has changed since it was listed, and contains other samples"):
+        store.get([1])
+    store.close()
+
+
 @needs_s3
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize("same", [False, True])
 def test_shard_replaced_in_s3_is_read_only_if_its_samples_have_their_places(
-    even: Path, tmp_path: Path, same: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bucket = f"replaced-{same}".lower()  # the servers of a process share their buckets
+    file = even_shard(tmp_path / "source")
     with s3_server() as (options, files):
-        files.mkdir(bucket)
-        upload(files, even, bucket)
-        config = bytes_of(f"s3://{bucket}", tmp_path / "cache", storage_options=options)
-        store = SampleStore(config, load_or_list(config, "train"))
-        assert store.get([0])[0].data.tobytes() == b"0" * 700
-        if same:  # with other times in its headers
-            with tarfile.open(even / "train" / "0.tar") as tar:
-                members = [(member, (tar.extractfile(member) or io.BytesIO()).read()) for member in tar]
-            with tarfile.open(even / "train" / "0.tar", "w") as tar:
-                for member, data in members:
-                    member.mtime = 1_000_000_000
-                    tar.addfile(member, io.BytesIO(data))
-        else:
-            exchange_names(even / "train" / "0.tar")
-        upload(files, even, bucket)
-        if same:
-            assert store.get([1])[0].data.tobytes() == b"1" * 700
-            assert "0.tar has changed since it was listed, but its samples still have the listed places" in caplog.text
-        else:
-            with pytest.raises(DataError, match=r"0\.tar has changed since it was listed, and contains other samples"):
-                store.get([1])
+        files.mkdir("replaced")
+        upload(files, tmp_path / "source", "replaced")
+        config = bytes_of("s3://replaced", tmp_path / "cache", storage_options=options)
+        manifest = load_or_list(config, "train")
+        store = SampleStore(config, manifest)
+        rewrite(file, {}, 1)
+        upload(files, tmp_path / "source", "replaced")
+        assert store.get([2])[0].data.tobytes() == b"2" * 700
+        assert "0.tar has changed since it was listed, but its samples still have the listed places" in caplog.text
+        rewrite(file, swapped(), 2)
+        upload(files, tmp_path / "source", "replaced")
+        with pytest.raises(DataError, match=r"0\.tar has changed since it was listed, and contains other samples"):
+            store.get([1])
         store.close()
+        assert load_or_list(config, "train").paths[0] == manifest.paths[1], "the next run lists the shard again"
 
 
 def test_shard_copied_again_after_it_was_listed_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import threading
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -35,10 +36,9 @@ from lightning_sparse.data.peers import allow_connections, node_address
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sources.listing import has_listed_samples
+from lightning_sparse.data.sources.listing import headers_now
 from lightning_sparse.data.sources.manifest import Manifest, is_same_time
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
-from lightning_sparse.data.sources.storage_reader import CHANGED
 
 LAST_READ_S = 5.0  # reads of local tiers take less
 ROW_GROUPS = (
@@ -166,7 +166,9 @@ class SampleStore:
         self.hit_counter: Literal["memory", "served"] = "memory"  # "served" in the server process
         self._corrupt: dict[int, str] = {}
         self._changed: set[str] = set()
-        self._changed_shards: dict[tuple[str, int], bool] = {}  # whether they contain the listed samples
+        # the versions of the shards, which change if a shard is replaced by one with the listed samples
+        self._times: dict[str, int] = {}
+        self._headers = manifest.headers
         self._endpoints: dict[int, str] = {}
         self._opened: Tiers | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
@@ -330,16 +332,19 @@ class SampleStore:
         return view
 
     def _version_read(self, tiers: Tiers, index: int, key: FileKey, file: StoredFile) -> FileKey:
-        # the sizes of rows are estimates
-        same_size = self.manifest.has_row_groups or key.size in (-1, file.size)
-        if same_size and file.mtime_ns != CHANGED and is_same_time(key.mtime_ns, file.mtime_ns):
-            return key
-        name, change = key.path, f"({key.size:,} bytes then, {file.size:,} now), so its current content is used"
-        is_shard = len(self.manifest.shards) > 0
-        if is_shard:
+        if len(self.manifest.shards):
             name = self.manifest.shard_file(int(self.manifest.shard_of[index]))
+            with self._lock:
+                is_listed = self._is_listed(name, index, key, file)
+                if not is_listed:
+                    self._check_shard(tiers, name, file.mtime_ns)
             change = "but its samples still have the listed places and labels"
-            self._check_shard(tiers, name, file.mtime_ns)
+        else:
+            name = key.path
+            is_listed = key.size in (-1, file.size) and is_same_time(key.mtime_ns, file.mtime_ns)
+            change = f"({key.size:,} bytes then, {file.size:,} now), so its current content is used"
+        if is_listed:
+            return key
         tiers.counter.add(changed=name not in self._changed)
         self._changed.add(name)
         tiers.counter.warn_once(
@@ -348,17 +353,24 @@ class SampleStore:
             f"again.",
         )
         # the disk must not keep a changed file under its listed key; a shard has been compared with its list
-        return key if is_shard else FileKey(key.path, file.size, file.mtime_ns)
+        return key if len(self.manifest.shards) else FileKey(key.path, file.size, file.mtime_ns)
+
+    def _is_listed(self, shard: str, index: int, key: FileKey, file: StoredFile) -> bool:
+        # the sizes of rows are estimates
+        same_size = self.manifest.has_row_groups or key.size == file.size
+        nbytes, crc = self._headers[index].tolist() if file.header else (0, 0)
+        same_header = len(file.header) != nbytes or zlib.crc32(file.header) == crc
+        return same_size and same_header and is_same_time(self._times.get(shard, key.mtime_ns), file.mtime_ns)
 
     def _check_shard(self, tiers: Tiers, file: str, mtime_ns: int) -> None:
         """Raise DataError if a shard that has changed does not contain the listed samples."""
-        with self._lock:
-            if (file, mtime_ns) not in self._changed_shards:
-                self._changed_shards[file, mtime_ns] = has_listed_samples(
-                    tiers.storage, self.config, self.manifest, file
-                )
-        if not self._changed_shards[file, mtime_ns]:
+        found = headers_now(tiers.storage, self.config, self.manifest, file)
+        if found is None:
             raise self._was_replaced(file)
+        indices, headers = found
+        self._headers = self._headers.copy()  # other threads and the manifest keep theirs
+        self._headers[indices] = headers
+        self._times[file] = mtime_ns
 
     def _was_replaced(self, file: str) -> DataError:
         return DataError(

@@ -384,8 +384,8 @@ class _Sample(NamedTuple):
     shard: int
     offset: int
     size: int
-    header: int
     label: str
+    header: list[int]
 
 
 @dataclass
@@ -418,8 +418,7 @@ class TarShards(Layout):
             labels = np.array([[int(sample.label)] for sample in labelled], np.int64)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
-        columns = list(zip(*samples, strict=True))[1:5]
-        shard_of, offsets, sizes, headers = (np.array(values, np.int64) for values in columns)
+        shard_of, offsets, sizes = (np.array(values, np.int64) for values in list(zip(*samples, strict=True))[1:4])
         mtimes, tags = (np.array([file[column] for file in self.listed.files], np.int64) for column in (2, 3))
         parts = [
             (shards[sample.shard], sample.offset, sample.offset + sample.size) for sample in samples if split.images
@@ -437,7 +436,7 @@ class TarShards(Layout):
             shards=Paths.of(shards),
             shard_of=shard_of,
             offsets=offsets,
-            headers=headers,
+            headers=np.array([sample.header for sample in samples], np.int64),
             probed=split.probed(parts),
         )
 
@@ -466,15 +465,15 @@ class TarShards(Layout):
                     f"{shard}: sample {key!r} has {len(labels)} labels: {', '.join(member[0] for member in labels)}. "
                     f"Keep one .cls member per sample."
                 )
-            label = labels[0][4] if labels else ""
+            label = labels[0][3] if labels else ""
             data = [member for member in group if self._is_data(member[0])]
             if len(data) != 1:
                 raise ValueError(
                     f"{shard}: sample {key!r} has the members {', '.join(member[0] for member in group)}, of which "
                     f"{len(data)} can be the sample. Give its extension, as in member='npy'."
                 )
-            name, offset, size, header, _ = data[0]
-            yield _Sample(f"{shard}/{name}", number, offset, size, header, label)
+            name, offset, size, _, *header = data[0]
+            yield _Sample(f"{shard}/{name}", number, offset, size, label, header)
 
     def _is_data(self, name: str) -> bool:
         if self.split.config.member is not None:

@@ -3,8 +3,8 @@
 A run uses the list in the cache if the classes and the stamps of all folders are unchanged, or if storage does not
 answer. A stamp changes when a file is added, removed or renamed, and when a path leads to another folder. It does not
 change when a file is overwritten in place, and object stores keep no times of folders: then run `lightning-sparse cache
-warm`. For shards in a folder, a run also compares their own times. Each read of a sample in a tar shard compares the
-header before the sample, so that an offset that is no longer valid is found on any storage.
+warm`. For shards, a run also compares their own times, if storage lists them. Each read of a sample in a tar shard, if
+it is not sparse, compares its headers, which contain its name, size and time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_sparse.data.config import CacheConfig, DataError
 from lightning_sparse.data.folders import (
@@ -192,32 +193,48 @@ def _change(split: Split, kept: Manifest) -> str:
 
 
 def _changed_shards(storage: Storage, kept: Manifest) -> list[str]:
-    if "://" in storage.source:  # a folder of an object store may take long to list
+    # object stores list times in seconds, and a tag for each version; on a mount, permissions change the tag, too
+    tags = kept.tags if "://" in storage.source else np.zeros_like(kept.tags)
+    if not (kept.mtimes_ns.any() or tags.any()):  # such as on a web server
         return []
     numbers, firsts = np.unique(kept.shard_of, return_index=True)
-    files = map(kept.shard_file, numbers.tolist())
-    known = dict(zip(files, kept.mtimes_ns[firsts].tolist(), strict=True))
+    versions = zip(kept.mtimes_ns[firsts].tolist(), tags[firsts].tolist(), strict=True)
+    known = dict(zip(map(kept.shard_file, numbers.tolist()), versions, strict=True))
     now = {
-        f"{folder}/{name}".lstrip("/"): mtime
+        f"{folder}/{name}".lstrip("/"): (mtime, tag)
         for folder in {file.rpartition("/")[0] for file in known}
-        for name, _, mtime, _ in storage.files(folder)
+        for name, _, mtime, tag in storage.files(folder)
     }
-    return [file for file, mtime in known.items() if file not in now or not is_same_time(now[file], mtime)]
+    return [file for file, version in known.items() if file not in now or not _is_same(version, now[file])]
 
 
-def has_listed_samples(storage: Storage, config: CacheConfig, manifest: Manifest, file: str) -> bool:
-    """List a shard again. Return whether its samples still have their places and labels of the manifest."""
+def _is_same(listed: tuple[int, int], now: tuple[int, int]) -> bool:
+    (listed_time, listed_tag), (time, tag) = listed, now
+    return is_same_time(listed_time, time) and (0 in (listed_tag, tag) or listed_tag == tag)
+
+
+def headers_now(
+    storage: Storage, config: CacheConfig, manifest: Manifest, file: str
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+    """List a shard again. Return its samples of the manifest and their present headers, if it has headers.
+
+    Return None if a sample no longer has its place and its label of the manifest.
+    """
     split = Split(config, manifest.split, storage.timeout, quiet=True, probes=0)
     split.storage = storage  # already open, and interrupted with the caller
     kind = ParquetFiles if manifest.has_row_groups else TarShards
     try:
         now = kind(split, Listed([(file, 0, 0, 0)], [], [])).manifest()
     except ValueError:  # it is damaged, or has no samples
-        return False
+        return None
     shards = [number for number in range(len(manifest.shards)) if manifest.shard_file(number) == file]
-    present = dict(_samples(now, range(len(now))))
-    listed = _samples(manifest, np.flatnonzero(np.isin(manifest.shard_of, shards)).tolist())
-    return all(present.get(path) == sample for path, sample in listed)
+    indices = np.flatnonzero(np.isin(manifest.shard_of, shards))
+    present, place = dict(_samples(now, range(len(now)))), {path: number for number, path in enumerate(now.paths)}
+    if any(present.get(path) != sample for path, sample in _samples(manifest, indices.tolist())):
+        return None
+    if not len(now.headers):
+        return indices[:0], now.headers
+    return indices, now.headers[[place[manifest.paths[index]] for index in indices.tolist()]]
 
 
 def _samples(manifest: Manifest, indices: Iterable[int]) -> Iterator[tuple[str, list[Any]]]:

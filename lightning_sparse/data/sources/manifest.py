@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.decode import FileKey
 
-VERSION = 6  # of manifest files
+VERSION = 5  # of manifest files
 
 
 class Paths:
@@ -90,8 +90,8 @@ class Manifest:
         shard_of: int64 [N], shard of each sample. `paths` are then <shard>/<member>.
         offsets: int64 [N], first byte of each sample in its shard (if sparse, see `storage_reader.Member`); of row
             groups, its row.
-        headers: int64 [N], CRC-32 of the header of each sample in a tar file, which shows whether it still begins at
-            its offset.
+        headers: int64 [N, 2], bytes and CRC-32 of the headers of each sample in a tar file, which show whether its
+            contents still follow. Not part of the fingerprint.
         probed: int64 [n, 3], size, height and width of n images, spread over all classes.
 
     Raises:
@@ -115,7 +115,7 @@ class Manifest:
     shards: Paths = _NONE
     shard_of: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
     offsets: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
-    headers: npt.NDArray[np.int64] = field(default_factory=lambda: _NONE.ends)
+    headers: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     probed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Manifest:
         digest.update(paths.joined.data)
         if self._columns:
             digest.update(repr(self._columns).encode())
-        for numbers in (paths.ends, _as_int64(self.labels), self.sizes, self.mtimes_ns, self.offsets, self.headers):
+        for numbers in (paths.ends, _as_int64(self.labels), self.sizes, self.mtimes_ns, self.offsets):
             digest.update(np.ascontiguousarray(numbers, np.int64).tobytes())
         if self.fingerprint not in ("", digest.hexdigest()):
             raise DataError(
@@ -248,12 +248,12 @@ class Manifest:
         return file, int(number)
 
     def location(self, index: int) -> str | tuple[str, int, int, int]:
-        """Return the path of a sample's file; or (path, first byte, last byte + 1, CRC of the header) in a tar file."""
+        """Return the path of a sample's file; or the place in its shard, see `storage.Location`."""
         if not len(self.shards):
             return self.paths[index]
         first = int(self.offsets[index])
-        last = first + int(self.sizes[index])
-        return self.shards[int(self.shard_of[index])], first, last, int(self.headers[index])
+        last, header = first + int(self.sizes[index]), int(self.headers[index, 0]) if len(self.headers) else 0
+        return self.shards[int(self.shard_of[index])], first, last, header
 
     def to_bytes(self) -> bytes:
         import torch  # the process that serves a node's samples starts without it

@@ -31,7 +31,7 @@ RETRY_S = 1.0
 CHECK_S = 10.0  # time to wait for an answer if the cache has a list
 MIN_BREAKS = 5  # a request that breaks the reader this often counts as failed
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
-# path, or (path, first byte, last byte + 1), and for a member of a tar file the CRC of its header
+# path, or (path, first byte, last byte + 1), or with a number of bytes before the first one: a header to read, too
 Location = str | tuple[str, int, int] | tuple[str, int, int, int]
 
 
@@ -47,6 +47,7 @@ class StoredFile(NamedTuple):
     data: bytes
     size: int
     mtime_ns: int
+    header: bytes = b""  # if the location has one
 
 
 Entry = tuple[str, int, int, int]  # path, size or -1, mtime in ns or 0, tag or 0
@@ -88,6 +89,14 @@ class _Request:
         self.in_progress = False
         # the timeout of the storage does not apply, because progress resets it
         return self.breaks >= MIN_BREAKS and time.monotonic() - self.failing_since >= timeout
+
+
+def _arguments(location: Location) -> tuple[tuple[Any, ...], int]:
+    """Return the arguments of a "read" request, and the bytes of the header that its result begins with."""
+    if isinstance(location, str):
+        return (location,), 0
+    path, first, last, header = (*location, 0)[:4]
+    return (path, first - header, last), header
 
 
 class Storage:
@@ -134,10 +143,15 @@ class Storage:
 
     def read(self, locations: Sequence[Location]) -> Iterator[StoredFile | Unreadable]:
         """Yield the contents of files, or of parts of files, in order. All are requested at once."""
-        arguments = [(location,) if isinstance(location, str) else location for location in locations]
-        for request in self._requested("read", arguments):
+        arguments, headers = zip(*map(_arguments, locations), strict=True) if locations else ((), ())
+        for request, header in zip(self._requested("read", arguments), headers, strict=True):
             status, result, size, mtime_ns = self._wait_for(request)
-            yield StoredFile(result, size, mtime_ns) if status == OK else Unreadable(result)
+            if status != OK:
+                yield Unreadable(result)
+            elif header:
+                yield StoredFile(result[header:], size - header, mtime_ns, result[:header])
+            else:
+                yield StoredFile(result, size, mtime_ns)
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         return self._ask("groups", paths, column)

@@ -8,8 +8,7 @@ when the socket closes. Messages are pickled. To start fast, it imports only the
 
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it.
-                                                 With the CRC of a header: a member of a tar file. A
-                                                 first byte below 0: a sparse member, see `Member`
+                                                 A first byte below 0 means a sparse member, see `Member`
                                                  "list": contents of a folder, see `FILTERS`
                                                  "stamp": a number that changes with a folder
                                                  "members": of a tar file
@@ -59,8 +58,6 @@ PROGRESS_S = 1.0
 MAX_LISTING_S = 1800.0  # of one request to a URL, whose progress is not known
 MAX_LABEL_BYTES = 64  # of a member that is a label: `.cls`
 MAX_LINKS = 40  # links that are followed from member to member; Linux follows as many between files
-HEADER_BYTES = 512  # of a member of a tar file, before its contents
-CHANGED = -1  # the modification time of a member if another header precedes its contents than when it was listed
 READ_BYTES = 4 << 20  # Parquet files are read in parts, so that slow storage is seen to answer
 LFS_POINTER = b"version https://git-lfs"
 SEND_BYTES, SEND_S = 1 << 16, 0.02  # answers wait for others up to these
@@ -391,8 +388,6 @@ def answer(
             if kind == "read" and arguments[1:] and arguments[1] < 0:
                 data = sparse_member(storage.opened(arguments[0]), -1 - arguments[1])
                 return OK, data, len(data), storage.modified(arguments[0])
-            if kind == "read" and len(arguments) == 4:
-                return OK, *read_member(storage, *arguments)
             if kind == "read":
                 return OK, *storage.read(*arguments)
             path, *others = arguments
@@ -461,9 +456,10 @@ def exit_now() -> NoReturn:
     os._exit(0)
 
 
-Member = tuple[str, int, int, int, str]
-"""(Name, offset, size, CRC-32 of its header, contents of a ``.cls`` member) of a file in a tar file. The offset is that
-of the contents. For a sparse member, it is -1 minus the offset of the header, because the contents are in pieces."""
+Member = tuple[str, int, int, str, int, int]
+"""(Name, offset, size, contents of a ``.cls`` member, bytes and CRC-32 of its headers) of a file in a tar file. The
+offset is that of the contents, which follow the headers. For a sparse member, it is -1 minus the offset of the
+headers, because the contents are in pieces, and the bytes of the headers are 0."""
 
 
 def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], list[str]]:
@@ -487,15 +483,15 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
                     folder = "" if member.islnk() else posixpath.dirname(member.name)
                     target = posixpath.normpath(posixpath.join(folder, member.linkname))
                     links.append((len(members), name, target))
-                    members.append((name, 0, 0, 0, ""))
+                    members.append((name, 0, 0, "", 0, 0))
                 elif member.isreg():
                     is_short_label = is_label(name) and member.size <= MAX_LABEL_BYTES
                     stream = tar.extractfile(member) if is_short_label else None
                     label = stream.read().decode("ascii", "replace").strip() if stream else ""
+                    file.seek(member.offset)
+                    header = b"" if member.issparse() else file.read(member.offset_data - member.offset)
                     offset = -1 - member.offset if member.issparse() else member.offset_data
-                    file.seek(member.offset_data - HEADER_BYTES)
-                    header = zlib.crc32(file.read(HEADER_BYTES))
-                    members.append((name, offset, member.size, header, label))
+                    members.append((name, offset, member.size, label, len(header), zlib.crc32(header)))
                 elif not member.isdir():
                     ignored.append(name)
                 if time.monotonic() - last_report >= PROGRESS_S:
@@ -513,16 +509,6 @@ def _member_name(name: str) -> str:
     while name.startswith("./"):
         name = name[2:].lstrip("/")
     return "" if name == "." else name
-
-
-def read_member(
-    storage: "LocalStorage | FsspecStorage", path: str, first: int, last: int, header: int
-) -> tuple[bytes, int, int]:
-    """Return (contents, size, mtime in ns) of a member of a tar file. The time is `CHANGED` if its header differs."""
-    data, _, mtime = storage.read(path, first - HEADER_BYTES, last)
-    if zlib.crc32(data[:HEADER_BYTES]) != header:
-        mtime = CHANGED
-    return data[HEADER_BYTES:], last - first, mtime
 
 
 def sparse_member(file: Any, offset: int) -> bytes:
