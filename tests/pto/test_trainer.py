@@ -362,9 +362,7 @@ def test_single_rank_is_not_sharded() -> None:
     assert pto.steps == []
 
 
-def test_log_lines_are_shown_without_a_strategy_of_ours(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_lines_are_shown_with_ddp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("handlers", []), ("propagate", False), ("level", logging.WARNING)):
         monkeypatch.setattr(logging.getLogger("lightning_sparse"), name, value)
     pto = ours("pytorch_lightning").PTOCallback()

@@ -36,7 +36,7 @@ from lightning_sparse.data.peers import allow_connections, node_address
 from lightning_sparse.data.peers.client import PeerClient
 from lightning_sparse.data.peers.server import PeerServer
 from lightning_sparse.data.rng import bits
-from lightning_sparse.data.sources.listing import headers_now
+from lightning_sparse.data.sources.listing import relist_shard
 from lightning_sparse.data.sources.manifest import Manifest, is_same_time
 from lightning_sparse.data.sources.storage import Storage, StoredFile, Unreadable
 
@@ -166,7 +166,7 @@ class SampleStore:
         self.hit_counter: Literal["memory", "served"] = "memory"  # "served" in the server process
         self._corrupt: dict[int, str] = {}
         self._changed: set[str] = set()
-        # the versions of the shards, which change if a shard is replaced by one with the listed samples
+        # times and headers of the shards, which change if a shard is replaced by one with the listed samples
         self._times: dict[str, int] = {}
         self._headers = manifest.headers
         self._endpoints: dict[int, str] = {}
@@ -338,10 +338,12 @@ class SampleStore:
                 is_listed = self._is_listed(name, index, key, file)
                 if not is_listed:
                     self._check_shard(tiers, name, file.mtime_ns)
-            change = "but its samples still have the listed places and labels"
+            current, change = key, "but its samples still have the listed places and labels"
         else:
             name = key.path
             is_listed = key.size in (-1, file.size) and is_same_time(key.mtime_ns, file.mtime_ns)
+            # the disk must not keep a changed file under its listed key
+            current = FileKey(key.path, file.size, file.mtime_ns)
             change = f"({key.size:,} bytes then, {file.size:,} now), so its current content is used"
         if is_listed:
             return key
@@ -352,8 +354,7 @@ class SampleStore:
             f"{name} has changed since it was listed, {change}. Run `lightning-sparse cache warm` to list the source "
             f"again.",
         )
-        # the disk must not keep a changed file under its listed key; a shard has been compared with its list
-        return key if len(self.manifest.shards) else FileKey(key.path, file.size, file.mtime_ns)
+        return current
 
     def _is_listed(self, shard: str, index: int, key: FileKey, file: StoredFile) -> bool:
         # the sizes of rows are estimates
@@ -364,12 +365,13 @@ class SampleStore:
 
     def _check_shard(self, tiers: Tiers, file: str, mtime_ns: int) -> None:
         """Raise DataError if a shard that has changed does not contain the listed samples."""
-        found = headers_now(tiers.storage, self.config, self.manifest, file)
+        found = relist_shard(tiers.storage, self.config, self.manifest, file)
         if found is None:
             raise self._was_replaced(file)
-        indices, headers = found
-        self._headers = self._headers.copy()  # other threads and the manifest keep theirs
-        self._headers[indices] = headers
+        indices, now = found
+        if len(self._headers):
+            self._headers = self._headers.copy()  # the manifest may be read-only
+            self._headers[indices] = now.headers
         self._times[file] = mtime_ns
 
     def _was_replaced(self, file: str) -> DataError:

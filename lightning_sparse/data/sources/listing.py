@@ -205,20 +205,20 @@ def _changed_shards(storage: Storage, kept: Manifest) -> list[str]:
         for folder in {file.rpartition("/")[0] for file in known}
         for name, _, mtime, tag in storage.files(folder)
     }
-    return [file for file, version in known.items() if file not in now or not _is_same(version, now[file])]
+    return [file for file, version in known.items() if file not in now or not _is_same_version(version, now[file])]
 
 
-def _is_same(listed: tuple[int, int], now: tuple[int, int]) -> bool:
+def _is_same_version(listed: tuple[int, int], now: tuple[int, int]) -> bool:
     (listed_time, listed_tag), (time, tag) = listed, now
     return is_same_time(listed_time, time) and (0 in (listed_tag, tag) or listed_tag == tag)
 
 
-def headers_now(
+def relist_shard(
     storage: Storage, config: CacheConfig, manifest: Manifest, file: str
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-    """List a shard again. Return its samples of the manifest and their present headers, if it has headers.
+) -> tuple[npt.NDArray[np.int64], Manifest] | None:
+    """List a shard again. Return the indices of its samples in the manifest, and a new manifest of these samples.
 
-    Return None if a sample no longer has its place and its label of the manifest.
+    Return None if a sample no longer has its place and its label.
     """
     split = Split(config, manifest.split, storage.timeout, quiet=True, probes=0)
     split.storage = storage  # already open, and interrupted with the caller
@@ -229,12 +229,14 @@ def headers_now(
         return None
     shards = [number for number in range(len(manifest.shards)) if manifest.shard_file(number) == file]
     indices = np.flatnonzero(np.isin(manifest.shard_of, shards))
-    present, place = dict(_samples(now, range(len(now)))), {path: number for number, path in enumerate(now.paths)}
-    if any(present.get(path) != sample for path, sample in _samples(manifest, indices.tolist())):
-        return None
-    if not len(now.headers):
-        return indices[:0], now.headers
-    return indices, now.headers[[place[manifest.paths[index]] for index in indices.tolist()]]
+    present = {path: (number, sample) for number, (path, sample) in enumerate(_samples(now, range(len(now))))}
+    numbers = []
+    for path, sample in _samples(manifest, indices.tolist()):
+        number, found = present.get(path, (0, None))
+        if found != sample:
+            return None
+        numbers.append(number)
+    return indices, now.select(np.array(numbers, np.int64))
 
 
 def _samples(manifest: Manifest, indices: Iterable[int]) -> Iterator[tuple[str, list[Any]]]:

@@ -90,8 +90,8 @@ class Manifest:
         shard_of: int64 [N], shard of each sample. `paths` are then <shard>/<member>.
         offsets: int64 [N], first byte of each sample in its shard (if sparse, see `storage_reader.Member`); of row
             groups, its row.
-        headers: int64 [N, 2], bytes and CRC-32 of the headers of each sample in a tar file, which show whether its
-            contents still follow. Not part of the fingerprint.
+        headers: int64 [N, 2], size in bytes and CRC-32 of the tar headers before each sample, which show whether it is
+            still there. Empty for other sources and in older lists. Not part of the fingerprint.
         probed: int64 [n, 3], size, height and width of n images, spread over all classes.
 
     Raises:

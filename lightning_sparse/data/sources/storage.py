@@ -31,7 +31,7 @@ RETRY_S = 1.0
 CHECK_S = 10.0  # time to wait for an answer if the cache has a list
 MIN_BREAKS = 5  # a request that breaks the reader this often counts as failed
 RESTART_S = 30.0  # silence before the reader is restarted, doubling each time: its connection may never recover
-# path, or (path, first byte, last byte + 1), or with a number of bytes before the first one: a header to read, too
+# path; (path, first byte, last byte + 1); or with the size of a header before the first byte, which is read, too
 Location = str | tuple[str, int, int] | tuple[str, int, int, int]
 
 
@@ -92,7 +92,7 @@ class _Request:
 
 
 def _arguments(location: Location) -> tuple[tuple[Any, ...], int]:
-    """Return the arguments of a "read" request, and the bytes of the header that its result begins with."""
+    """Return the arguments of a "read" request, and the size of the header at the start of its result."""
     if isinstance(location, str):
         return (location,), 0
     path, first, last, header = (*location, 0)[:4]
@@ -146,12 +146,10 @@ class Storage:
         arguments, headers = zip(*map(_arguments, locations), strict=True) if locations else ((), ())
         for request, header in zip(self._requested("read", arguments), headers, strict=True):
             status, result, size, mtime_ns = self._wait_for(request)
-            if status != OK:
-                yield Unreadable(result)
-            elif header:
+            if status == OK:
                 yield StoredFile(result[header:], size - header, mtime_ns, result[:header])
             else:
-                yield StoredFile(result, size, mtime_ns)
+                yield Unreadable(result)
 
     def row_groups(self, paths: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
         return self._ask("groups", paths, column)

@@ -457,9 +457,9 @@ def exit_now() -> NoReturn:
 
 
 Member = tuple[str, int, int, str, int, int]
-"""(Name, offset, size, contents of a ``.cls`` member, bytes and CRC-32 of its headers) of a file in a tar file. The
-offset is that of the contents, which follow the headers. For a sparse member, it is -1 minus the offset of the
-headers, because the contents are in pieces, and the bytes of the headers are 0."""
+"""(Name, offset, size, contents of a ``.cls`` member, size and CRC-32 of its headers) of a file in a tar file. The
+offset is that of the contents, which follow the headers. For a sparse member, whose contents are in pieces, the offset
+is -1 minus that of the headers, and the size of the headers is 0."""
 
 
 def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], list[str]]:
@@ -488,7 +488,7 @@ def members(file: Any, progress: "Callable[[], None]") -> tuple[list[Member], li
                     is_short_label = is_label(name) and member.size <= MAX_LABEL_BYTES
                     stream = tar.extractfile(member) if is_short_label else None
                     label = stream.read().decode("ascii", "replace").strip() if stream else ""
-                    file.seek(member.offset)
+                    file.seek(member.offset)  # tarfile finds the next header by itself
                     header = b"" if member.issparse() else file.read(member.offset_data - member.offset)
                     offset = -1 - member.offset if member.issparse() else member.offset_data
                     members.append((name, offset, member.size, label, len(header), zlib.crc32(header)))
