@@ -18,7 +18,6 @@ import logging
 import os
 import queue
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +25,6 @@ import sys
 import threading
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -161,13 +159,11 @@ class Nodes:
 
 def demo(rounds: int, fsdp: bool) -> int:
     """Run a lighthouse and three nodes. Kill node c, start it again, and end all nodes, `rounds` apart."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the environment may not be activated
-    command = [shutil.which("torchft_lighthouse", path=folders) or "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"]
-    command += ["--min_replicas", "1", "--join_timeout_ms", "5000", "--heartbeat_timeout_ms", "3000"]
-    lighthouse = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    os.environ.setdefault("RUST_LOG", "error")
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=3000)
+    port = lighthouse.address().rpartition(":")[2]
     nodes = Nodes(f"http://127.0.0.1:{port}", ["--fsdp"] if fsdp else [])
     try:
         print("--- starting nodes a, b and c", flush=True)
@@ -183,8 +179,8 @@ def demo(rounds: int, fsdp: bool) -> int:
         print("--- sending SIGTERM to all nodes", flush=True)
         codes = nodes.end()
     finally:
-        lighthouse.kill()
         nodes.close()
+        lighthouse.shutdown()
     shared = [hashes for hashes in nodes.hashes.values() if len(hashes) > 1]
     equal = sum(len(set(hashes)) == 1 for hashes in shared)
     print(f"--- exit codes: {codes}; the weights of the nodes were equal in {equal} of {len(shared)} rounds")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.installed import with_metadata
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "imagenet_resnet50.py"
@@ -70,9 +70,7 @@ def command(recipe: str, root: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 def test_recipe_trains_on_two_nodes(image_folder: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """Two epochs with different image sizes: dense rounds until the buckets are fixed, then sparse rounds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     more = ("--data.val_fraction=0.25", "--trainer.num_nodes=2", "--ckpt_path=last")
     nodes = [
         subprocess.Popen(

@@ -99,7 +99,7 @@ class Lighthouse:
         self.host = own_address(self.address)
         self._network = network_name()
         # Heartbeats have their own connection, so that they do not wait for a request.
-        self._client, beats = _connect(self.address), _connect(self.address)
+        self._client, beats = _connect(self.address, self.name), _connect(self.address, self.name)
         self._store = _store_on(self.host)
         self._timeout = timedelta(seconds=timeout)
         self._asks_again, self._is_answered = 0.0, True
@@ -129,9 +129,11 @@ class Lighthouse:
             if self._is_answered:
                 log.warning(
                     "the lighthouse at %s sent no list of nodes (%s): this node continues alone until it does. If the "
-                    "lighthouse has ended, start it again at the same address",
+                    "lighthouse has ended, start it again at the same address. If it runs, another node hangs, and "
+                    "the lighthouse needs a --join_timeout_ms below %.0f",
                     self.address,
                     error,
+                    1000 * self._timeout.total_seconds(),
                 )
             self._is_answered = False
             return None
@@ -186,7 +188,7 @@ def _known(of: type[NodeStatus | SampleProgress], values: Mapping[str, Any]) -> 
     return {name: value for name, value in values.items() if type(value) is kinds.get(name)}
 
 
-def _connect(address: str) -> Any:
+def _connect(address: str, name: str) -> Any:
     try:
         from torchft.coordination import LighthouseClient
     except ModuleNotFoundError as error:
@@ -194,7 +196,9 @@ def _connect(address: str) -> Any:
     line = "no lighthouse answers at %s yet: waiting up to %.0f s for it"
     try:
         with log_later(ANSWER_SECONDS, log.info, line, address, START_SECONDS):
-            return LighthouseClient(address, timedelta(seconds=START_SECONDS))
+            client = LighthouseClient(address, timedelta(seconds=START_SECONDS))
+            client.heartbeat(name, timedelta(seconds=START_SECONDS))  # another program may listen there
+            return client
     except (RuntimeError, TimeoutError) as error:
         raise ValueError(
             f"no lighthouse answers at {address} (torchft: {error}). Start a lighthouse there (`{COMMAND}`), or "

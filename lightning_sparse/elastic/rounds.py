@@ -281,7 +281,7 @@ class RoundProtocol:
             self.unanswered = members is None
             quorum = None if members is None else self._quorum_of(members, outcome)
             too_few = self._are_few(members, quorum)  # equal on all devices
-            if too_few:
+            if too_few or (members is None and payload is None):  # a node that observes asks in a loop
                 time.sleep(IDLE_SECONDS)
             if not too_few or payload is None or is_last or outcome.requests_for_me or waited > self._timeout:
                 self.stats.waited_s += waited

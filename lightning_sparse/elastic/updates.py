@@ -46,6 +46,7 @@ from lightning_sparse.updates.state import UpdateState
 WATCH_SECONDS = 0.05
 CHANGE_TIMEOUTS = 10
 """Timeouts that a node with added or unfrozen parameters waits for the same change of other nodes."""
+UNANSWERED = "the lighthouse sends no list of nodes. If it has ended, start it again at the same address"
 UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Supported dtypes of parameters."""
@@ -238,7 +239,7 @@ class ElasticUpdates(LocalUpdates):
         self._watch.check()
         cause = f"the same change is missing on {self.peers.awaited}" if self.peers.awaited else "no round has begun"
         if self.peers.unanswered:
-            cause = "the lighthouse does not answer. Start it again at the same address"
+            cause = UNANSWERED
         wait.tell("train its new parameters", cause)
         return self.peers.changed
 
@@ -578,7 +579,7 @@ class ElasticUpdates(LocalUpdates):
         try:
             if download is not None and download.advance(1.0, self.config.timeout):
                 return DownloadReport(version=tuple(download.receiver.head["version"]))
-            wait.check(download, self.config.timeout)
+            wait.check(download, self.config.timeout, self.peers.unanswered)
         except OtherParameters as other:
             return DownloadReport(trained=other.trained, error=str(other))
         except RuntimeError as error:
@@ -626,14 +627,14 @@ class Wait:
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
 
-    def check(self, download: Download[Any] | None, timeout: float) -> None:
+    def check(self, download: Download[Any] | None, timeout: float, unanswered: bool) -> None:
         """Log the wait of a joining node.
 
         Raises:
             RuntimeError: if the wait has taken too long.
         """
         now = time.monotonic()
-        cause = "no node offers its weights"
+        cause = UNANSWERED if unanswered else "no node offers its weights"
         if download is not None:
             cause = f"the node at {download.address} sends no weights ({download.problem})"
         unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)

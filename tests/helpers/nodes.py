@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import distributed
+from tests.helpers.ports import free_port
 
 # One server starts the processes of all tests, so it imports the modules of ranks too.
 PRELOAD = [*distributed.PRELOAD, "torchft.process_group", "torchft.coordination", "tests.helpers.nodes"]
@@ -38,9 +38,7 @@ class Nodes:
     def __init__(self, main: Main, folder: Path, host: str, **lighthouse: int) -> None:
         self._main, self._folder, self._host = main, folder, host
         self._options = {"min_replicas": 1, "join_timeout_ms": 4000, "heartbeat_timeout_ms": 1500, **lighthouse}
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port(host)
         self.address = f"http://{host}:{self._port}"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
@@ -121,7 +119,9 @@ class Nodes:
             if found is not None:
                 return found
             time.sleep(0.05)
-        raise AssertionError("\n\n".join([f"node {name} did not come so far", *map(self._state, self._processes)]))
+        lighthouse = "runs" if self._lighthouse.is_alive() else "has ended"
+        states = [f"node {name} did not come so far", f"the lighthouse {lighthouse}"]
+        raise AssertionError("\n\n".join([*states, *map(self._state, self._processes)]))
 
     def _state(self, name: str) -> str:
         code = self._processes[name].exitcode

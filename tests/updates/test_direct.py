@@ -207,21 +207,23 @@ def test_wait_of_a_node_that_joins_names_its_cause_and_ends(
     monkeypatch.setattr(elastic.time, "monotonic", lambda: now + after)  # type: ignore[attr-defined]
     after = 0.0
     wait = Wait()
-    wait.check(download, timeout=30)
+    wait.check(download, 30, unanswered=False)
     assert not caplog.messages
     after = 11.0
-    wait.check(download, timeout=30)
-    wait.check(None, timeout=30)
+    wait.check(download, 30, unanswered=False)
+    wait.check(None, 30, unanswered=False)
     assert caplog.messages == [
         "this node has waited 11 s to join the other nodes: the node at http://10.0.0.9:77 sends no weights "
         "(ConnectionRefusedError: no)"
     ]
     after = 121.0
     with pytest.raises(RuntimeError, match="could not join the others within 121 s: .* sends no weights .Connection"):
-        wait.check(download, timeout=30)
+        wait.check(download, 30, unanswered=False)
     after = 1900.0
     with pytest.raises(RuntimeError, match="no node offers its weights"):
-        wait.check(None, timeout=30)
+        wait.check(None, 30, unanswered=False)
+    with pytest.raises(RuntimeError, match="the lighthouse sends no list of nodes"):
+        wait.check(None, 30, unanswered=True)
 
 
 def test_lighthouse_page_takes_no_proxy_and_names_are_unescaped(through_a_dead_proxy: None) -> None:

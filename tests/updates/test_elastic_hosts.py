@@ -329,7 +329,7 @@ def test_node_that_trains_a_backbone_while_there_is_no_lighthouse_waits_for_it(n
     nodes.wait_for("a", lambda report: report.get("step", 0) > 1)
     nodes.darken()
     until = time.monotonic() + 60
-    while "the lighthouse does not answer. Start it again" not in nodes.output("a"):
+    while "the lighthouse sends no list of nodes. If it has ended, start it again" not in nodes.output("a"):
         assert time.monotonic() < until, nodes.output("a")[-2000:]
         time.sleep(0.1)
     nodes.light()
@@ -483,6 +483,14 @@ def test_missing_lighthouse_error_names_the_command(monkeypatch: pytest.MonkeyPa
         with pytest.raises(
             ValueError, match=f"no lighthouse answers at .*{address}.*Start a lighthouse.*torchft_light"
         ):
+            Lighthouse(address, "a", timeout=1)
+
+
+def test_address_of_another_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lighthouse, "START_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:  # it accepts connections, and answers nothing
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"no lighthouse answers at .*{address}.*correct the address"):
             Lighthouse(address, "a", timeout=1)
 
 

@@ -1,6 +1,7 @@
 """Elastic nodes draw equal conclusions from the statuses of all nodes, and share samples."""
 
 import random
+import time
 from collections import Counter, deque
 from functools import partial
 from types import SimpleNamespace
@@ -14,10 +15,19 @@ from torch import Tensor
 
 from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
-from lightning_sparse.elastic.rounds import Layout, Outcome, Round, RoundProtocol, Sizes, _refusal, quorum_of
+from lightning_sparse.elastic.rounds import (
+    IDLE_SECONDS,
+    Layout,
+    Outcome,
+    Round,
+    RoundProtocol,
+    Sizes,
+    _refusal,
+    quorum_of,
+)
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
 from lightning_sparse.elastic.state import ElasticUpdateState
-from lightning_sparse.elastic.updates import ElasticConfig
+from lightning_sparse.elastic.updates import ElasticConfig, RoundObserver
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.paths import Sparse, TensorSpec
 from lightning_sparse.kernels import compress
@@ -218,6 +228,17 @@ def test_node_that_observes_stays_the_first_node(rounds: RoundProtocol) -> None:
         here = member(rounds.name, "0", 0, observes=observes)
         rounds._quorum_of([here, member("b:1", "0", 0)], Outcome())
         assert rounds.first
+
+
+def test_node_that_observes_pauses_while_the_lighthouse_does_not_answer(rounds: RoundProtocol) -> None:
+    """A joining node asks in a loop. It must not use a core for it."""
+    began, observer = time.monotonic(), RoundObserver(rounds)
+    observer.start()
+    time.sleep(0.5)
+    observer.stop()
+    asked = rounds._lighthouse.heard  # type: ignore[union-attr]
+    assert rounds.unanswered
+    assert 1 <= len(asked) <= 1 + (time.monotonic() - began) / IDLE_SECONDS
 
 
 class Alone(Silent):
