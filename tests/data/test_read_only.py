@@ -72,6 +72,20 @@ def test_read_only_cache_that_lacks_files_reads_them_from_storage(
     assert "which cannot be written" in caplog.text  # the list may be older than storage
 
 
+@pytest.mark.parametrize("content", [None, b"of a later version"], ids=["missing", "unreadable"])
+def test_read_only_cache_without_a_list_of_the_split_is_used(
+    folder: Path, stores: Open, mounted: list[Path], content: bytes | None
+) -> None:
+    config = config_of(folder)
+    warm(config, "train")
+    file = cache_folder(config) / "train.manifest"
+    file.unlink() if content is None else file.write_bytes(content)
+    read_only(Path(config.cache_dir), mounted)
+    store = store_of(folder, stores)
+    assert len(contents(store)) == 20
+    assert (store.counters().storage_samples, store.counters().disk_samples) == (0, 20)
+
+
 def test_folder_that_cannot_be_used_is_named(folder: Path, stores: Open, mounted: list[Path]) -> None:
     empty, tiny = folder.parent / "empty", folder.parent / "tiny"
     empty.mkdir()
