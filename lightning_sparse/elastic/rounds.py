@@ -19,7 +19,7 @@ import hashlib
 import os
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,7 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus
-from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
+from lightning_sparse.elastic.quorum import (
+    Quorum,
+    Sizes,
+    describe_layout,
+    quorum_of,
+)
+from lightning_sparse.elastic.sampling import SampleAssigner
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.internals import gloo_group
 from lightning_sparse.messages import log
@@ -75,14 +81,6 @@ class Sent(NamedTuple):
     is_pending: bool = False  # the round did not count here, and the tensor is pending again
 
 
-class Sizes(NamedTuple):
-    """Sizes of the payloads of one device."""
-
-    message_bytes: int = 0  # without a sample
-    sample_bytes: int = 0
-    numel: int = 0  # of the slice
-
-
 class Layout(NamedTuple):
     """The exchanged parameters."""
 
@@ -91,8 +89,8 @@ class Layout(NamedTuple):
     everywhere: Sequence[Sequence[int]]  # `Sizes` of each device of the node
 
     @property
-    def stated(self) -> str:
-        return _stated(self.trained, self.everywhere)
+    def description(self) -> str:
+        return describe_layout(self.trained, self.everywhere)
 
 
 class Payload(NamedTuple):
@@ -233,7 +231,7 @@ class RoundProtocol:
             return outcome
         outcome.alone = contributes and len(quorum.members) == 1
         outcome.exchanges = max(member.status.exchanges for member in contributors)
-        token = _after(quorum)
+        token = quorum.next_token
         # Phase 1: each node receives the payloads of all contributors. If that fails here, it may have succeeded
         # elsewhere, but no node counts the round without phase 2.
         rows = self._transfer(sent, quorum, _tag(token))
@@ -316,8 +314,8 @@ class RoundProtocol:
         # Before the comparison with ``token``: it may count the uncertain round, which changes this node's token.
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
-        if (self.in_step or self._trains) and self._layout.stated != quorum.stated:
-            raise ValueError(_refusal({"trained": self._layout.stated}, {"trained": quorum.stated}))
+        if (self.in_step or self._trains) and self._layout.description != quorum.layout_description:
+            raise ValueError(_refusal({"trained": self._layout.description}, {"trained": quorum.layout_description}))
         if self.in_step:
             self.run, self._trains = quorum.run, True
         self._follow_change(quorum)
@@ -341,10 +339,10 @@ class RoundProtocol:
                 raise ValueError(_refusal_of_change(quorum.change, "only on the other nodes, not on this node"))
             # The token changes with the parameters, so that no node continues from older weights.
             self._layout, self._change, self.changed = self._next, "", True
-            self.token, self.number = _after_change(quorum), quorum.number + 1
+            self.token, self.number = quorum.token_after_change, quorum.number + 1
             self.history.append(self.token)
             self._ledger.clear()  # its payloads have the old sizes
-        self._now, self.observed, self.observed_from = _after_change(quorum), [], ""
+        self._now, self.observed, self.observed_from = quorum.token_after_change, [], ""
 
     def _check_place(self, members: Sequence[Member], quorum: Quorum) -> None:
         # A node that cannot reach the others would make every round fail.
@@ -561,134 +559,6 @@ def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
     if isinstance(result[0], Exception):
         raise result[0]
     return result[0]
-
-
-# -- functions of the members' statuses: each node computes the same result --------------------------------------------
-
-
-@dataclass(frozen=True)
-class Quorum:
-    """The nodes of a round."""
-
-    members: list[Member]  # in rank order
-    training: list[Member]  # members with the weights ``token``, which ``number`` rounds led to
-    contributors: list[Member]  # training nodes that send updates
-    token: str
-    number: int
-    facts: Mapping[str, Any]  # common to all members
-    run: str  # all members belong to it, or join it
-    unreached: list[Member]  # left out because of loopback addresses
-    trained: str = ""
-    sizes: Sequence[Sequence[int]] = ()
-    change: str = ""  # of the exchanged parameters, which this quorum makes; empty for none
-
-    @property
-    def stated(self) -> str:
-        return _stated(self.trained, self.sizes)
-
-    @property
-    def progress(self) -> list[SampleProgress]:
-        return [
-            member.status.progress if member.status.progress.assignment or member in self.training else SampleProgress()
-            for member in self.members
-        ]
-
-    def row_of(self, sent: Tensor | None, sizes: Sizes) -> Tensor:
-        """Return a member's bytes, padded with zeros to a length that follows from the statuses of all members."""
-        statuses = [member.status for member in self.contributors if not member.status.flushes]
-        # Samples are comparable only if all contributors took them at the same exchange. Otherwise, the row ends before
-        # them.
-        sampled = all(status.sampled for status in statuses) and len({status.exchanges for status in statuses}) == 1
-        row_B = torch.zeros(sizes.message_bytes + sizes.sample_bytes * sampled, dtype=torch.uint8)
-        if sent is not None and sent.dtype == torch.uint8:
-            sent_B = sent[: len(row_B)]
-            row_B[: len(sent_B)] = sent_B
-        return row_B
-
-    def is_too_small(self, min_nodes: int) -> bool:
-        return len(self.contributors) < min_nodes and not any(member.status.leaves for member in self.contributors)
-
-
-def quorum_of(members: Sequence[Member]) -> Quorum:
-    """Return the quorum that all members conclude from their statuses. At least one member must have weights."""
-    # Every tie is broken by a token or name, because all nodes must compute the same result.
-    run = _run_of(members)
-    members = [member for member in members if member.status.run in ("", run)]
-    named = [member.status for member in members if member.status.token and member.status.run == run]
-    # The newest weights continue, and of several the weights that most nodes have, or are prepared for.
-    votes = Counter(token for member in members for token in {member.status.token, member.status.prepared})
-    _, _, token = max((status.number, votes[status.token], status.token) for status in named)
-    training = [member for member in members if token in (member.status.token, member.status.prepared)]
-    # A prepared node still has the number of the round before.
-    number = max(member.status.number + (member.status.token != token) for member in training)
-    stated = Counter(_all_stated(member.status) for member in training).most_common(1)[0][0]
-    model = next(member.status for member in training if _all_stated(member.status) == stated)
-    facts = model.facts
-    # Nodes that do not train yet follow the training nodes in the parameters that they exchange.
-    followers = [member for member in members if member not in training and not member.status.trains]
-    alike = [
-        member
-        for member in members
-        if member.status.facts == facts and (member in followers or _all_stated(member.status) == stated)
-    ]
-    near = _near(alike, [member for member in training if member in alike])
-    training = [member for member in training if member in near]
-    # A quorum that changes the parameters has no contributors, so no round mixes two layouts.
-    change = _agreed_change(training)
-    contributors = [member for member in training if not member.status.observes and not change]
-    unreached = [member for member in alike if member not in near]
-    layout = (model.trained, model.sizes)
-    return Quorum(near, training, contributors, token, number, facts, run or token, unreached, *layout, change)
-
-
-def _stated(trained: str, sizes: Sequence[Sequence[int]]) -> str:
-    return f"{trained}, sizes {list(sizes)}"
-
-
-def _all_stated(status: NodeStatus) -> str:
-    return f"{status.facts!r} {_stated(status.trained, status.sizes)}"
-
-
-def _agreed_change(training: Sequence[Member]) -> str:
-    """Return the change that all training nodes want, or most of them if one of these has waited long enough."""
-    changes = Counter(member.status.change for member in training if member.status.change)
-    change = max(changes, key=lambda each: (changes[each], each), default="")
-    impatient = any(member.status.impatient for member in training if member.status.change == change)
-    agreed = changes[change] == len(training) or (impatient and 2 * changes[change] > len(training))
-    return change if agreed else ""
-
-
-def _after_change(quorum: Quorum) -> str:
-    return hashlib.sha1(repr((quorum.token, quorum.change)).encode()).hexdigest()[:16]
-
-
-def _near(members: list[Member], training: list[Member]) -> list[Member]:
-    # If a training node has a loopback address, only the nodes on its machine take part. Otherwise, if there are
-    # several machines, nodes with a loopback address are left out.
-    if len({member.status.network for member in members}) == 1:
-        return members
-    local = next((member for member in training if member.is_local), None)
-    if local is not None:
-        return [member for member in members if member.status.network == local.status.network]
-    return [member for member in members if not member.is_local]
-
-
-def _run_of(members: Sequence[Member]) -> str:
-    # The run that most nodes train continues, even if another run has more rounds. If no node trains yet, it is the run
-    # that most nodes name.
-    runs = {member.status.run for member in members} - {""}
-
-    def votes(run: str) -> tuple[int, int, int, str]:
-        statuses = [member.status for member in members if member.status.run == run]
-        return sum(status.trains for status in statuses), len(statuses), max(status.number for status in statuses), run
-
-    return max(runs, key=votes, default="")
-
-
-def _after(quorum: Quorum) -> str:
-    # With ``tries``, so that every attempt has a different token, and rows of two attempts cannot mix.
-    attempt = repr((quorum.token, [(member.name, member.status.tries) for member in quorum.contributors]))
-    return hashlib.sha1(attempt.encode()).hexdigest()[:16]
 
 
 def _tag(token: str) -> Tensor:

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol, Sizes
+from lightning_sparse.elastic.quorum import Sizes
+from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.wire import nonfinite_of
 from lightning_sparse.messages import log

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +25,16 @@ from lightning_sparse._version import __version__
 from lightning_sparse.agree import fingerprint
 from lightning_sparse.elastic.device_state import DeviceReceiver, OtherParameters, snapshot_of
 from lightning_sparse.elastic.lighthouse import Lighthouse
-from lightning_sparse.elastic.rounds import Layout, Outcome, Round, RoundProtocol, from_first
+from lightning_sparse.elastic.observer import WATCH_SECONDS, RoundObserver
+from lightning_sparse.elastic.rounds import Layout, Round, RoundProtocol, from_first
 from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.elastic.state import ElasticUpdateState, OptimizerRounds, sizes_of
+from lightning_sparse.elastic.wait import UNANSWERED, Wait
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.lanes import FifoLanes
-from lightning_sparse.messages import SLOW_AFTER, log
+from lightning_sparse.messages import log
 from lightning_sparse.sharding import local_of, parameters_of, trainable_params
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.config import UpdatesConfig
@@ -43,15 +44,10 @@ from lightning_sparse.updates.optimizer_state import to_python
 from lightning_sparse.updates.slices import Slices
 from lightning_sparse.updates.state import UpdateState
 
-WATCH_SECONDS = 0.05
 CHANGE_TIMEOUTS = 10
 """Timeouts that a node with added or unfrozen parameters waits for the same change of other nodes."""
-UNANSWERED = "the lighthouse sends no list of nodes. If it has ended, start it again at the same address"
-UNREACHED_TIMEOUTS, LONGEST_WAIT_SECONDS = 4, 1800.0  # limits for a joining node
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Supported dtypes of parameters."""
-WATCHED_BYTES = 1 << 30
-"""Limit of the messages that an observing node stores. Beyond it, the node has missed rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +236,7 @@ class ElasticUpdates(LocalUpdates):
         cause = f"the same change is missing on {self.peers.awaited}" if self.peers.awaited else "no round has begun"
         if self.peers.unanswered:
             cause = UNANSWERED
-        wait.tell("train its new parameters", cause)
+        wait.warn("train its new parameters", cause)
         return self.peers.changed
 
     def _adopt(self, trained: list[dict[str, Any]]) -> None:
@@ -619,110 +615,6 @@ class DownloadReport(NamedTuple):
     version: tuple[Any, ...] | None = None  # of a complete snapshot
     error: str = ""  # message of a failed download
     trained: list[dict[str, Any]] | None = None  # parameters of a peer that trains other parameters
-
-
-class Wait:
-    """Limits and logs a wait for other nodes."""
-
-    def __init__(self) -> None:
-        self._began = self._said = time.monotonic()
-
-    def check(self, download: Download[Any] | None, timeout: float, unanswered: bool) -> None:
-        """Log the wait of a joining node.
-
-        Raises:
-            RuntimeError: if the wait has taken too long.
-        """
-        now = time.monotonic()
-        cause = UNANSWERED if unanswered else "no node offers its weights"
-        if download is not None:
-            cause = f"the node at {download.address} sends no weights ({download.problem})"
-        unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)
-        since = max(self._began, 0.0 if download is None else download.advanced)
-        if unreached or now - since > LONGEST_WAIT_SECONDS:
-            raise RuntimeError(
-                f"this node could not join the others within {now - self._began:.0f} s: {cause}. Make sure that nodes "
-                f"reach each other on all ports, then start this node again."
-            )
-        self.tell("join the other nodes", cause)
-
-    def tell(self, aim: str, cause: str) -> None:
-        """Log the wait every 10 s."""
-        now = time.monotonic()
-        if now - self._said > SLOW_AFTER.total_seconds():
-            self._said = now
-            log.warning("this node has waited %.0f s to %s: %s", now - self._began, aim, cause)
-
-
-class RoundObserver:
-    """Observes rounds in a thread, so that other nodes do not wait for this node."""
-
-    def __init__(self, rounds: RoundProtocol) -> None:
-        self._peers = rounds
-        self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
-        self._error: BaseException | None = None
-        self._seen = Outcome()
-        self._begun = self._ended = 0  # number of rounds
-
-    @property
-    def running(self) -> bool:
-        return self._thread is not None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the thread has ended by itself."""
-        return self._thread is not None and not self._thread.is_alive()
-
-    def start(self) -> None:
-        if self._thread is None:
-            self._stopped.clear()
-            self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._stopped.set()
-            self._thread.join()
-            self._thread = None
-
-    def wait_for_a_round(self) -> None:
-        """Wait for the end of a round that begins from now on, unless the thread ends."""
-        last = self._begun
-        while self._ended <= last and self._thread is not None and self._thread.is_alive():
-            time.sleep(WATCH_SECONDS)
-
-    def check(self) -> None:
-        """Raise the error that ended the thread, if any."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def drain(self) -> Outcome:
-        seen, self._seen = self._seen, Outcome()
-        return seen
-
-    def _goes_on(self, kept: int) -> bool:
-        # After a change of the parameters, this node must follow first. Stored messages are limited.
-        return not (self._stopped.is_set() or self._peers.changed or kept >= WATCHED_BYTES)
-
-    def _run(self) -> None:
-        stored_bytes = 0
-        try:
-            # The first device decides for all, because the devices stop at different times.
-            while self._peers.first_device_wants(self._goes_on(stored_bytes)):
-                self._begun += 1
-                with torch.no_grad():
-                    outcome = self._peers.round()
-                self._ended += 1
-                stored_bytes += sum(
-                    tensor.nbytes for round_ in outcome.rounds for tensor in (round_.messages_MB, *round_.dense)
-                )
-                self._seen.rounds += outcome.rounds
-                self._seen.returned += outcome.returned
-                self._seen.requests_for_me += outcome.requests_for_me
-        except BaseException as error:
-            self._error = error
 
 
 def _own_group(topology: Topology) -> Group:

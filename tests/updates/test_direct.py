@@ -20,9 +20,10 @@ pytest.importorskip("torchft", reason="needs torchft")
 from lightning_sparse.elastic import updates as elastic
 from lightning_sparse.elastic.direct import is_loopback, own_address
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _store_on, read_quorum
-from lightning_sparse.elastic.rounds import _process_group, quorum_of
+from lightning_sparse.elastic.quorum import quorum_of
+from lightning_sparse.elastic.rounds import _process_group
 from lightning_sparse.elastic.snapshots import Download, Entry, Receiver, Snapshot, SnapshotServer
-from lightning_sparse.elastic.updates import Wait
+from lightning_sparse.elastic.wait import Wait
 
 WEIGHTS, BIAS = torch.arange(30_011, dtype=torch.float32), torch.arange(7, dtype=torch.bfloat16)
 TENSORS = [("weights", WEIGHTS), ("empty", torch.empty(0)), ("bias", BIAS)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse.elastic.lighthouse import Member, NodeStatus
-from lightning_sparse.elastic.rounds import Sizes, quorum_of
+from lightning_sparse.elastic.quorum import Sizes, quorum_of
 from lightning_sparse.updates.agreement import UpdateCorrelation
 
 SHAPES = {"ResNet-50": 25_557_032, "ViT-B/16": 86_567_656, "BERT-base": 109_482_240, "odd": 3_000_001}

@@ -15,19 +15,12 @@ from torch import Tensor
 
 from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
-from lightning_sparse.elastic.rounds import (
-    IDLE_SECONDS,
-    Layout,
-    Outcome,
-    Round,
-    RoundProtocol,
-    Sizes,
-    _refusal,
-    quorum_of,
-)
+from lightning_sparse.elastic.observer import RoundObserver
+from lightning_sparse.elastic.quorum import Sizes, quorum_of
+from lightning_sparse.elastic.rounds import IDLE_SECONDS, Layout, Outcome, Round, RoundProtocol, _refusal
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
 from lightning_sparse.elastic.state import ElasticUpdateState
-from lightning_sparse.elastic.updates import ElasticConfig, RoundObserver
+from lightning_sparse.elastic.updates import ElasticConfig
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.paths import Sparse, TensorSpec
 from lightning_sparse.kernels import compress

@@ -1,0 +1,85 @@
+"""A thread that observes rounds, so that other nodes do not wait for this node."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from lightning_sparse.elastic.rounds import Outcome, RoundProtocol
+
+WATCH_SECONDS = 0.05
+WATCHED_BYTES = 1 << 30
+"""Limit of the messages that an observing node stores. Beyond it, the node has missed rounds."""
+
+
+class RoundObserver:
+    """Observes rounds in a thread, so that other nodes do not wait for this node."""
+
+    def __init__(self, rounds: RoundProtocol) -> None:
+        self._peers = rounds
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._seen = Outcome()
+        self._begun = self._ended = 0  # number of rounds
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended by itself."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="lightning_sparse", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join()
+            self._thread = None
+
+    def wait_for_a_round(self) -> None:
+        """Wait for the end of a round that begins from now on, unless the thread ends."""
+        last = self._begun
+        while self._ended <= last and self._thread is not None and self._thread.is_alive():
+            time.sleep(WATCH_SECONDS)
+
+    def check(self) -> None:
+        """Raise the error that ended the thread, if any."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def drain(self) -> Outcome:
+        seen, self._seen = self._seen, Outcome()
+        return seen
+
+    def _goes_on(self, kept: int) -> bool:
+        # After a change of the parameters, this node must follow first. Stored messages are limited.
+        return not (self._stopped.is_set() or self._peers.changed or kept >= WATCHED_BYTES)
+
+    def _run(self) -> None:
+        stored_bytes = 0
+        try:
+            # The first device decides for all, because the devices stop at different times.
+            while self._peers.first_device_wants(self._goes_on(stored_bytes)):
+                self._begun += 1
+                with torch.no_grad():
+                    outcome = self._peers.round()
+                self._ended += 1
+                stored_bytes += sum(
+                    tensor.nbytes for round_ in outcome.rounds for tensor in (round_.messages_MB, *round_.dense)
+                )
+                self._seen.rounds += outcome.rounds
+                self._seen.returned += outcome.returned
+                self._seen.requests_for_me += outcome.requests_for_me
+        except BaseException as error:
+            self._error = error
