@@ -44,6 +44,8 @@ from lightning_sparse.messages import log
 
 REMEMBERED, LEDGER = 4096, 8  # number of tokens, and of rounds
 IDLE_SECONDS = 0.1  # between quorums without a round
+FAILURES = 10
+"""Number of failed rounds in a row after which a node logs the error. A node that dies makes a few rounds fail."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class RoundProtocol:
         self.history: deque[str] = deque(maxlen=REMEMBERED)  # tokens of the last rounds
         self.stats, self.first = RoundStats(), True  # first: of the nodes that missed no round
         self.assigner = SampleAssigner(self.name)
-        self._tries = self._broken = 0
+        self._tries = self._broken = self._failed = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)  # sent in rounds that may have to be reconciled
         self._names: tuple[str, ...] = ()
@@ -243,6 +245,7 @@ class RoundProtocol:
         # Phase 2: all nodes confirm phase 1. If this node misses a confirmation, others may have counted the round, and
         # the token of the next quorum tells.
         if self._all_are_prepared(_tag(token)):
+            self._failed = 0
             self._count(round_, sent, outcome)
         else:
             self._unsettled = round_, sent
@@ -359,6 +362,7 @@ class RoundProtocol:
         # The result is None unless all devices of this node have all messages and dense updates.
         sparse = [member for member in quorum.contributors if not member.status.flushes]
         row_B = quorum.row_of(sent, self._sizes_in(quorum))
+        cause = "no error on this device"
         try:
             group = self._group_for(quorum.members)
             # Every node makes these collectives in this order: one all-gather, then a broadcast per node that flushes.
@@ -367,11 +371,11 @@ class RoundProtocol:
                 self._dense(member, sent, quorum, group) for member in quorum.contributors if member.status.flushes
             )
         except RuntimeError as error:
-            whole = False
-            log.debug("round %d failed before this node had its messages: %s", quorum.number + 1, error)
+            whole, cause = False, " ".join(str(error).split())
         # A node is prepared only if all of its devices are. Otherwise it closes its connections, so that no node waits.
         if not self._all_devices(whole):
             self._abort_group()
+            self._log_failure(cause, quorum)
             return None
         places = [place for place, member in enumerate(quorum.members) if member in sparse]
         return rows_PB[places, len(tag) :], dense
@@ -389,6 +393,19 @@ class RoundProtocol:
     def _sizes_in(self, quorum: Quorum) -> Sizes:
         # The sizes of the training nodes: a row of another length would make Gloo end the receiver's process.
         return Sizes(*quorum.sizes[self._devices.place]) if quorum.sizes else self.sizes
+
+    def _log_failure(self, cause: str, quorum: Quorum) -> None:
+        log.debug("round %d failed before this node had its messages: %s", quorum.number + 1, cause)
+        self._failed += 1
+        if self._failed == FAILURES and self._devices.place == 0:
+            others = _shown(member.name for member in quorum.members if member.name != self.name)
+            log.warning(
+                "%d rounds in a row with %s have failed (%s). This node trains alone until a round succeeds. Make sure "
+                "that nodes reach each other on all ports, all by IPv4 or all by IPv6",
+                FAILURES,
+                others,
+                cause,
+            )
 
     def _all_are_prepared(self, tag: Tensor) -> bool:
         try:

@@ -502,9 +502,9 @@ class ElasticUpdates(LocalUpdates):
     def _leave_out(self) -> None:
         self.log_once(
             "updates of this node are not finite (NaN or infinity). This node drops all of its pending updates, resets "
-            "optimizer state that is not finite, and continues from the global weights. The other nodes are not "
-            "affected. If this happens often (metric comm/rounds_left_out), lower the learning rate, or check for "
-            "faulty memory.",
+            "optimizer state and batch norm statistics that are not finite, and continues from the global weights. The "
+            "other nodes are not affected. If this happens often (metric comm/rounds_left_out), lower the learning "
+            "rate, or check for faulty memory.",
             logging.WARNING,
         )
         self._rounds.drop()
@@ -515,7 +515,15 @@ class ElasticUpdates(LocalUpdates):
             if not all(bool(tensor.isfinite().all()) for tensor in tensors):
                 for tensor in tensors:
                     tensor.zero_()
+        self._reset_statistics()
         self._gather_models()
+
+    def _reset_statistics(self) -> None:
+        # Of batch norm layers. They would stay NaN, because each step adds to them.
+        for module in self.module.modules():
+            reset = getattr(module, "reset_running_stats", None)
+            if reset is not None and not all(bool(b.isfinite().all()) for b in module.buffers(recurse=False)):
+                reset()
 
     def _load_snapshot(self, pending: Sequence[Tensor] | None) -> bool:
         while True:

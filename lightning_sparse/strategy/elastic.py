@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_sparse.elastic.sampling import sampler_of
@@ -139,12 +140,22 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         self._joined_groups = ()
         if updates.progress is not None:
             self._joined_groups = [optimizer.param_groups for optimizer in optimizers]
-            checkpoint = {**updates.progress, "optimizer_states": []}  # the engine has loaded the optimizer
+            self._restore_progress(updates.progress)
             updates.progress = None
-            connector = self.lightning_module.trainer._checkpoint_connector
-            connector._loaded_checkpoint = checkpoint  # Lightning restores the rest, as from a file
-            connector.restore_callbacks()
+            for local_optimizer in updates.optimizers:
+                local_optimizer.undo_changes()  # such as an averaging callback's, which loads weights, too
         return updates
+
+    def _restore_progress(self, progress: Mapping[str, Any]) -> None:
+        # As from a file. The engine has loaded the weights and the optimizer, and Lightning restores the rest later.
+        module = self.lightning_module
+        weights = {**module.state_dict(), **progress["state_dict"]}
+        connector = module.trainer._checkpoint_connector
+        connector._loaded_checkpoint = {**progress, "state_dict": weights, "optimizer_states": []}
+        connector.restore_datamodule()
+        module.on_load_checkpoint(connector._loaded_checkpoint)
+        connector.restore_callbacks()
+        del connector._loaded_checkpoint["state_dict"]  # it would keep the memory of replaced tensors
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
@@ -182,8 +193,12 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         trainer = self.lightning_module.trainer
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         # Joining nodes load weights and the optimizer from the engine. Hyperparameters may have unsafe types.
-        left_out = ("state_dict", "optimizer_states", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
-        return {name: value for name, value in checkpoint.items() if name not in left_out}
+        left_out = ("optimizer_states", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
+        progress = {name: value for name, value in checkpoint.items() if name not in left_out}
+        with self.engine.global_weights():
+            own = self.lightning_module.state_dict()
+            progress["state_dict"] = _replaced(checkpoint["state_dict"], own)
+        return progress
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -219,6 +234,19 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._is_checkpoint_writer:
             super().remove_checkpoint(filepath)
+
+
+def _replaced(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors that a hook has put into a checkpoint in place of the weights, such as averages."""
+    return {
+        name: value
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and not isinstance(own.get(name), DTensor) and not _is_same(value, own.get(name))
+    }
+
+
+def _is_same(value: Tensor, own: Any) -> bool:
+    return isinstance(own, Tensor) and value.dtype == own.dtype and torch.equal(value, own.to(value.device))
 
 
 def _pass_over_epoch(loop: Any) -> None:

@@ -259,6 +259,78 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         trainer.fit(toy, loader, DataLoader(data, batch_size=SAMPLES), ckpt_path=resume)
 
 
+class Counting(Toy):
+    """Saves the number of its batches. The inputs of one batch are NaN."""
+
+    batches, breaks_at = 0, -1
+
+    def predict(self, x: Tensor) -> Tensor:
+        return super().predict(x * float("nan") if self.batches == self.breaks_at else x)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+        finite = all(bool(each.isfinite().all()) for each in self.state_dict().values())
+        print(json.dumps({"batches": self.batches, "finite": finite}), flush=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["batches"] = self.batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.batches = checkpoint["batches"]
+        assert checkpoint["state_dict"].keys() == self.state_dict().keys()
+
+
+class CountingData(pl.LightningDataModule):
+    """Saves the number of its saves."""
+
+    saves = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(), batch_size=BATCH, shuffle=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.saves += 1
+        return {"saves": self.saves}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saves = state["saves"]
+
+
+class Averages(pl.callbacks.EMAWeightAveraging):
+    """Reports its averages when it saves them, and when a fit begins."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._report("begun", trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        self._report("saved", trainer, pl_module)
+
+    def _report(self, event: str, trainer: Any, module: Counting) -> None:
+        sums = [float(each.double().sum()) for each in self._average_model.module.parameters()]  # type: ignore[union-attr]
+        print(json.dumps({event: [module.batches, trainer.datamodule.saves, sums]}), flush=True)
+
+
+def train_with_states(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """Run a node whose module, data and callback have states that Lightning saves."""
+    setup(options)
+    module = Counting(None, None)
+    module.breaks_at = options.pop("breaks_at", -1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Report(), CommStatsCallback(), Averages()],
+        strategy=new_strategy(pytorch_lightning, name, lighthouse, options),
+    )
+    trainer.fit(module, datamodule=CountingData())
+
+
 # -- Fabric ------------------------------------------------------------------------------------------------------------
 
 

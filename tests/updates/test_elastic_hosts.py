@@ -35,7 +35,7 @@ from lightning_sparse.strategy.elastic import ELASTIC_KEY
 from tests.helpers.nodes import Main, Nodes, nodes_of
 from tests.helpers.ports import free_port
 from tests.helpers.streams import signaled_in_write
-from tests.updates.elastic_hosts import BATCH, SAMPLES, loop, train, two_runs
+from tests.updates.elastic_hosts import BATCH, SAMPLES, loop, train, train_with_states, two_runs
 from tests.updates.test_elastic import end, of, tokens_of
 
 HOSTS = {"Trainer": train, "Fabric": loop}
@@ -230,6 +230,30 @@ def test_node_that_joins_keeps_the_weights_of_its_peers_whatever_its_hooks_set(n
     assert both["mean"] < 2.0
     assert "dropped the change because" in nodes.output("b")
     end(nodes, "ab")
+
+
+@pytest.mark.slow
+def test_node_that_joins_restores_the_states_of_module_data_and_averages(nodes: Nodes) -> None:
+    nodes.start("a", train_with_states, **OPTIONS)
+    nodes.wait_for("a", lambda report: report.get("step", 0) > 20)
+    nodes.start("b", train_with_states, **OPTIONS)
+    nodes.wait_for("b", of(2))
+    saved = [each["saved"] for each in nodes.reports("a") if "saved" in each]
+    (begun,) = [each["begun"] for each in nodes.reports("b") if "begun" in each]
+    assert begun[0] > 20
+    assert begun in saved
+    assert "WARNING" not in nodes.output("b")  # the callback has loaded weights, too, which is no change
+    end(nodes, "ab")
+
+
+@pytest.mark.slow
+def test_batch_of_nan_leaves_weights_and_batch_norm_statistics_finite(nodes: Nodes) -> None:
+    nodes.start("a", train_with_states, breaks_at=10, **OPTIONS)
+    nodes.wait_for("a", lambda report: report.get("batches", 0) > 20)
+    finite = {each["batches"]: each["finite"] for each in nodes.reports("a") if "batches" in each}
+    assert not finite[11], "this batch was NaN"
+    assert finite[20]
+    end(nodes, "a")
 
 
 def start_node(nodes: Nodes, name: str, folder: Path, entry: Main | None = None, **options: Any) -> None:

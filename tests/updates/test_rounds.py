@@ -1,11 +1,14 @@
 """Elastic nodes draw equal conclusions from the statuses of all nodes, and share samples."""
 
 import random
+import re
 import time
 from collections import Counter, deque
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +20,16 @@ from lightning_sparse.elastic import ElasticSampler
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
 from lightning_sparse.elastic.observer import RoundObserver
 from lightning_sparse.elastic.quorum import Sizes, quorum_of
-from lightning_sparse.elastic.rounds import IDLE_SECONDS, Layout, Outcome, Round, RoundProtocol, _refusal
+from lightning_sparse.elastic.rounds import (
+    FAILURES,
+    IDLE_SECONDS,
+    Layout,
+    Outcome,
+    Payload,
+    Round,
+    RoundProtocol,
+    _refusal,
+)
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
 from lightning_sparse.elastic.state import ElasticUpdateState
 from lightning_sparse.elastic.updates import ElasticConfig
@@ -232,6 +244,25 @@ def test_node_that_observes_pauses_while_the_lighthouse_does_not_answer(rounds: 
     asked = rounds._lighthouse.heard  # type: ignore[union-attr]
     assert rounds.unanswered
     assert 1 <= len(asked) <= 1 + (time.monotonic() - began) / IDLE_SECONDS
+
+
+class Pair(Silent):
+    """A lighthouse that knows another node with the same weights."""
+
+    def quorum(self, status: NodeStatus) -> list[Member]:  # type: ignore[override]
+        return [Member("a:1", "", status), Member("b:1", "", replace(status, observes=False))]
+
+
+def test_rounds_that_always_fail_are_logged_once_with_their_cause(
+    rounds: RoundProtocol, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rounds, "_lighthouse", Pair())
+    monkeypatch.setattr(rounds, "_group_for", Mock(side_effect=RuntimeError("address family\n mismatch")))
+    for failed in range(3 * FAILURES):
+        assert bool(caplog.messages) == (failed >= FAILURES)
+        rounds.round(Payload(message(1)))
+    (line,) = caplog.messages
+    assert re.match(r"10 rounds in a row with b have failed .address family mismatch.\. .* trains alone", line)
 
 
 class Alone(Silent):
