@@ -129,8 +129,8 @@ class Lighthouse:
             if self._is_answered:
                 log.warning(
                     "the lighthouse at %s sent no list of nodes (%s): this node continues alone until it does. If the "
-                    "lighthouse has ended, start it again at the same address. If it runs, another node hangs: the "
-                    "others go on together if they are a majority, and if --join_timeout_ms is below %.0f",
+                    "lighthouse has ended, start it again at the same address. If it still runs, another node may "
+                    "hang. The others then continue if they are a majority and --join_timeout_ms is below %.0f",
                     self.address,
                     error,
                     1000 * self._timeout.total_seconds(),

@@ -400,8 +400,8 @@ class RoundProtocol:
         if self._failed == FAILURES and self._devices.place == 0:
             others = _shown(member.name for member in quorum.members if member.name != self.name)
             log.warning(
-                "%d rounds in a row with %s have failed (%s). This node trains alone until a round succeeds. Make sure "
-                "that nodes reach each other on all ports, all by IPv4 or all by IPv6",
+                "%d rounds in a row with %s have failed (%s). Nodes exchange nothing until a round succeeds. Make sure "
+                "that they reach each other on all ports, all by IPv4 or all by IPv6",
                 FAILURES,
                 others,
                 cause,

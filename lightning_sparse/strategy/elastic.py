@@ -17,7 +17,7 @@ from lightning_sparse.elastic.snapshots import is_safe
 from lightning_sparse.elastic.updates import ElasticUpdates, Version
 from lightning_sparse.messages import log
 from lightning_sparse.sharding import parameters_of
-from lightning_sparse.strategy.adapter import Adapter, Host
+from lightning_sparse.strategy.adapter import Adapter, Host, clone_state_dict
 from lightning_sparse.strategy.fabric import has_optimizer
 from lightning_sparse.strategy.local import MSTopKLocalFabricMixin, MSTopKLocalMixin
 from lightning_sparse.strategy.options import (
@@ -140,7 +140,11 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         self._joined_groups = ()
         if updates.progress is not None:
             self._joined_groups = [optimizer.param_groups for optimizer in optimizers]
-            self._restore_progress(updates.progress)
+            try:
+                self._restore_progress(updates.progress)
+            except BaseException:
+                updates.close()
+                raise
             updates.progress = None
             for local_optimizer in updates.optimizers:
                 local_optimizer.undo_changes()  # such as an averaging callback's, which loads weights, too
@@ -149,13 +153,16 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
     def _restore_progress(self, progress: Mapping[str, Any]) -> None:
         # As from a file. The engine has loaded the weights and the optimizer, and Lightning restores the rest later.
         module = self.lightning_module
-        weights = {**module.state_dict(), **progress["state_dict"]}
+        weights = {**clone_state_dict(module.state_dict()), **progress["state_dict"]}
+        parts = [part for part in (module, module.trainer.datamodule) if part is not None]
+        hyperparameters = {part.CHECKPOINT_HYPER_PARAMS_KEY: dict(part.hparams) for part in parts if part.hparams}
         connector = module.trainer._checkpoint_connector
-        connector._loaded_checkpoint = {**progress, "state_dict": weights, "optimizer_states": []}
+        checkpoint = {**progress, **hyperparameters, "state_dict": weights, "optimizer_states": []}
+        connector._loaded_checkpoint = checkpoint
         connector.restore_datamodule()
-        module.on_load_checkpoint(connector._loaded_checkpoint)
+        module.on_load_checkpoint(checkpoint)
         connector.restore_callbacks()
-        del connector._loaded_checkpoint["state_dict"]  # it would keep the memory of replaced tensors
+        checkpoint.pop("state_dict", None)  # the Trainer keeps the checkpoint until the fit begins
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
@@ -197,7 +204,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         progress = {name: value for name, value in checkpoint.items() if name not in left_out}
         with self.engine.global_weights():
             own = self.lightning_module.state_dict()
-            progress["state_dict"] = _replaced(checkpoint["state_dict"], own)
+            progress["state_dict"] = _replaced(checkpoint.get("state_dict", {}), own)
         return progress
 
     def on_exception(self, exception: BaseException) -> None:
@@ -238,11 +245,15 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
 
 def _replaced(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors that a hook has put into a checkpoint in place of the weights, such as averages."""
-    return {
-        name: value
-        for name, value in saved.items()
-        if isinstance(value, Tensor) and not isinstance(own.get(name), DTensor) and not _is_same(value, own.get(name))
-    }
+    # For FSDP2, torch removes the names of compiled modules. Averages of sharded weights are not supported.
+    own = {name.replace("_orig_mod.", ""): value for name, value in own.items()}
+    sent = {}
+    for name, value in saved.items():
+        replaces = own.get(name.replace("_orig_mod.", ""))
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not isinstance(replaces, DTensor)
+        if is_whole and not _is_same(value, replaces):
+            sent[name] = value
+    return sent
 
 
 def _is_same(value: Tensor, own: Any) -> bool:

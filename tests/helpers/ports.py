@@ -10,8 +10,8 @@ PORTS = range(10000, 20000)
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a random TCP port that nothing uses."""
-    while True:
-        port = random.SystemRandom().choice(PORTS)  # tests set the seed of ``random``
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):  # tests set the seed of ``random``
         with socket.socket() as probe, suppress(OSError):
             probe.bind((host, port))
             return port
+    raise RuntimeError(f"no free port in {PORTS} at {host}")

@@ -264,6 +264,10 @@ class Counting(Toy):
 
     batches, breaks_at = 0, -1
 
+    def __init__(self, release: str | None, begins_with: float | None, frozen: bool = False) -> None:
+        super().__init__(release, begins_with, frozen)
+        self.save_hyperparameters()
+
     def predict(self, x: Tensor) -> Tensor:
         return super().predict(x * float("nan") if self.batches == self.breaks_at else x)
 
@@ -277,6 +281,7 @@ class Counting(Toy):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.batches = checkpoint["batches"]
+        assert checkpoint["hyper_parameters"] == {"release": None, "begins_with": None, "frozen": False}
         assert checkpoint["state_dict"].keys() == self.state_dict().keys()
 
 

@@ -262,7 +262,7 @@ def test_rounds_that_always_fail_are_logged_once_with_their_cause(
         assert bool(caplog.messages) == (failed >= FAILURES)
         rounds.round(Payload(message(1)))
     (line,) = caplog.messages
-    assert re.match(r"10 rounds in a row with b have failed .address family mismatch.\. .* trains alone", line)
+    assert re.match(r"10 rounds in a row with b have failed .address family mismatch.\. .* exchange nothing", line)
 
 
 class Alone(Silent):

@@ -79,12 +79,14 @@ def load_or_list(config: CacheConfig, split: str, *, relist: bool = False) -> Ma
         cached = None if relist else cached_manifest(config, split)
         if cached is not None and not _has_changed(config, cached):
             return cached
-        fixed = is_read_only(file.parent)
+        fixed = not relist and is_read_only(file.parent)
         if cached is not None and fixed and not (config.lists or cached.list_digest):
             log.warning("using the list of %s/ in %s, which cannot be written", split, file.parent)
             return cached
         manifest = list_source(config, split)
-        if not fixed:
+        if fixed:
+            log.warning("%s cannot be written: each run lists %s/ again", file.parent, split)
+        else:
             write_private(file, manifest.to_bytes())
         return manifest
 
