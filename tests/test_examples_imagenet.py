@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_sparse.lab.cluster import free_port
 from tests.helpers.installed import with_metadata
-from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "imagenet_resnet50.py"

@@ -104,7 +104,9 @@ class Lighthouse:
         self._timeout = timedelta(seconds=timeout)
         self._asks_again, self._is_answered = 0.0, True
         self._left = threading.Event()
-        self._thread = threading.Thread(target=_heartbeat, args=(beats, self.name, self._left), daemon=True)
+        self._thread = threading.Thread(
+            target=_heartbeat, args=(beats, self.name, self._left), name="lightning_sparse", daemon=True
+        )
         self._thread.start()
 
     def quorum(self, status: NodeStatus) -> list[Member] | None:

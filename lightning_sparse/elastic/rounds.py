@@ -31,12 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus
-from lightning_sparse.elastic.quorum import (
-    Quorum,
-    Sizes,
-    describe_layout,
-    quorum_of,
-)
+from lightning_sparse.elastic.quorum import Quorum, Sizes, describe_layout, quorum_of
 from lightning_sparse.elastic.sampling import SampleAssigner
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.internals import gloo_group

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -512,18 +512,15 @@ class ElasticUpdates(LocalUpdates):
         optimizers = [local_optimizer.optimizer for local_optimizer in self.optimizers]
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):
             tensors = [tensor for tensor in state.values() if isinstance(tensor, Tensor)]
-            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            if not _are_finite(tensors):
                 for tensor in tensors:
                     tensor.zero_()
-        self._reset_statistics()
-        self._gather_models()
-
-    def _reset_statistics(self) -> None:
-        # Of batch norm layers. They would stay NaN, because each step adds to them.
+        # The running statistics of batch norm layers would stay NaN, because each forward pass adds to them.
         for module in self.module.modules():
             reset = getattr(module, "reset_running_stats", None)
-            if reset is not None and not all(bool(b.isfinite().all()) for b in module.buffers(recurse=False)):
+            if reset is not None and not _are_finite(module.buffers(recurse=False)):
                 reset()
+        self._gather_models()
 
     def _load_snapshot(self, pending: Sequence[Tensor] | None) -> bool:
         while True:
@@ -623,6 +620,10 @@ class DownloadReport(NamedTuple):
     version: tuple[Any, ...] | None = None  # of a complete snapshot
     error: str = ""  # message of a failed download
     trained: list[dict[str, Any]] | None = None  # parameters of a peer that trains other parameters
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _own_group(topology: Topology) -> Group:

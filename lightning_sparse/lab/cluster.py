@@ -264,7 +264,7 @@ class Cluster:
         if command[0].endswith(".py"):
             command = [sys.executable, *command]
         plan = self._plan_gpus(env)
-        port = MASTER_PORT if self._network else _free_port()
+        port = MASTER_PORT if self._network else free_port()
         master = network.node_address(0) if self._network else "127.0.0.1"
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         interface = network.INTERFACE if self._network else loopback
@@ -288,9 +288,10 @@ class Cluster:
         return commands
 
 
-def _free_port() -> int:
-    for port in random.sample(LOOPBACK_PORTS, len(LOOPBACK_PORTS)):
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a random TCP port that nothing uses, and that no program gets unless it asks for it."""
+    for port in random.SystemRandom().sample(LOOPBACK_PORTS, len(LOOPBACK_PORTS)):  # programs may seed ``random``
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
             return port
-    raise RuntimeError(f"no free port in {LOOPBACK_PORTS}")
+    raise RuntimeError(f"no free port in {LOOPBACK_PORTS} at {host}")

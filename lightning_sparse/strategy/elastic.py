@@ -99,9 +99,31 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         self._wrapped_methods = [*self._wrapped_methods, *replaced, (epoch, "_broadcast_sigterm_tensor")]
 
     def _after_join(self, trainer: Any) -> None:
+        updates = self.engines[-1]
+        self._joined_groups = ()
+        if updates.progress is not None:
+            self._joined_groups = [optimizer.param_groups for optimizer in self.optimizers]
+            self._restore_progress(trainer, updates.progress)
+            updates.progress = None
+            for local_optimizer in updates.optimizers:
+                local_optimizer.undo_changes()  # an averaging callback has loaded weights, too
         trainer.fit_loop._combined_loader = None  # configure_optimizers() may have made a loader too early
-        self.engines[-1].swap_in_global_weights()  # for hooks before the first batch
-        self.engines[-1].watch()
+        updates.swap_in_global_weights()  # for hooks before the first batch
+        updates.watch()
+
+    def _restore_progress(self, trainer: Any, progress: Mapping[str, Any]) -> None:
+        # As from a file. The engine has loaded the weights and the optimizer, and Lightning restores the rest later.
+        module = self.lightning_module
+        weights = {**clone_state_dict(module.state_dict()), **progress["state_dict"]}
+        parts = [part for part in (module, trainer.datamodule) if part is not None]
+        hyperparameters = {part.CHECKPOINT_HYPER_PARAMS_KEY: dict(part.hparams) for part in parts if part.hparams}
+        checkpoint = {**progress, **hyperparameters, "state_dict": weights, "optimizer_states": []}
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint
+        connector.restore_datamodule()
+        module.on_load_checkpoint(checkpoint)
+        connector.restore_callbacks()
+        checkpoint.pop("state_dict", None)  # the Trainer keeps the checkpoint until the fit begins
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Assign samples to the present nodes, if the loader supports it."""
@@ -134,35 +156,6 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         if source is not None:
             source.set_epoch(self.lightning_module.trainer.fit_loop.epoch_progress.current.processed)
         return source is not None
-
-    def _new_updates(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> ElasticUpdates:
-        updates = super()._new_updates(module, optimizers)
-        self._joined_groups = ()
-        if updates.progress is not None:
-            self._joined_groups = [optimizer.param_groups for optimizer in optimizers]
-            try:
-                self._restore_progress(updates.progress)
-            except BaseException:
-                updates.close()
-                raise
-            updates.progress = None
-            for local_optimizer in updates.optimizers:
-                local_optimizer.undo_changes()  # such as an averaging callback's, which loads weights, too
-        return updates
-
-    def _restore_progress(self, progress: Mapping[str, Any]) -> None:
-        # As from a file. The engine has loaded the weights and the optimizer, and Lightning restores the rest later.
-        module = self.lightning_module
-        weights = {**clone_state_dict(module.state_dict()), **progress["state_dict"]}
-        parts = [part for part in (module, module.trainer.datamodule) if part is not None]
-        hyperparameters = {part.CHECKPOINT_HYPER_PARAMS_KEY: dict(part.hparams) for part in parts if part.hparams}
-        connector = module.trainer._checkpoint_connector
-        checkpoint = {**progress, **hyperparameters, "state_dict": weights, "optimizer_states": []}
-        connector._loaded_checkpoint = checkpoint
-        connector.restore_datamodule()
-        module.on_load_checkpoint(checkpoint)
-        connector.restore_callbacks()
-        checkpoint.pop("state_dict", None)  # the Trainer keeps the checkpoint until the fit begins
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

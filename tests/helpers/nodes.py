@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_sparse.lab.cluster import free_port
 from tests.helpers import distributed
-from tests.helpers.ports import free_port
 
 # One server starts the processes of all tests, so it imports the modules of ranks too.
 PRELOAD = [*distributed.PRELOAD, "torchft.process_group", "torchft.coordination", "tests.helpers.nodes"]

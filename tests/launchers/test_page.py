@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.ports import free_port
+from lightning_sparse.lab.cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "launchers.md").read_text(encoding="utf-8")

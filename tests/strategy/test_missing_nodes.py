@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers.ports import free_port
+from lightning_sparse.lab.cluster import free_port
 
 PROGRAM = """
 import pytorch_lightning as pl

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -262,7 +263,7 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
 class Counting(Toy):
     """Saves the number of its batches. The inputs of one batch are NaN."""
 
-    batches, breaks_at = 0, -1
+    batches, breaks_at, refuses = 0, -1, False
 
     def __init__(self, release: str | None, begins_with: float | None, frozen: bool = False) -> None:
         super().__init__(release, begins_with, frozen)
@@ -280,6 +281,8 @@ class Counting(Toy):
         checkpoint["batches"] = self.batches
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.refuses:
+            raise ValueError("this state is not for me")
         self.batches = checkpoint["batches"]
         assert checkpoint["hyper_parameters"] == {"release": None, "begins_with": None, "frozen": False}
         assert checkpoint["state_dict"].keys() == self.state_dict().keys()
@@ -321,7 +324,7 @@ def train_with_states(name: str, lighthouse: str, options: dict[str, Any]) -> No
     """Run a node whose module, data and callback have states that Lightning saves."""
     setup(options)
     module = Counting(None, None)
-    module.breaks_at = options.pop("breaks_at", -1)
+    module.breaks_at, module.refuses = options.pop("breaks_at", -1), options.pop("refuses", False)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -333,7 +336,12 @@ def train_with_states(name: str, lighthouse: str, options: dict[str, Any]) -> No
         callbacks=[Report(), CommStatsCallback(), Averages()],
         strategy=new_strategy(pytorch_lightning, name, lighthouse, options),
     )
-    trainer.fit(module, datamodule=CountingData())
+    before = set(threading.enumerate())
+    try:
+        trainer.fit(module, datamodule=CountingData())
+    except ValueError as error:
+        left = [thread.name for thread in set(threading.enumerate()) - before]
+        print(json.dumps({"refused": str(error), "threads": left}), flush=True)
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from torchft.coordination import LighthouseClient
 
 from lightning_sparse.elastic.snapshots import Snapshot
 from lightning_sparse.fsdp import mesh_of, shard
+from lightning_sparse.lab.cluster import free_port
 from lightning_sparse.topology import discover
 from lightning_sparse.updates import LocalUpdates, UpdatesConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.nodes import Main, Nodes, nodes_of
-from tests.helpers.ports import free_port
 from tests.updates.elastic_node import loss_of, main, toy
 from tests.updates.test_elastic import check, of
 

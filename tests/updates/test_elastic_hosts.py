@@ -31,9 +31,9 @@ from lightning_sparse.elastic import ElasticSampler, lighthouse
 from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.flavours import lightning_fabric
 from lightning_sparse.flavours.pytorch_lightning import MSTopKElasticStrategy
+from lightning_sparse.lab.cluster import free_port
 from lightning_sparse.strategy.elastic import ELASTIC_KEY
 from tests.helpers.nodes import Main, Nodes, nodes_of
-from tests.helpers.ports import free_port
 from tests.helpers.streams import signaled_in_write
 from tests.updates.elastic_hosts import BATCH, SAMPLES, loop, train, train_with_states, two_runs
 from tests.updates.test_elastic import end, of, tokens_of
@@ -244,6 +244,19 @@ def test_node_that_joins_restores_the_states_of_module_data_and_averages(nodes: 
     assert begun in saved
     assert "WARNING" not in nodes.output("b")  # the callback has loaded weights, too, which is no change
     end(nodes, "ab")
+
+
+@pytest.mark.slow
+def test_hook_that_refuses_the_state_of_the_others_ends_the_node(nodes: Nodes) -> None:
+    """In a notebook, the process continues. It must send no more heartbeats, or the others would wait for it."""
+    nodes.start("a", train_with_states, **OPTIONS)
+    nodes.wait_for("a", lambda report: report.get("step", 0) > 5)
+    nodes.start("b", train_with_states, refuses=True, **OPTIONS)
+    nodes.join("b")
+    last = nodes.reports("b")[-1]
+    assert last["refused"] == "this state is not for me"
+    assert "lightning_sparse" not in last["threads"]
+    end(nodes, "a")
 
 
 @pytest.mark.slow
