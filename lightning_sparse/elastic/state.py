@@ -215,8 +215,9 @@ class OptimizerRounds:
                 return
         norm = torch.stack([torch.linalg.vector_norm(state.pending_S) for state in self.states]).norm().item()
         log.warning(
-            "%d attempts to send the pending updates of this node failed, so the other nodes do not have them (norm "
-            "%.3g): check the links between the nodes",
+            "%d attempts to send the pending updates of this node failed, so the global weights and checkpoints lack "
+            "them (norm %.3g). Check the lighthouse, min_nodes, and the links between the nodes. If sending all "
+            "parameters takes longer than the timeout, increase it.",
             TRIES_TO_FLUSH,
             norm,
         )
