@@ -611,9 +611,9 @@ def _refusal_of_change(change: str, where: str) -> str:
 def _refusal_of_place(local: Member) -> str:
     name, address = local.name.rpartition(":")[0], local.store.rpartition(":")[0]
     return (
-        f"other machines cannot reach node {name} at {address}, because its lighthouse address is a loopback address, "
-        f"or a host name that /etc/hosts maps to one on that machine. Start node {name} with an IP address of the "
-        f"lighthouse that other machines use, such as http://10.0.0.1:29510."
+        f"other machines cannot reach node {name} at {address}, because its lighthouse address resolves to a loopback "
+        f"address on that machine (see its /etc/hosts). Start node {name} with an IP address of the lighthouse, such "
+        f"as http://10.0.0.1:29510."
     )
 
 

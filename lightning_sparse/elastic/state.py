@@ -216,8 +216,8 @@ class OptimizerRounds:
         norm = torch.stack([torch.linalg.vector_norm(state.pending_S) for state in self.states]).norm().item()
         log.warning(
             "%d attempts to send the pending updates of this node failed, so the global weights and checkpoints lack "
-            "them (norm %.3g). Check the lighthouse, min_nodes, and the links between the nodes. If sending all "
-            "parameters takes longer than the timeout, increase it.",
+            "them (norm %.3g). Check the lighthouse and the links between the nodes. Increase timeout if sending "
+            "all parameters takes longer.",
             TRIES_TO_FLUSH,
             norm,
         )

@@ -140,6 +140,18 @@ def test_nodes_train_while_there_is_no_lighthouse(trio: Nodes) -> None:
     assert trio.output("a").count("sent no list of nodes") == trio.output("a").count("sends the list of nodes again")
 
 
+def test_node_that_ends_without_a_lighthouse_warns_that_its_weights_lack_updates(trio: Nodes) -> None:
+    trio.darken()
+    dark = trio.reports("c")[-1]["step"]
+    trio.wait_for("c", lambda report: report.get("step", 0) > dark + 10)
+    end(trio, "c")
+    trio.light()
+    last = trio.reports("c")[-1]
+    assert last["ends"] > dark
+    assert last["left"] > 1e-6
+    assert trio.output("c").count("so the global weights and checkpoints lack them") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

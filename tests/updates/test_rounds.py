@@ -282,6 +282,22 @@ def test_node_that_finds_no_weights_trains_its_own_and_asks_again() -> None:
     assert (rounds.token, rounds.wants) == ("a:1", asked)
 
 
+class BehindLoopback(Silent):
+    """A lighthouse on the node's own machine, where /etc/hosts maps its name to 127.0.1.1."""
+
+    def quorum(self, status: NodeStatus) -> list[Member]:  # type: ignore[override]
+        other = replace(status, token="1", number=1, trains=True, network="two")
+        return [Member(self.name, "127.0.1.1:1", status), Member("b:1", "10.0.0.2:1", other)]
+
+
+def test_node_that_others_cannot_reach_is_advised_to_use_an_ip_address(
+    rounds: RoundProtocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "_lighthouse", BehindLoopback())
+    with pytest.raises(ValueError, match=r"cannot reach node a at 127\.0\.1\.1, .*/etc/hosts.* an IP address"):
+        rounds.round()
+
+
 def test_unknown_fields_of_a_status_are_ignored() -> None:
     assert _status_of({"token": "t", "colour": "red"}) == NodeStatus(token="t")
     assert _status_of({"progress": {"end": 3, "colour": "red"}}) == NodeStatus(progress=SampleProgress(3))
