@@ -44,7 +44,7 @@ class NodeStatus:
     trains: bool = False  # it was in a quorum with weights of that run
     prepared: str = ""  # token of a round whose messages it has, without knowing whether the round counts
     tries: int = 0  # number of attempted rounds, so that no two have the same token
-    broken: int = 0  # number of failed groups, so that all nodes make a new group
+    group: str = ""  # name of its open group of nodes; empty for none
     observes: bool = True  # it receives, and sends nothing
     flushes: bool = False  # it sends all pending updates
     leaves: bool = False  # after this round

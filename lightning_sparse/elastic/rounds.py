@@ -142,8 +142,9 @@ class RoundProtocol:
         self._lighthouse, self._devices, self.facts = lighthouse, devices, dict(facts)
         self._min_nodes, self._timeout, self._servers = min_nodes, timeout, tuple(servers)
         self._process_group = _process_group(str(self._from_first(lambda: host)), timedelta(seconds=timeout))
+        # ``_group`` connects the nodes ``_connected``, in rank order, and has a unique name.
         self._group: Group | None = None
-        self._group_of: object = None
+        self._group_name, self._connected = "", tuple[str, ...]()
         self.name = str(self._from_first(lambda: lighthouse.name if lighthouse else ""))
         # The weights of this device once all outcomes so far are applied; whether the next round changes them.
         self.token, self.number, self.in_step = "", 0, False
@@ -156,7 +157,7 @@ class RoundProtocol:
         self.history: deque[str] = deque(maxlen=REMEMBERED)  # tokens of the last rounds
         self.stats, self.first = RoundStats(), True  # first: of the nodes that missed no round
         self.assigner = SampleAssigner(self.name)
-        self._tries = self._broken = self._failed = 0
+        self._tries = self._failed = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
         self._ledger: deque[Sent] = deque(maxlen=LEDGER)  # sent in rounds that may have to be reconciled
         self._names: tuple[str, ...] = ()
@@ -257,7 +258,7 @@ class RoundProtocol:
                 trains=self._trains,
                 prepared=self._unsettled[0].token if self._unsettled else "",
                 tries=self._tries,
-                broken=self._broken,
+                group=self._group_name,
                 observes=payload is None,
                 flushes=payload is not None and payload.is_dense,
                 leaves=is_last,
@@ -450,25 +451,28 @@ class RoundProtocol:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def _group_for(self, members: Sequence[Member]) -> Group | None:
-        # Reused until a node has seen the group fail: ``broken`` is part of the key, and of the store prefix.
-        key = [(member.name, member.status.broken) for member in members]
-        if key != self._group_of:
-            self._group, self._group_of = None, None
-            if len(members) > 1:
-                names = [member.name for member in members]
-                prefix = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
-                # Each device has its own group with its counterparts on the other nodes.
-                store = f"{members[0].store}/{prefix}/{self._devices.place}"
-                self._process_group.configure(store, self.name, names.index(self.name), len(names))
-                ranks = tuple(range(len(names)))
-                self._group = Group(ranks, names.index(self.name), self._process_group.parent)
-            self._group_of = key
+        names = tuple(member.name for member in members)
+        # Reused only if all of them have it open. Nodes that continued without one of them have made another group.
+        if names == self._connected and {member.status.group for member in members} == {self._group_name}:
+            return self._group
+        self._forget_group()
+        if len(members) == 1:
+            return None
+        tries = [(member.name, member.status.tries) for member in members]
+        name = hashlib.sha1(repr(tries).encode()).hexdigest()[:16]
+        # Each device has its own group with its counterparts on the other nodes.
+        store = f"{members[0].store}/{name}/{self._devices.place}"
+        self._process_group.configure(store, self.name, names.index(self.name), len(names))
+        self._group = Group(tuple(range(len(names))), names.index(self.name), self._process_group.parent)
+        self._group_name, self._connected = name, names
         return self._group
+
+    def _forget_group(self) -> None:
+        self._group, self._group_name, self._connected = None, "", ()
 
     def _abort_group(self) -> None:
         # Closes the connections, so that the other nodes notice at once.
-        self._broken += 1
-        self._group = self._group_of = None
+        self._forget_group()
         self._process_group.abort(errored=False)
 
     def _all_devices(self, condition: bool) -> bool:

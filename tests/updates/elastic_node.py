@@ -4,6 +4,7 @@ Options are options of `ElasticConfig`, and:
 
 steps           of the run
 pause           seconds between steps
+sleeps          a step and the seconds that the node sleeps after it
 seed            of the weights
 version         of the weights, as in a checkpoint
 width, numel    of the hidden layer, and of the model, which a parameter fills up
@@ -91,6 +92,7 @@ class Sent:
 def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     steps, pause, seed = options.pop("steps", 100_000), options.pop("pause", 0.02), options.pop("seed", 0)
     dtype = options.pop("dtype", "float32")
+    sleeps = dict([options.pop("sleeps", (0, 0.0))])
     data_seed, release = options.pop("data", None), options.pop("release", "")
     version, breaks_at = options.pop("version", None), options.pop("breaks_at", [])
     width, validate_every = options.pop("width", 64), options.pop("validate_every", 0)
@@ -170,7 +172,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
                 local_of(next(model.parameters())).data[0, 0] = float("nan")
             updates.step(optimizer)
         updates.serve(partial(dict, step=step))
-        time.sleep(pause)
+        time.sleep(sleeps.get(step, pause))
         report(step=step)
         if validate_every and step % validate_every == 0:
             with updates.global_weights():

@@ -301,6 +301,18 @@ def test_node_that_dies_in_a_flush_ends_no_other_node(nodes: Nodes) -> None:
     finish(nodes, "ac")
 
 
+def test_nodes_lose_no_round_when_a_slow_node_is_in_time_again(nodes: Nodes) -> None:
+    """The slow node still has its connections to all nodes, but the others have made new connections without it."""
+    for name in "abc":
+        nodes.start(name, timeout=10, density=0.1, **({"sleeps": (50, 7.0)} if name == "b" else {}))
+    begun = nodes.wait_for("b", of(3))["number"]
+    without = nodes.wait_for("a", of(2, begun))["number"]
+    nodes.wait_for("b", of(3, without))
+    finish(nodes, "abc")
+    for name in "abc":
+        assert nodes.reports(name)[-1]["rounds_lost"] == 0, nodes.output(name)[-3000:]
+
+
 @pytest.mark.parametrize("more", [{}, {"flush_every": 1}], ids=["", "flushes"])
 def test_node_waits_for_min_nodes_at_the_start_and_after_a_failed_request(nodes: Nodes, more: dict[str, Any]) -> None:
     """The lighthouse gives the remaining node no quorum until the heartbeat of the other node has expired."""

@@ -265,6 +265,46 @@ def test_rounds_that_always_fail_are_logged_once_with_their_cause(
     assert re.match(r"10 rounds in a row with b have failed .address family mismatch.\. .* exchange nothing", line)
 
 
+class Connecting(RoundProtocol):
+    """A node that counts its connections instead of making them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Silent(), Group((0,), 0), {}, min_nodes=1, timeout=1.0)
+        self.name = name
+        self._process_group = Mock()
+
+    def meet(self, members: list[Member]) -> str:
+        self._tries += 1
+        self._group_for(members)
+        return self._group_name
+
+    @property
+    def member(self) -> Member:
+        return Member(self.name, "here:1", NodeStatus(tries=self._tries, group=self._group_name))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sets(st.sampled_from("abcd"), min_size=1), st.sets(st.sampled_from("abcd"))), max_size=20))
+def test_nodes_of_a_quorum_make_the_same_new_connections_or_none(quorums: list[tuple[set[str], set[str]]]) -> None:
+    """In each quorum, some nodes may not hear of it. The round of the others then fails."""
+    pytest.importorskip("torchft", reason="needs torchft")
+    nodes, used = {name: Connecting(name) for name in "abcd"}, set[str]()
+    for present, deaf in quorums:
+        members = [nodes[name].member for name in sorted(present)]
+        heard = [nodes[name] for name in sorted(present - deaf)]
+        before = [node._process_group.configure.call_count for node in heard]
+        found = {node.meet(members) for node in heard}
+        made = {node._process_group.configure.call_count - n for node, n in zip(heard, before, strict=True)}
+        assert len(found) <= 1
+        assert len(made) <= 1
+        if made == {1}:
+            assert not found & used, "an old name leads to old addresses"
+        used |= found
+        if present & deaf:
+            for node in heard:
+                node._abort_group()
+
+
 class Alone(Silent):
     """A lighthouse that knows only the node itself."""
 
