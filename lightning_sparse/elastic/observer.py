@@ -11,7 +11,7 @@ from lightning_sparse.elastic.rounds import Outcome, RoundProtocol
 
 WATCH_SECONDS = 0.05
 WATCHED_BYTES = 1 << 30
-"""Limit of the messages that an observing node stores. Beyond it, the node has missed rounds."""
+"""Limit of the messages that an observing node stores. Beyond it, the node loads the weights of another node."""
 
 
 class RoundObserver:
@@ -28,11 +28,6 @@ class RoundObserver:
     @property
     def running(self) -> bool:
         return self._thread is not None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the thread has ended by itself."""
-        return self._thread is not None and not self._thread.is_alive()
 
     def start(self) -> None:
         if self._thread is None:
@@ -62,15 +57,17 @@ class RoundObserver:
         seen, self._seen = self._seen, Outcome()
         return seen
 
-    def _goes_on(self, kept: int) -> bool:
-        # After a change of the parameters, this node must follow first. Stored messages are limited.
-        return not (self._stopped.is_set() or self._peers.changed or kept >= WATCHED_BYTES)
+    def _drop_rounds(self) -> None:
+        # The other nodes would wait for a node that stops observing.
+        self._peers.fall_behind(self._seen.rounds)
+        self._seen.rounds = []
 
     def _run(self) -> None:
         stored_bytes = 0
         try:
             # The first device decides for all, because the devices stop at different times.
-            while self._peers.first_device_wants(self._goes_on(stored_bytes)):
+            # After a change of the parameters, this node must follow first.
+            while self._peers.first_device_wants(not (self._stopped.is_set() or self._peers.changed)):
                 self._begun += 1
                 with torch.no_grad():
                     outcome = self._peers.round()
@@ -81,5 +78,10 @@ class RoundObserver:
                 self._seen.rounds += outcome.rounds
                 self._seen.returned += outcome.returned
                 self._seen.requests_for_me += outcome.requests_for_me
+                # A node that waits for a change must make it with its present weights.
+                is_full = stored_bytes > WATCHED_BYTES and not self._peers.proposes
+                if self._peers.first_device_wants(is_full):
+                    self._drop_rounds()
+                    stored_bytes = 0
         except BaseException as error:
             self._error = error

@@ -33,12 +33,15 @@ from torch import Tensor
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus
 from lightning_sparse.elastic.quorum import Quorum, Sizes, describe_layout, quorum_of
 from lightning_sparse.elastic.sampling import SampleAssigner
+from lightning_sparse.elastic.wait import UNANSWERED, Wait
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.internals import gloo_group
 from lightning_sparse.messages import log
 
 REMEMBERED, LEDGER = 4096, 8  # number of tokens, and of rounds
 IDLE_SECONDS = 0.1  # between quorums without a round
+PIECE = 1 << 18
+"""Number of elements that a node sends at once of its pending updates. Each piece must arrive within the timeout."""
 FAILURES = 10
 """Number of failed rounds in a row after which a node logs the error. A node that dies makes a few rounds fail."""
 
@@ -169,6 +172,7 @@ class RoundProtocol:
         # want this node's change yet; empty before a quorum.
         self.unanswered, self.awaited = False, ""
         self._told_place = False
+        self._wait_for_nodes: Wait | None = None  # while fewer than ``min_nodes`` train
 
     @property
     def sizes(self) -> Sizes:
@@ -190,6 +194,27 @@ class RoundProtocol:
     def settled(self) -> bool:
         """Whether this node knows of every round whether it counts."""
         return self._unsettled is None
+
+    @property
+    def proposes(self) -> bool:
+        """Whether this node waits for the other nodes to make its change of parameters."""
+        return bool(self._change)
+
+    @property
+    def uncertain(self) -> Tensor | None:
+        """This node's payload of a round that others may have counted."""
+        return self._unsettled[1] if self._unsettled else None
+
+    def fall_behind(self, rounds: Sequence[Round]) -> None:
+        """Go back to the weights before these rounds, the last rounds that counted, whose messages were dropped."""
+        if self._devices.place == 0:
+            line = (
+                "this node drops the messages of %d rounds to save memory, and later loads the weights of another node"
+            )
+            log.info(line, len(rounds))
+        self.token, self.number = rounds[0].base, rounds[0].number - 1
+        for _ in rounds:
+            self.history.pop()
 
     def first_device_wants(self, wanted: bool) -> bool:
         return bool(self._from_first(lambda: wanted))
@@ -278,6 +303,8 @@ class RoundProtocol:
             self.unanswered = members is None
             quorum = None if members is None else self._quorum_of(members, outcome)
             too_few = self._are_few(members, quorum)  # equal on all devices
+            if payload is not None:
+                self._log_wait(quorum if too_few else None, too_few=too_few)
             if too_few or (members is None and payload is None):  # a node that observes asks in a loop
                 time.sleep(IDLE_SECONDS)
             if not too_few or payload is None or is_last or outcome.requests_for_me or waited > self._timeout:
@@ -294,6 +321,15 @@ class RoundProtocol:
             return self._min_nodes > 1
         return quorum is not None and quorum.is_too_small(self._min_nodes)
 
+    def _log_wait(self, quorum: Quorum | None, *, too_few: bool) -> None:
+        if not too_few:
+            self._wait_for_nodes = None
+        elif self._devices.place == 0:
+            self._wait_for_nodes = self._wait_for_nodes or Wait()
+            names = _shown(member.name for member in quorum.contributors) if quorum is not None else "none"
+            fewer = f"fewer than min_nodes={self._min_nodes} nodes train ({names})"
+            self._wait_for_nodes.warn("exchange updates", UNANSWERED if self.unanswered else fewer)
+
     def _quorum_of(self, members: list[Member], outcome: Outcome) -> Quorum | None:
         self._tries += 1
         if not any(member.status.token for member in members):
@@ -309,6 +345,7 @@ class RoundProtocol:
         if self.facts != quorum.facts:
             raise ValueError(_refusal(self.facts, quorum.facts))
         self._check_place(members, quorum)
+        self._check_data(quorum)
         self.assigner.update([member.name for member in quorum.members], quorum.progress)
         # Before the comparison with ``token``: it may count the uncertain round, which changes this node's token.
         self._settle(quorum.token, outcome)
@@ -354,6 +391,16 @@ class RoundProtocol:
             names = _shown(member.name for member in quorum.unreached)
             log.warning("this node excludes %s: %s", names, _refusal_of_place(own_member))
 
+    def _check_data(self, quorum: Quorum) -> None:
+        own_member = next(member for member in quorum.members if member.name == self.name)
+        # The node that has made most rounds stays.
+        oldest = max(
+            (member for member in quorum.training if member.status.progress.size),
+            key=lambda member: (member.status.tries, member.name),
+            default=own_member,
+        )
+        own_member.status.progress.check(oldest.status.progress)
+
     def _transfer(self, sent: Tensor | None, quorum: Quorum, tag: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         # The result is None unless all devices of this node have all messages and dense updates.
         sparse = [member for member in quorum.contributors if not member.status.flushes]
@@ -383,7 +430,8 @@ class RoundProtocol:
             options = dist.BroadcastOptions()
             options.rootRank = quorum.members.index(member)
             # dist.broadcast does not know this group, and would raise its own error instead of Gloo's.
-            group.handle.broadcast([updates_S], options).wait()
+            for piece in torch.split(updates_S, PIECE):
+                group.handle.broadcast([piece], options).wait()
         return updates_S
 
     def _sizes_in(self, quorum: Quorum) -> Sizes:
@@ -425,7 +473,10 @@ class RoundProtocol:
             self.token, self.number = round_.token, round_.number
             self.history.append(round_.token)
             return
-        # Only an unbroken chain of rounds leads from a snapshot to the current weights.
+        # Only a node that has requested a snapshot needs them, and only an unbroken chain of rounds leads from the
+        # snapshot to the current weights.
+        if not self.wants:
+            return
         if not self.observed or self.observed[-1].token != round_.base:
             self.observed, self.observed_from = [], round_.base
         self.observed.append(round_)

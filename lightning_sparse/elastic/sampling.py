@@ -12,8 +12,10 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -31,6 +33,26 @@ class SampleProgress:
     number: int = 0  # of that assignment
     reached: int = 0  # end of the drawn samples, as far as the node knows
     ahead: int = 0  # number of samples that it may draw before the next quorum
+    size: int = 0  # samples per epoch; 0 if the loader draws no assigned samples
+    epoch: int = 0  # last epoch that it has begun
+    order: str = ""  # digest of the order of this epoch
+
+    def check(self, theirs: SampleProgress) -> None:
+        """Compare the data of this node with the data of another node.
+
+        Raises:
+            ValueError: if they differ.
+        """
+        if self.size and theirs.size and self.size != theirs.size:
+            raise ValueError(
+                f"this node has {self.size} samples per epoch, but the training nodes have {theirs.size}. The other "
+                f"nodes continue without it. Give all nodes the same data."
+            )
+        if self.order and theirs.order and self.epoch == theirs.epoch and self.order != theirs.order:
+            raise ValueError(
+                f"this node has another order of samples in epoch {self.epoch} than the training nodes, so nodes would "
+                f"draw some samples twice. The other nodes continue without it. Give all nodes the same data and seed."
+            )
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,7 @@ class SampleAssigner:
         self._node = node
         self._assignments: tuple[Assignment, ...] = ()  # replaced as a whole: threads read it
         self._size = 0  # samples per epoch
+        self._order = 0, ""  # last epoch that the node has begun, and the digest of its order
         self._limit = 0  # limit of the last quorum: no node draws at or after it before the next quorum
         # ``ahead``: number of samples that the node may draw between two quorums. ``reached``: end of the samples drawn
         # before the last quorum.
@@ -65,8 +88,10 @@ class SampleAssigner:
         self._limit = self.reached = place
 
     def report(self) -> SampleProgress:
+        epoch, order = self._order
+        report = partial(SampleProgress, ahead=self.ahead, size=self._size, epoch=epoch, order=order)
         if not self._assignments:
-            return SampleProgress(self._limit, reached=self.reached, ahead=self.ahead)
+            return report(self._limit, reached=self.reached)
         now = max(self._end, self._assignments[0].begin)
         newest = next(
             place for place, assignment in reversed(list(enumerate(self._assignments))) if assignment.begin <= now
@@ -77,7 +102,7 @@ class SampleAssigner:
         # includes samples of nodes that have left
         last, reached = self._assignments[-1], max(self._end, self.reached)
         self._reported = max(end, self._limit)
-        return SampleProgress(self._reported, last.name, last.number, reached, self.ahead)
+        return report(self._reported, last.name, last.number, reached)
 
     def update(self, names: Sequence[str], reports: Sequence[SampleProgress]) -> None:
         """Make a new assignment if nodes have joined or left."""
@@ -172,6 +197,7 @@ class SampleAssigner:
                 f"size. Use another sampler for other data sets."
             )
         self._size = len(order)
+        self._order = first // len(order), hashlib.sha1(np.asarray(order).tobytes()).hexdigest()[:8]
         turn: list[int] = []  # the node's next samples, one for each device
         place, end = first, first + len(order)
         while (mine := self.draw(place, end)) is not None:

@@ -111,6 +111,15 @@ class ElasticUpdateState(SparseUpdateState):
         self._return_unsent(self._returned, local_S)
         return self.global_S - local_S
 
+    def read_global(self) -> Tensor:
+        """Return the global weights, or this node's own weights while it shows them."""
+        global_S = super().read_global()
+        if not self._rounds.shows_own:
+            return global_S
+        own_S = global_S - self.pending_S
+        self._return_unsent(self._rounds.uncertain_of(self), own_S)
+        return own_S
+
     def set_pending(self, pending_S: Tensor) -> None:
         super().set_pending(pending_S)
         self._returned = []
@@ -159,6 +168,8 @@ class OptimizerRounds:
         # this node. ``left_out``: updates of this node were not finite, and so not sent. ``written``: a round has
         # written the models of all states; the engine gathers them, and resets it.
         self.alone = self.behind = self.left_out = self.written = False
+        # ``shows_own``: the shown weights are this node's own weights, because it is cut off.
+        self.shows_own = self._flush_failed = False
         self.open_requests: list[str] | None = None  # snapshots that nodes request
         self.requests_for_me: list[str] = []  # snapshots that other nodes request from this node
         self.answered: list[str] = []  # requested snapshots that this node has served
@@ -171,6 +182,11 @@ class OptimizerRounds:
     @property
     def exchange(self) -> Exchange:
         return self._all_states()[0].exchange
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the other nodes do not receive this node's updates."""
+        return self._peers.unanswered or self._flush_failed
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -213,11 +229,12 @@ class OptimizerRounds:
             if self.left_out:
                 self.drop()
                 return
+        self._flush_failed = True
         norm = torch.stack([torch.linalg.vector_norm(state.pending_S) for state in self.states]).norm().item()
         log.warning(
-            "%d attempts to send the pending updates of this node failed, so the global weights and checkpoints lack "
-            "them (norm %.3g). Check the lighthouse and the links between the nodes. Increase timeout if sending "
-            "all parameters takes longer.",
+            "%d attempts to send the pending updates of this node failed, so the other nodes lack them (norm %.3g). "
+            "The weights and checkpoints of this node contain them. Check the lighthouse and the links between the "
+            "nodes.",
             TRIES_TO_FLUSH,
             norm,
         )
@@ -252,7 +269,7 @@ class OptimizerRounds:
         if not outcome.rounds:
             return
         last = outcome.rounds[-1]
-        self._number = last.number
+        self._number, self._flush_failed = last.number, False
         nbytes = last.messages_MB.nbytes + sum(update.nbytes for update in last.dense)
         # Received bytes: this node's own row does not travel.
         self.exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
@@ -263,6 +280,13 @@ class OptimizerRounds:
             elif not self._changed:  # a round that began before the change counts from before
                 state.count_exchanges(outcome.exchanges)
         self.num_nodes, self._changed = last.num_nodes, changed
+
+    def uncertain_of(self, state: ElasticUpdateState) -> list[Tensor]:
+        """Return this state's part of a payload that other nodes may have counted, in a list that may be empty."""
+        payload = self._peers.uncertain
+        if payload is None:
+            return []
+        return [part for owner, part in zip(self.states, self._split(payload), strict=True) if owner is state]
 
     def _hand_out(self, outcome: Outcome, *, observed: bool) -> None:
         rounds = [self._split_round(round_) for round_ in outcome.rounds]

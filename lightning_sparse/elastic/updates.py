@@ -60,10 +60,11 @@ class ElasticConfig(UpdatesConfig):
         min_nodes: Smallest number of nodes that train, equal on all nodes. With fewer nodes, an exchange first waits up
             to ``timeout`` for others.
         timeout: Seconds after which a round fails because a node did not answer. The lighthouse's own
-            ``--join_timeout_ms`` must be shorter.
+            ``--join_timeout_ms`` must be shorter. A node that hangs while others connect to it costs them five
+            timeouts.
         flush_every: Number of exchanges after which the nodes send all pending updates and wait for the result. A node
-            that dies later then loses less. It costs 4 bytes per parameter and must take less than the timeout.
-            Default: only a node that leaves sends everything.
+            that dies later then loses less. It costs 4 bytes per parameter. Default: only a node that leaves sends
+            everything.
     """
 
     lighthouse: str | None = None
@@ -220,9 +221,6 @@ class ElasticUpdates(LocalUpdates):
         self._watch.start()
         wait, until = Wait(), time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
         while not self._from_first(partial(self._is_changed, wait)):
-            if self._from_first(lambda: self._watch.ended):  # it stores a limited number of bytes
-                self._stop_watching()
-                self._watch.start()
             if self.peers.unanswered:  # nodes that cannot reach the lighthouse have not refused the change
                 until = time.monotonic() + CHANGE_TIMEOUTS * self.config.timeout
             # After this time, most nodes are enough, and a node without a majority raises ValueError.
@@ -325,13 +323,22 @@ class ElasticUpdates(LocalUpdates):
     @torch.no_grad()
     def swap_in_global_weights(self, wait: bool = True) -> None:
         if not self._shown:
-            self._shows = self.version
+            version = self.version
+            # The global weights would not change until this node exchanges again.
+            self._rounds.shows_own = self._rounds.is_cut_off
+            self._shows = self._own_version(version) if self._rounds.shows_own else version
         super().swap_in_global_weights()
+
+    def _own_version(self, version: Version) -> Version:
+        token = hashlib.sha1(repr((version.token, self.peers.name, self.steps)).encode()).hexdigest()[:16]
+        return version._replace(token=token, number=version.number + 1)
 
     @torch.no_grad()
     def swap_in_local_weights(self) -> None:
         """Restore this node's weights. A node that joined others drops changes from before its first step."""
-        if self._shown and self.steps == 0 and self._joined:
+        if not self._shown:
+            return
+        if self.steps == 0 and self._joined:
             changed = [local_optimizer.undo_changes() for local_optimizer in self.optimizers]
             if any(changed):
                 log.warning(
@@ -339,6 +346,7 @@ class ElasticUpdates(LocalUpdates):
                     "it joined a run. Set weights before fit, on the node that begins the run."
                 )
         super().swap_in_local_weights()
+        self._rounds.shows_own = False
 
     def _agree_on_changes(self) -> tuple[bool, bool]:
         # Other nodes take no part: a change is an update of this node, except before a new run begins.
@@ -426,14 +434,16 @@ class ElasticUpdates(LocalUpdates):
             self._server.keep(rounds.open_requests)
         if not names:
             return
-        if self._must_step_first():
+        version = self.version
+        # While the node is cut off, the context below holds its own weights.
+        if self._must_step_first() or self._rounds.is_cut_off:
             rounds.requests_for_me = names
             return
         rounds.answered += names
         progress = None if extra is None else to_python(extra())
         head = {
             "extra": progress if self._devices.place == 0 else None,
-            "version": tuple(self.version[:2]),  # the next quorum gives the place
+            "version": tuple(version[:2]),  # the next quorum gives the place
             "run": self.peers.run,
             "history": list(self.peers.history),
         }

@@ -452,4 +452,5 @@ def options_to_compare(
     stepped = [[names[id(p)] for p in trainable_params(optimizer)] for optimizer in optimizers]
     entries = repr((stepped, [(name, tuple(t.shape), t.stride(), t.dtype) for name, t in held]))
     digest = hashlib.sha256(entries.encode()).hexdigest()[:8]
-    return {**config.to_dict(), "module": f"{len(held)} tensors, their order and shapes with digest {digest}"}
+    what = "names, order, shapes, strides, dtypes and optimizers"
+    return {**config.to_dict(), "module": f"{len(held)} tensors, with digest {digest} of their {what}"}

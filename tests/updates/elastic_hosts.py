@@ -229,7 +229,12 @@ def train(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     data: Any = samples()
     if options.pop("short", False) and os.environ["LOCAL_RANK"] == "1":
         data = Subset(data, range(3 * SAMPLES // 4))
-    order: dict[str, Any] = {"sampler": ElasticSampler(data)} if options.pop("deal", True) else {"shuffle": True}
+    data = Subset(data, range(options.pop("samples", len(data))))
+    order: dict[str, Any] = (
+        {"sampler": ElasticSampler(data, seed=options.pop("seed", 0))}
+        if options.pop("deal", True)
+        else {"shuffle": True}
+    )
     saver = pl.callbacks.ModelCheckpoint(
         folder, save_last=True, every_n_train_steps=options.pop("every", 10), save_top_k=1
     )

@@ -179,7 +179,11 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
                 updates.watch()
                 time.sleep(0.3)
     updates.finish()
-    report(ends=step)
+    kept = global_weights() - pending(updates, sent)
+    with updates.global_weights():
+        shown_token = updates.version.token
+        shown_off = (torch.cat([state.slices.read() for state in rounds.states]) - kept).abs().max().item()
+    report(ends=step, shown_token=shown_token, shown_off=shown_off)
     updates.close()
 
 

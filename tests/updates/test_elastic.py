@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("torchft", reason="needs torchft")
 
+from lightning_sparse.elastic import observer
 from lightning_sparse.elastic.rounds import RoundProtocol
 from tests.helpers.nodes import Nodes, nodes_of
 from tests.updates.elastic_node import main, toy
@@ -127,6 +128,7 @@ def test_node_that_ends_sends_its_pending_updates(trio: Nodes) -> None:
     last = trio.reports("c")[-1]
     assert last["ends"] > 0
     assert last["left"] < 1e-6
+    assert last["shown_token"] == last["token"]
     trio.wait_for("a", of(2, begun))
 
 
@@ -140,7 +142,7 @@ def test_nodes_train_while_there_is_no_lighthouse(trio: Nodes) -> None:
     assert trio.output("a").count("sent no list of nodes") == trio.output("a").count("sends the list of nodes again")
 
 
-def test_node_that_ends_without_a_lighthouse_warns_that_its_weights_lack_updates(trio: Nodes) -> None:
+def test_node_that_ends_without_a_lighthouse_keeps_its_updates_in_its_own_weights(trio: Nodes) -> None:
     trio.darken()
     dark = trio.reports("c")[-1]["step"]
     trio.wait_for("c", lambda report: report.get("step", 0) > dark + 10)
@@ -149,7 +151,9 @@ def test_node_that_ends_without_a_lighthouse_warns_that_its_weights_lack_updates
     last = trio.reports("c")[-1]
     assert last["ends"] > dark
     assert last["left"] > 1e-6
-    assert trio.output("c").count("so the global weights and checkpoints lack them") == 1
+    assert last["shown_off"] < 1e-6
+    assert last["shown_token"] != last["token"]
+    assert trio.output("c").count("so the other nodes lack them") == 1
 
 
 @pytest.mark.parametrize(
@@ -392,7 +396,26 @@ def test_node_that_stays_keeps_no_resources_of_nodes_that_left(nodes: Nodes) -> 
     check(nodes, "ab")
 
 
-# -- a link that is cut, in network namespaces -------------------------------------------------------------------------
+def forgets(name: str, lighthouse: str, options: dict[str, Any]) -> None:
+    """Run a node that stores few messages while it validates."""
+    observer.WATCHED_BYTES = 20_000
+    main(name, lighthouse, options)
+
+
+def test_node_with_a_long_validation_drops_messages_and_catches_up(nodes: Nodes) -> None:
+    for name in "ab":
+        nodes.start(name, **STANDARD)
+    nodes.start("c", main=forgets, validate_every=40, **STANDARD)
+    for _ in range(2):
+        begun = nodes.wait_for("c", of(3))["number"]
+        nodes.wait_for("c", lambda report, begun=begun: report.get("step", 0) % 40 == 1 and report["number"] > begun)
+    nodes.wait_for("c", of(3))
+    assert "drops the messages of" in nodes.output("c")
+    assert "has missed rounds" in nodes.output("c")
+    finish(nodes, "abc")
+
+
+# -- a link that is cut or slow, in network namespaces -----------------------------------------------------------------
 
 BRIDGE, GATEWAY = "ls-elastic", "10.77.0.1"
 CUT_SECONDS = 20.0
@@ -469,3 +492,21 @@ def test_node_of_two_devices_comes_back_with_its_updates_after_a_link_cut(apart:
         names = [f"{name}{device}" for name in "abc"]
         apart.join(*names)
         check(apart, names)  # type: ignore[arg-type]
+
+
+@pytest.mark.root
+@pytest.mark.timeout(240)
+def test_node_sends_its_last_updates_over_a_link_that_takes_longer_than_the_timeout(apart: Nodes) -> None:
+    for name in "ab":
+        apart.start(name, timeout=5, density=0.01, numel=900_001, pause=0.1)
+    begun = apart.wait_for("b", of(2))["number"]
+    # 3.6 MB at 3 Mbit/s take 9.6 s.
+    slow = "qdisc add dev ls-b-1 root tbf rate 3mbit burst 32kb latency 400ms"
+    subprocess.run(["ip", "netns", "exec", "ls-b", "tc", *slow.split()], check=True)
+    apart.wait_for("b", of(2, begun + 5))
+    end(apart, "b")
+    last = apart.reports("b")[-1]
+    assert last["ends"] > 0
+    assert last["left"] < 1e-6
+    assert "attempts to send" not in apart.output("b")
+    finish(apart, "a")

@@ -115,6 +115,27 @@ def test_node_that_joins_draws_no_sample_twice_with_a_limit_of_batches(nodes: No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"samples": SAMPLES - 1}, "this node has 1023 samples per epoch, but the training nodes have 1024"),
+        ({"seed": 1}, "this node has another order of samples in epoch"),
+    ],
+    ids=["other size", "other seed"],
+)
+def test_node_with_other_data_is_refused(nodes: Nodes, tmp_path: Path, other: dict[str, Any], error: str) -> None:
+    """The first node has a name that comes last."""
+    nodes.start("b", folder=str(tmp_path / "b"), **OPTIONS)
+    nodes.wait_for("b", lambda report: report.get("step", 0) > 5)
+    nodes.start("a", folder=str(tmp_path / "a"), **OPTIONS, **other)
+    nodes.join("a", code=1)
+    assert error in nodes.output("a")
+    number = nodes.reports("b")[-1]["number"]
+    nodes.wait_for("b", of(1, number + 5))
+    end(nodes, "b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("nodes", "step", "every"),
     [("Trainer", 12, 5), ("Trainer", 35, 32), ("Fabric", 45, 10)],
     indirect=["nodes"],
@@ -144,6 +165,30 @@ def test_job_that_was_killed_resumes_on_two_nodes(nodes: Nodes, tmp_path: Path, 
     )
     following = drawn_in(saved["epoch"] + 1, resumed)
     assert len(set(following)) == len(following) >= SAMPLES - 3 * BATCH
+
+
+@pytest.mark.slow
+@each_host
+def test_node_without_a_lighthouse_saves_its_own_weights_and_two_nodes_resume(nodes: Nodes, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**OPTIONS, "folder": str(tmp_path), "every": 5}
+    nodes.start("a", **options)
+    begun = nodes.wait_for("a", lambda report: report.get("step", 0) > 10)["step"]
+    nodes.darken()
+    nodes.wait_for("a", lambda report: report.get("step", 0) > begun + 30)
+    nodes.kill("a")
+    dark = [each for each in nodes.reports("a") if each.get("step", 0) > begun + 10]
+    assert len({each["digest"] for each in dark}) == len({each["token"] for each in dark}) == len(dark) > 10
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert saved["global_step"] > begun + 10
+    (report,) = [each for each in dark if each["step"] == saved["global_step"]]
+    assert saved[ELASTIC_KEY][0] == report["token"]
+    nodes.light()
+    for name in "ab":
+        nodes.start(name, **options)
+    first = nodes.wait_for("b", of(2))
+    assert first["step"] > saved["global_step"]
+    end(nodes, "ab")
+    tokens_of(nodes, "ab")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter, deque
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.elastic import ElasticSampler
+from lightning_sparse.elastic import ElasticSampler, wait
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus, _status_of
 from lightning_sparse.elastic.observer import RoundObserver
 from lightning_sparse.elastic.quorum import Sizes, quorum_of
@@ -320,6 +321,20 @@ def test_node_that_finds_no_weights_trains_its_own_and_asks_again() -> None:
     asked = rounds.wants
     rounds.round()
     assert (rounds.token, rounds.wants) == ("a:1", asked)
+
+
+def test_node_that_waits_for_min_nodes_logs_the_training_nodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("torchft")
+    monkeypatch.setattr(wait, "SLOW_AFTER", timedelta(seconds=0.1))
+    rounds = RoundProtocol(Alone(), Group((0,), 0), {}, min_nodes=2, timeout=0.3)
+    rounds.fit(Layout("", Sizes(8, 0, 4), ()))
+    rounds.token = "0"
+    assert rounds.round(Payload(message(1))).returned
+    assert re.match(
+        r"this node has waited . s to exchange updates: fewer than min_nodes=2 nodes train .a.$", caplog.messages[-1]
+    )
 
 
 class BehindLoopback(Silent):
