@@ -52,8 +52,9 @@ from lightning_sparse.data.id_files import (
     token_files,
     verified_checksums,
 )
+from lightning_sparse.data.sources.local_storage import LocalStorage
 from lightning_sparse.data.sources.storage import CHECK_S, Entry, MissingFolderError, Storage, Unreadable
-from lightning_sparse.data.sources.storage_reader import LocalStorage, is_visible
+from lightning_sparse.data.sources.storage_base import is_visible
 from lightning_sparse.data.split_names import check_splits, regex_of
 from lightning_sparse.data.text import TEXT_SUFFIXES, UNREADABLE, Tokenizer, documents, text_suffix, tokenizer_of
 from lightning_sparse.messages import log, log_ignored

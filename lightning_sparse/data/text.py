@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.data.sources.storage_reader import UnreadableFileError, check_end, is_visible
+from lightning_sparse.data.sources.storage_base import UnreadableFileError, is_visible
+from lightning_sparse.data.sources.tar_members import check_end
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".tar", ".parquet")
 _OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

@@ -13,9 +13,9 @@ from lightning_sparse.cli import main
 from lightning_sparse.data.cache.commands import caches, warm
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.sources import storage_reader
+from lightning_sparse.data.sources import local_storage
 from lightning_sparse.data.sources.listing import load_or_list
-from lightning_sparse.data.sources.storage_reader import LocalStorage
+from lightning_sparse.data.sources.local_storage import LocalStorage
 from tests.helpers.data import bytes_of, read
 
 TIME = 1_600_000_000
@@ -121,7 +121,7 @@ def test_files_on_fuse_mounts_have_no_tags(source: Path, monkeypatch: pytest.Mon
 
     assert len(set(tags())) == 6
     assert 0 not in tags()
-    monkeypatch.setattr(storage_reader, "_volatile_devices", lambda: frozenset({os.stat(source).st_dev}))
+    monkeypatch.setattr(local_storage, "_volatile_devices", lambda: frozenset({os.stat(source).st_dev}))
     assert tags() == [0] * 6
 
 

@@ -91,8 +91,8 @@ from lightning_sparse.data.sources import storage
 script, asked = folder / "hangs.py", folder / "asked"
 script.write_text(f'''
 import sys, time
-sys.path.insert(0, {{str(Path(storage.__file__).parent)!r}})
-import storage_reader
+sys.path.insert(0, {{str(Path(storage.__file__).parents[3])!r}})
+from lightning_sparse.data.sources import storage_reader
 answer = storage_reader.answer
 def hanging(source, kind, *args):
     if kind == "read":

@@ -15,9 +15,13 @@ import pytest
 from lightning_sparse.data.cache.store import SampleStore
 from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sources import storage, storage_reader
+from lightning_sparse.data.sources.local_storage import LocalStorage
 from lightning_sparse.data.sources.storage import StorageTimeoutError
 from tests.data.programs import run
 from tests.helpers.data import Open, config_of, contents, listed, sshfs_mount, store_of, warnings_of
+
+PACKAGES = str(Path(storage.__file__).parents[3])
+"""The folder with this package."""
 
 
 def reader_of(store: SampleStore) -> int:
@@ -85,14 +89,15 @@ def test_slow_listing_is_not_restarted(
     slow = tmp_path / "slow.py"
     slow.write_text(f"""
 import sys, time
-sys.path.insert(0, {str(Path(storage.__file__).parent)!r})
-import storage_reader
-walk, storage_reader.PROGRESS_S = storage_reader.LocalStorage._walk, 0.1
+sys.path.insert(0, {PACKAGES!r})
+from lightning_sparse.data.sources import storage_reader
+from lightning_sparse.data.sources import local_storage
+walk, local_storage.PROGRESS_S = local_storage.LocalStorage._walk, 0.1
 def slowly(self, *args):
     for each in walk(self, *args):
         time.sleep(0.1)
         yield each
-storage_reader.LocalStorage._walk = slowly
+local_storage.LocalStorage._walk = slowly
 open({str(tmp_path / "starts")!r}, "a").write("started ")
 storage_reader.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 """)
@@ -110,8 +115,8 @@ def test_storage_request_that_always_loses_its_connection_raises(
     breaks = tmp_path / "breaks.py"
     breaks.write_text(f"""
 import sys, time
-sys.path.insert(0, {str(Path(storage.__file__).parent)!r})
-import storage_reader
+sys.path.insert(0, {PACKAGES!r})
+from lightning_sparse.data.sources import storage_reader
 def fails(self, path, kind, progress):
     progress()
     raise TimeoutError("connection lost")
@@ -172,12 +177,12 @@ def test_missing_file_is_read_again_if_storage_is_mounted_after_the_read(
     os.rename(folder, away)
     folder.mkdir()
 
-    def mount(_: storage_reader.LocalStorage) -> bool:
+    def mount(_: LocalStorage) -> bool:
         folder.rmdir()
         os.rename(away, folder)
         return True
 
-    monkeypatch.setattr(storage_reader.LocalStorage, "alive", mount)
+    monkeypatch.setattr(LocalStorage, "alive", mount)
     source = storage_reader.Source(str(folder), {})
     status, read, *_ = storage_reader.answer(source, "read", (str(path.relative_to(folder)),), lambda: None)
     assert (status, bytes(read)) == (storage_reader.OK, contents)

@@ -16,7 +16,7 @@ from lightning_sparse.data.config import DataError
 from lightning_sparse.data.sources import storage as storage_module
 from lightning_sparse.data.sources.listing import classes_of, load_or_list
 from lightning_sparse.data.sources.storage import ReaderProcess, Storage, Unreadable
-from lightning_sparse.data.sources.storage_reader import FsspecStorage
+from lightning_sparse.data.sources.url_storage import FsspecStorage
 from tests.helpers.data import KEY, Server, config_of, jpeg, make_folder, warnings_of, write
 
 

@@ -39,7 +39,8 @@ from lightning_sparse.data.sources.storage import (
     StoredFile,
     Unreadable,
 )
-from lightning_sparse.data.sources.storage_reader import IMAGE_SUFFIXES, Member, is_image, is_label, is_visible
+from lightning_sparse.data.sources.storage_base import IMAGE_SUFFIXES, is_image, is_label, is_visible
+from lightning_sparse.data.sources.tar_members import Member
 from lightning_sparse.messages import log, log_ignored
 
 IMAGES = f"images ({', '.join(IMAGE_SUFFIXES)})"

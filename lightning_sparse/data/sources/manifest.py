@@ -88,7 +88,7 @@ class Manifest:
         list_digest: hash of the list that names the samples; "" without a list.
         shards: paths of the tar files, or of the row groups, that the samples are in; none if they are files.
         shard_of: int64 [N], shard of each sample. `paths` are then <shard>/<member>.
-        offsets: int64 [N], first byte of each sample in its shard (if sparse, see `storage_reader.Member`); of row
+        offsets: int64 [N], first byte of each sample in its shard (if sparse, see `tar_members.Member`); of row
             groups, its row.
         headers: int64 [N, 2], size in bytes and CRC-32 of the tar headers before each sample, which show whether it is
             still there. Empty for other sources and in older lists. Not part of the fingerprint.

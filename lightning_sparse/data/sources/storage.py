@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from lightning_sparse.data.child import END_S, Child
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.data.sources.storage_reader import OK, PROGRESS, READY, RETRY, UNUSABLE, Answer, Member
+from lightning_sparse.data.sources.storage_reader import OK, PROGRESS, READY, RETRY, UNUSABLE, Answer
+from lightning_sparse.data.sources.tar_members import Member
 from lightning_sparse.messages import log
 
 WARN_S = 5.0  # silence before a warning
@@ -54,7 +55,7 @@ Entry = tuple[str, int, int, int]  # path, size or -1, mtime in ns or 0, tag or 
 
 
 class Listed(NamedTuple):
-    """Contents of a folder, as `storage_reader.Listing`. ignored: paths of visible files that are not listed."""
+    """Contents of a folder, as `storage_base.Listing`. ignored: paths of visible files that are not listed."""
 
     files: list[Entry]
     folders: list[tuple[str, int]]
