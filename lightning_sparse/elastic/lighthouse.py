@@ -130,10 +130,10 @@ class Lighthouse:
             self._asks_again = time.monotonic() + min(PAUSE_SECONDS, self._timeout.total_seconds())
             if self._is_answered:
                 log.warning(
-                    "the lighthouse at %s sent no list of nodes (%s): this node continues alone until it does, and "
-                    "validates and saves its own weights. If the lighthouse has ended, start it again at the same "
-                    "address. If it still runs, another node may hang. The others then continue if they are a majority "
-                    "and --join_timeout_ms is below %.0f",
+                    "the lighthouse at %s sent no list of nodes (%s): until it sends one, this node continues alone, "
+                    "and soon validates and saves its own weights. If the lighthouse has ended, start it again at the "
+                    "same address. If it still runs, another node may hang. The others then continue if they are a "
+                    "majority and --join_timeout_ms is below %.0f",
                     self.address,
                     error,
                     1000 * self._timeout.total_seconds(),

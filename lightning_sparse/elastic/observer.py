@@ -59,7 +59,7 @@ class RoundObserver:
 
     def _drop_rounds(self) -> None:
         # The other nodes would wait for a node that stops observing.
-        self._peers.fall_behind(self._seen.rounds)
+        self._seen.returned += self._peers.fall_behind(self._seen.rounds)
         self._seen.rounds = []
 
     def _run(self) -> None:
@@ -79,7 +79,8 @@ class RoundObserver:
                 self._seen.returned += outcome.returned
                 self._seen.requests_for_me += outcome.requests_for_me
                 # A node that waits for a change must make it with its present weights.
-                is_full = stored_bytes > WATCHED_BYTES and not self._peers.proposes
+                changes = self._peers.proposes or self._peers.changed
+                is_full = stored_bytes > WATCHED_BYTES and not changes
                 if self._peers.first_device_wants(is_full):
                     self._drop_rounds()
                     stored_bytes = 0

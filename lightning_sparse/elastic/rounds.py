@@ -41,7 +41,7 @@ from lightning_sparse.messages import log
 REMEMBERED, LEDGER = 4096, 8  # number of tokens, and of rounds
 IDLE_SECONDS = 0.1  # between quorums without a round
 PIECE = 1 << 18
-"""Number of elements that a node sends at once of its pending updates. Each piece must arrive within the timeout."""
+"""Number of elements of its pending updates that a node sends at once. Each piece must arrive within the timeout."""
 FAILURES = 10
 """Number of failed rounds in a row after which a node logs the error. A node that dies makes a few rounds fail."""
 
@@ -205,16 +205,29 @@ class RoundProtocol:
         """This node's payload of a round that others may have counted."""
         return self._unsettled[1] if self._unsettled else None
 
-    def fall_behind(self, rounds: Sequence[Round]) -> None:
-        """Go back to the weights before these rounds, the last rounds that counted, whose messages were dropped."""
+    def fall_behind(self, rounds: Sequence[Round]) -> list[Tensor]:
+        """Go back to the weights before these rounds. They are the last that counted, and their messages are dropped.
+
+        Returns:
+            This node's payloads in them. They are pending again until another node's weights turn out to contain them.
+        """
         if self._devices.place == 0:
             line = (
                 "this node drops the messages of %d rounds to save memory, and later loads the weights of another node"
             )
             log.info(line, len(rounds))
         self.token, self.number = rounds[0].base, rounds[0].number - 1
-        for _ in rounds:
+        while self.history and self.history[-1] != self.token:
             self.history.pop()
+        tokens = {round_.token for round_ in rounds}
+        is_dropped = [sent.token in tokens and not sent.is_pending for sent in self._ledger]
+        returned = [sent.tensor for sent, dropped in zip(self._ledger, is_dropped, strict=True) if dropped]
+        entries = [
+            sent._replace(is_pending=sent.is_pending or dropped)
+            for sent, dropped in zip(self._ledger, is_dropped, strict=True)
+        ]
+        self._ledger = deque(entries, maxlen=LEDGER)
+        return returned
 
     def first_device_wants(self, wanted: bool) -> bool:
         return bool(self._from_first(lambda: wanted))
@@ -326,7 +339,7 @@ class RoundProtocol:
             self._wait_for_nodes = None
         elif self._devices.place == 0:
             self._wait_for_nodes = self._wait_for_nodes or Wait()
-            names = _shown(member.name for member in quorum.contributors) if quorum is not None else "none"
+            names = _shown(member.name for member in ([] if quorum is None else quorum.contributors)) or "none"
             fewer = f"fewer than min_nodes={self._min_nodes} nodes train ({names})"
             self._wait_for_nodes.warn("exchange updates", UNANSWERED if self.unanswered else fewer)
 
@@ -344,13 +357,15 @@ class RoundProtocol:
             raise ValueError(_refusal_of_run(self.run, self.number, quorum))
         if self.facts != quorum.facts:
             raise ValueError(_refusal(self.facts, quorum.facts))
+        if self._trains and self._layout.description != quorum.layout_description:
+            raise ValueError(_refusal_after_change(self._layout.description, quorum.layout_description))
         self._check_place(members, quorum)
         self._check_data(quorum)
         self.assigner.update([member.name for member in quorum.members], quorum.progress)
         # Before the comparison with ``token``: it may count the uncertain round, which changes this node's token.
         self._settle(quorum.token, outcome)
         self._now, self.in_step = quorum.token, self.token == quorum.token
-        if (self.in_step or self._trains) and self._layout.description != quorum.layout_description:
+        if self.in_step and self._layout.description != quorum.layout_description:
             raise ValueError(_refusal({"trained": self._layout.description}, {"trained": quorum.layout_description}))
         if self.in_step:
             self.run, self._trains = quorum.run, True
@@ -473,7 +488,7 @@ class RoundProtocol:
             self.token, self.number = round_.token, round_.number
             self.history.append(round_.token)
             return
-        # Only a node that has requested a snapshot needs them, and only an unbroken chain of rounds leads from the
+        # Only a node that has requested a snapshot needs observed rounds. Only an unbroken chain of rounds leads from a
         # snapshot to the current weights.
         if not self.wants:
             return
@@ -660,6 +675,13 @@ def _refusal_of_change(change: str, where: str) -> str:
     return (
         f"parameters were added or unfrozen (now {change}), but {where}. The other nodes continue without this node. "
         f"Let all nodes make the same change in the same epoch: give them the same callbacks."
+    )
+
+
+def _refusal_after_change(mine: str, theirs: str) -> str:
+    return (
+        f"while this node missed rounds, the other nodes have added or unfrozen parameters: they train {theirs}, and "
+        f"this node {mine}. They continue without it. Start this node again."
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.elastic.quorum import Sizes
-from lightning_sparse.elastic.rounds import Outcome, Payload, Round, RoundProtocol
+from lightning_sparse.elastic.rounds import FAILURES, Outcome, Payload, Round, RoundProtocol
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.kernels.wire import nonfinite_of
 from lightning_sparse.messages import log
@@ -168,8 +168,10 @@ class OptimizerRounds:
         # this node. ``left_out``: updates of this node were not finite, and so not sent. ``written``: a round has
         # written the models of all states; the engine gathers them, and resets it.
         self.alone = self.behind = self.left_out = self.written = False
-        # ``shows_own``: the shown weights are this node's own weights, because it is cut off.
-        self.shows_own = self._flush_failed = False
+        # ``shows_own``: the shown weights are this node's own weights, with its parts ``_uncertain`` of a payload that
+        # other nodes may have counted.
+        self.shows_own, self._uncertain = False, list[Tensor]()
+        self._flush_failed, self._without_round = False, 0  # ``_without_round``: exchanges since the last round
         self.open_requests: list[str] | None = None  # snapshots that nodes request
         self.requests_for_me: list[str] = []  # snapshots that other nodes request from this node
         self.answered: list[str] = []  # requested snapshots that this node has served
@@ -185,8 +187,14 @@ class OptimizerRounds:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the other nodes do not receive this node's updates."""
-        return self._peers.unanswered or self._flush_failed
+        """Whether no round counts any more, so the global weights do not change."""
+        return self._flush_failed or self._without_round >= FAILURES
+
+    def show_own(self, own: bool) -> None:
+        """Let the states show this node's own weights, or the global weights."""
+        self.shows_own, uncertain = own, self._peers.uncertain
+        # Kept, because a thread may settle the round before the parameters are restored.
+        self._uncertain = [] if uncertain is None or not own else self._split(uncertain)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -233,8 +241,7 @@ class OptimizerRounds:
         norm = torch.stack([torch.linalg.vector_norm(state.pending_S) for state in self.states]).norm().item()
         log.warning(
             "%d attempts to send the pending updates of this node failed, so the other nodes lack them (norm %.3g). "
-            "The weights and checkpoints of this node contain them. Check the lighthouse and the links between the "
-            "nodes.",
+            "The model of this node contains them. Check the lighthouse and the links between the nodes.",
             TRIES_TO_FLUSH,
             norm,
         )
@@ -266,10 +273,11 @@ class OptimizerRounds:
         self.left_out |= outcome.left_out
         self.requests_for_me += outcome.requests_for_me
         self._hand_out(outcome, observed=False)
+        self._without_round += 1
         if not outcome.rounds:
             return
         last = outcome.rounds[-1]
-        self._number, self._flush_failed = last.number, False
+        self._number, self._flush_failed, self._without_round = last.number, False, 0
         nbytes = last.messages_MB.nbytes + sum(update.nbytes for update in last.dense)
         # Received bytes: this node's own row does not travel.
         self.exchange.stats.count_bytes(nbytes if outcome.returned else nbytes - own_bytes)
@@ -282,11 +290,8 @@ class OptimizerRounds:
         self.num_nodes, self._changed = last.num_nodes, changed
 
     def uncertain_of(self, state: ElasticUpdateState) -> list[Tensor]:
-        """Return this state's part of a payload that other nodes may have counted, in a list that may be empty."""
-        payload = self._peers.uncertain
-        if payload is None:
-            return []
-        return [part for owner, part in zip(self.states, self._split(payload), strict=True) if owner is state]
+        """Return this state's part of a payload that other nodes may have counted, if it is shown."""
+        return [part for owner, part in zip(self.states, self._uncertain, strict=False) if owner is state]
 
     def _hand_out(self, outcome: Outcome, *, observed: bool) -> None:
         rounds = [self._split_round(round_) for round_ in outcome.rounds]
@@ -342,6 +347,7 @@ class OptimizerRounds:
         self.requests_for_me += seen.requests_for_me
         if seen.rounds or seen.returned:
             self.receive()
+            self._without_round = 0
             self.num_nodes = 0
             self._hand_out(seen, observed=True)
 

@@ -121,6 +121,7 @@ class ElasticUpdates(LocalUpdates):
         version: version of the weights in the module, from a checkpoint; default: new weights.
 
     Attributes:
+        shown_version: version of the weights that the module held last for hooks and checkpoints.
         progress: the value of ``extra`` that a peer passed to ``serve``; None if the node did not join other nodes.
 
     Raises:
@@ -166,6 +167,7 @@ class ElasticUpdates(LocalUpdates):
         self._least = 0  # number of samples that the node needs for a batch
         self._waits_since = -1  # number of steps when ``serve`` found parameters that are not exchanged yet
         self.progress: Any = None
+        self.shown_version, self._times_own = Version("", 0), 0  # ``_times_own``: it has shown its own weights
         self.optimizers, self._begins = [], version is None
         try:
             super().__init__(module, optimizers, config, topology)
@@ -286,7 +288,7 @@ class ElasticUpdates(LocalUpdates):
     def version(self) -> Version:
         """Version of the global weights for a checkpoint; of the shown weights while the module holds them."""
         if self._shown:
-            return self._shows
+            return self.shown_version
         self._stop_watching()
         self._rounds.receive()
         return Version(self.peers.token, self.peers.number, self.peers.assigner.reached, self.peers.run)
@@ -322,15 +324,21 @@ class ElasticUpdates(LocalUpdates):
 
     @torch.no_grad()
     def swap_in_global_weights(self, wait: bool = True) -> None:
+        self._swap_in()
+
+    def _swap_in(self, serves: bool = False) -> None:
         if not self._shown:
             version = self.version
-            # The global weights would not change until this node exchanges again.
-            self._rounds.shows_own = self._rounds.is_cut_off
-            self._shows = self._own_version(version) if self._rounds.shows_own else version
+            # Other nodes get the global weights. Hooks and checkpoints see weights that contain this node's training.
+            own = self._rounds.is_cut_off and not serves
+            self._rounds.show_own(own)
+            self.shown_version = self._own_version(version) if own else version
         super().swap_in_global_weights()
 
     def _own_version(self, version: Version) -> Version:
-        token = hashlib.sha1(repr((version.token, self.peers.name, self.steps)).encode()).hexdigest()[:16]
+        self._times_own += 1
+        token = hashlib.sha1(repr((version.token, self.peers.name, self._times_own)).encode()).hexdigest()[:16]
+        # One round more: nodes with the older weights take over these, and keep their own updates pending.
         return version._replace(token=token, number=version.number + 1)
 
     @torch.no_grad()
@@ -346,7 +354,7 @@ class ElasticUpdates(LocalUpdates):
                     "it joined a run. Set weights before fit, on the node that begins the run."
                 )
         super().swap_in_local_weights()
-        self._rounds.shows_own = False
+        self._rounds.show_own(False)
 
     def _agree_on_changes(self) -> tuple[bool, bool]:
         # Other nodes take no part: a change is an update of this node, except before a new run begins.
@@ -434,22 +442,23 @@ class ElasticUpdates(LocalUpdates):
             self._server.keep(rounds.open_requests)
         if not names:
             return
-        version = self.version
-        # While the node is cut off, the context below holds its own weights.
-        if self._must_step_first() or self._rounds.is_cut_off:
+        if self._must_step_first():
             rounds.requests_for_me = names
             return
         rounds.answered += names
         progress = None if extra is None else to_python(extra())
         head = {
             "extra": progress if self._devices.place == 0 else None,
-            "version": tuple(version[:2]),  # the next quorum gives the place
+            "version": tuple(self.version[:2]),  # the next quorum gives the place
             "run": self.peers.run,
             "history": list(self.peers.history),
         }
         # All devices come here together, because requests are part of the outcome of a round.
-        with self.global_weights():
+        self._swap_in(serves=True)
+        try:
             snapshot = snapshot_of(self.optimizers, self.module, self.names, head)
+        finally:
+            self.swap_in_local_weights()
         self._server.offer(names, snapshot)
 
     def _must_step_first(self) -> bool:
@@ -467,6 +476,8 @@ class ElasticUpdates(LocalUpdates):
         self._stop_watching()
         self._all_sent = False  # rounds may have failed
         super().finish()
+        if self._rounds.is_cut_off:
+            self.swap_in_global_weights()  # the module keeps all updates of this node, even after ``close``
 
     def close(self) -> None:
         self._watch.stop()

@@ -219,7 +219,7 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
                 Path(filepath).parent,
             )
         if self.elastic is not None:
-            checkpoint[ELASTIC_KEY] = list(self.elastic.version)
+            checkpoint[ELASTIC_KEY] = list(self.elastic.shown_version)  # of the weights in the checkpoint
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from lightning_sparse.fsdp import mesh_of, shard
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import discover
 from lightning_sparse.updates.agreement import UpdateCorrelation
+from lightning_sparse.updates.state import SparseUpdateState
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -179,11 +180,11 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
                 updates.watch()
                 time.sleep(0.3)
     updates.finish()
-    kept = global_weights() - pending(updates, sent)
+    rest = torch.cat([SparseUpdateState.read_global(state) for state in rounds.states]) - pending(updates, sent)
     with updates.global_weights():
-        shown_token = updates.version.token
-        shown_off = (torch.cat([state.slices.read() for state in rounds.states]) - kept).abs().max().item()
-    report(ends=step, shown_token=shown_token, shown_off=shown_off)
+        shown = torch.cat([state.slices.read() for state in rounds.states])
+        own = updates.shown_version.token != updates.peers.token
+    report(ends=step, own=own, shown_off=(shown - rest).abs().max().item())
     updates.close()
 
 

@@ -266,6 +266,21 @@ def test_rounds_that_always_fail_are_logged_once_with_their_cause(
     assert re.match(r"10 rounds in a row with b have failed .address family mismatch.\. .* exchange nothing", line)
 
 
+def test_node_that_falls_behind_has_its_dropped_messages_pending_until_others_have_them(rounds: RoundProtocol) -> None:
+    sent = message(1)
+    outcome = Outcome()
+    rounds._count(Round("0", "1", 1, 2, torch.empty(0)), sent, outcome)
+    for number in range(1, 5000):  # more than the history holds
+        rounds._count(Round(str(number), str(number + 1), number + 1, 2, torch.empty(0)), None, outcome)
+    assert rounds.fall_behind(outcome.rounds) == [sent]
+    assert (rounds.token, rounds.number) == ("0", 0)
+    assert rounds.reconcile() == ([], []), "no other node is left"
+    outcome = Outcome()
+    rounds._count(Round("0", "1", 1, 2, torch.empty(0)), sent, outcome)
+    rounds.fall_behind(outcome.rounds)
+    assert rounds.set_version("2", 2, ["0", "1"]) == ([], [sent])
+
+
 class Connecting(RoundProtocol):
     """A node that counts its connections instead of making them."""
 
