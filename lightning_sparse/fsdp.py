@@ -267,7 +267,8 @@ class ShardedGradients(Engine):
         self.active = topology.kind == "hierarchical"
         self.managed: list[FSDPParamGroup] = []
         self.log_once = LogOnce(topology.rank)
-        self.epoch, self.warmup = 0, Warmup()
+        self.epoch: int | None = None
+        self.warmup = Warmup()
         if isinstance(config, GradientsConfig):
             self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
         self._accumulating = False
@@ -388,7 +389,8 @@ class ShardedGradients(Engine):
         exchange = self.exchange
         exchange.communicator.error_context = f"in step {self.steps + 1}, gradients of {managed.name or 'the model'}"
         work = exchange.choice.work(managed.numel * self.topology.num_devices, flat_S.dtype)
-        path = exchange.choice.path(work, self.warmup.density(self.config.density, self.epoch, self.steps))
+        density = self.warmup.density_now(self.config.density, self.epoch, self.steps, self.log_once)
+        path = exchange.choice.path(work, density)
         residual_S, next_S = managed.residuals() if path.residual_kind != "nothing" else (None, None)
         total_S = exchange.sum(path, Shard(flat_S, residual_S, next_S))
         if next_S is not None:

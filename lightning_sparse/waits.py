@@ -56,7 +56,7 @@ def _others(place: str) -> str:
     remainder = f", and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
     return (
         f"Also waiting: {named}{remainder}. If their step differs, a rank has skipped a step. Let every "
-        f"rank make the same number of steps, even a rank without a gradient"
+        f"rank make the same number of steps, even a rank without a gradient. All ranks must enter global_weights()"
     )
 
 

@@ -508,6 +508,8 @@ class ElasticUpdates(LocalUpdates):
         self._watch.start()
         if not self._load_snapshot(pending=None) and self._devices.place == 0:
             log.info("this node starts from its %s", "checkpoint" if began else "own weights: no other node trains")
+        if not self._begins:
+            self._keep_global_weights()
 
     def _catch_up(self) -> None:
         log.info("this node has missed rounds after round %d: it loads the weights of another node", self.peers.number)

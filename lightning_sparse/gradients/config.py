@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_sparse import options
 from lightning_sparse.exchange.config import ExchangeConfig
+from lightning_sparse.messages import LogOnce
 
 Exclude = Literal["none", "vectors"] | tuple[str, ...]
 
@@ -98,6 +100,16 @@ class Warmup:
             stage = round_index * STAGES // self.rounds if round_index < self.rounds else STAGES
             exponents.append((stage + 1) / (STAGES + 1))
         return float(density ** max(exponents))
+
+    def density_now(self, density: float, epoch: int | None, round_index: int, log_once: LogOnce) -> float:
+        """Return the density, for an epoch that may be unknown."""
+        if epoch is None and self.epochs:
+            log_once(
+                f"warmup_epochs={self.epochs}, but the epoch is not set, so the density does not fall. In each epoch, "
+                f"set state.epoch, or call fabric.strategy.set_epoch(epoch) in Fabric. Or use warmup_steps instead.",
+                logging.WARNING,
+            )
+        return self.density(density, epoch or 0, round_index)
 
     def describe(self) -> str:
         if 0 in (self.epochs, self.rounds) or (self.epochs, self.rounds) == (None, None):

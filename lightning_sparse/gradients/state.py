@@ -11,6 +11,7 @@ A *round* is one reduction of all buckets:
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ from lightning_sparse.gradients.groups import (
 from lightning_sparse.gradients.momentum import MomentumCorrection
 from lightning_sparse.gradients.residual import ResidualStore
 from lightning_sparse.gradients.tracking import Parameters, StepTracker, UnusedParameters
-from lightning_sparse.messages import LogOnce
+from lightning_sparse.internals import scale_of
+from lightning_sparse.messages import LogOnce, ensure_log_handler
 from lightning_sparse.optimizers import sparse_gradient_objection, sparse_gradient_warning
 from lightning_sparse.topology import Topology, undisturbed
 
@@ -70,8 +72,11 @@ class HierState(Engine):
         refuse_python_reducer()
         topology = undisturbed(topology)
         self.config, self.topology = config, topology
+        ensure_log_handler()
         self.log_once = LogOnce(topology.rank)
-        self.epoch, self.round = 0, 0
+        self.log_once(topology.describe())
+        self.epoch: int | None = None
+        self.round = 0
         self.warmup = Warmup(config.warmup_epochs, config.warmup_steps)
         self.parameters = Parameters(module)
         self.active = topology.kind == "hierarchical"
@@ -90,6 +95,7 @@ class HierState(Engine):
             self.track_unused(module)
         self._steps = StepTracker(self.parameters, self.store.undecided_names)
         self._round_is_open = False  # waiting for buckets
+        self._is_prepared = False  # ``before_backward`` was called for the next round
         self._is_reducing = False  # from the first bucket until the last bucket is reduced
         self._reason_for_dense = ""
 
@@ -111,6 +117,7 @@ class HierState(Engine):
             reason_for_dense: reason to reduce the next round as DDP does, without residuals; empty for none.
         """
         self.exchange.refuse_capture()
+        self._is_prepared = True
         waiting = self.commit_round()
         if self.momentum is not None:
             self.momentum.begin_round(waiting)
@@ -123,6 +130,12 @@ class HierState(Engine):
         flat_N, last = bucket.buffer(), bucket.is_last()
         if not self._round_is_open:
             self.commit_round()
+            if self.momentum is not None and not self._is_prepared:
+                raise ValueError(
+                    "momentum_correction=True, but before_backward() was not called before this backward pass. Call "
+                    "state.before_backward() before each backward pass, also within no_sync()."
+                )
+            self._is_prepared = False
             if self.exchange.choice.needs_probe:
                 self.exchange.runner.synchronize()  # for another module with this topology
                 self.exchange.choice.measure(flat_N.device, self.round)
@@ -178,15 +191,20 @@ class HierState(Engine):
 
     # -- around it -----------------------------------------------------------------------------------------------------
 
-    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None:
         """Watch the steps of all optimizers from now on, so that only stepped gradients change residuals.
 
         If there is no optimizer, every round counts as used. If you call this, also call before_backward(), because
         gradients are incomplete inside a backward pass.
 
+        Args:
+            scaler: the loss scaler of the loop. Residuals are stored without its scale.
+
         Raises:
             ValueError: for an optimizer that cannot report its steps, or whose momentum cannot be corrected.
         """
+        if scaler is not None:
+            self.loss_scale = partial(scale_of, scaler)
         optimizers = list(optimizers)
         self._steps.watch(optimizers)
         if self.momentum is not None:
@@ -239,7 +257,7 @@ class HierState(Engine):
 
     @property
     def _density(self) -> float:
-        return self.warmup.density(self.config.density, self.epoch, self.round)
+        return self.warmup.density_now(self.config.density, self.epoch, self.round, self.log_once)
 
     def unscaled(self, share: float, device: torch.device) -> Tensor:
         factor = self._shares.get((share, device))

@@ -76,4 +76,3 @@ class MSTopKElasticFSDPFabricMixin(ElasticFabricAdapter, ShardsFabricAdapter):
         self._init_common(ELASTIC_FSDP, node_name, kwargs, ElasticUpdates.kind)
         super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
-        self._epoch = 0

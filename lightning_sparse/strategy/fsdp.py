@@ -284,6 +284,8 @@ Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 class ShardsFabricAdapter(ShardsAdapter, UpdatesFabricAdapter):
     """Common part of Fabric's strategies with FSDP2."""
 
+    _epoch: int | None = None  # unknown
+
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return shard(module, mesh, **options_for(self.precision.precision))
 
@@ -389,4 +391,3 @@ class MSTopKFSDPFabricMixin(ShardsFabricAdapter):
         self._init_fsdp(send, node_name, kwargs)
         super().__init__(parallelize_fn=self._shard if parallelize_fn is shard else parallelize_fn, **kwargs)
         self._modules = []
-        self._epoch = 0

@@ -62,7 +62,6 @@ class GradientEngines:
         if state is None:
             state = HierState(module, self._config, topology, find_unused_parameters=find_unused)
             state.loss_scale = lambda: loss_scale_of(precision)
-            state.log_once(topology.describe())
             self.states.append(state)
         elif find_unused:
             state.track_unused(module)
@@ -273,7 +272,7 @@ class MSTopKHierFabricMixin(HierAdapter, ReplicasFabricAdapter):
         self._gradients = GradientEngines(self.config)
         self.engines = self._gradients.states
         super().__init__(**kwargs)
-        self._epoch = 0
+        self._epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, counted from 0, for the density warm-up."""

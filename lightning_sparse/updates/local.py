@@ -17,7 +17,7 @@ from lightning_sparse.agree import all_agree, differing, extremes, same_options
 from lightning_sparse.checkpoint.state import State, for_folder
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, HierCommunicator
-from lightning_sparse.messages import LogOnce
+from lightning_sparse.messages import LogOnce, ensure_log_handler
 from lightning_sparse.sharding import check_sharded, parameters_of, trainable_params
 from lightning_sparse.topology import Topology, undisturbed
 from lightning_sparse.updates import checkpoint, optimizer_state
@@ -69,6 +69,7 @@ class LocalUpdates(Engine):
         topology: Topology,
     ) -> None:
         optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        ensure_log_handler()
         _check_topology(topology)
         for optimizer in optimizers:
             check_optimizer(optimizer)
@@ -118,7 +119,7 @@ class LocalUpdates(Engine):
         Call it yourself if some nodes may skip a step.
         """
         for local_optimizer in self._of(optimizer):
-            local_optimizer.follow_groups()
+            local_optimizer.before_step()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer | None = None) -> None:
@@ -351,17 +352,23 @@ class LocalUpdates(Engine):
 
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
         self._all_sent = False
+        self._keep_global_weights()
         if state is not None:
             self.steps = metadata["steps"]
             checkpoint.load(self.optimizers, self.names, self.buffers, state)
 
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         self._all_sent = False
+        self._keep_global_weights()
         if self.active:
             self.steps = metadata["steps"]
             checkpoint.load_from(self.optimizers, self.names, self.module, nodes)
         else:
             checkpoint.load_alone(self.module, nodes)
+
+    def _keep_global_weights(self) -> None:
+        for local_optimizer in self.optimizers:
+            local_optimizer.adopts_weights = False
 
     def global_parts(self) -> list[Tensor]:
         return [local_optimizer.state.read_global() for local_optimizer in self.optimizers]

@@ -63,6 +63,8 @@ class LocalOptimizer:
         self._before_change = before_change
         self.state = self._new_state()
         self._frozen: set[int] = set()  # ``id()`` of frozen parameters that are exchanged
+        # Weights that the program loads before the first step are the first global weights.
+        self.adopts_weights = True
         self._own: list[Tensor] | None = None  # this node's weights while the global weights are shown
         self._waits = True  # whether the shown weights include every message
         known = is_tested(optimizer) or type(optimizer).__module__.startswith("torch.optim")
@@ -91,7 +93,7 @@ class LocalOptimizer:
         Raises:
             ValueError: if the optimizer overwrites the parameters with a copy of its own.
         """
-        self.has_unsent_step = False
+        self.has_unsent_step = self.adopts_weights = False
         self.follow_groups()
         # Before the exchange, so that the probe's change does not count as an update.
         probed = self._end_probe()
@@ -106,8 +108,20 @@ class LocalOptimizer:
                 return  # all devices have equal parameters
         self.gather()
 
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_step(self) -> None:
+        """Follow changes of the program since the last step."""
+        if self.adopts_weights and self._own is None:
+            self.adopts_weights = False
+            # On GPUs, a comparison would make the host wait.
+            is_changed = not self.state.global_S.is_cuda and self.is_changed()
+            if is_changed:
+                self._exchange.log_once("the weights have changed before the first step: training starts from them")
+            if is_changed or self.state.global_S.is_cuda:
+                self.state.set_global(self.state.slices.read())
         self.follow_groups()
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.before_step()
         if self.probe is None:
             return None
         self.probe.begin(self.state.slices)
@@ -148,6 +162,7 @@ class LocalOptimizer:
         return self.steps // self._config.sync_every
 
     def make_up_to(self, exchanges: int, step_id: int) -> None:
+        self.adopts_weights = False
         while self.exchanges < exchanges:
             self.steps = (self.exchanges + 1) * self._config.sync_every
             self.state.exchange_step(step_id)
@@ -283,7 +298,7 @@ class LocalOptimizer:
 
     def restart(self) -> None:
         self.state.receive()
-        self._own = None
+        self._own, self.adopts_weights = None, True
         self.state = self._new_state()
 
     # -- parameters ----------------------------------------------------------------------------------------------------

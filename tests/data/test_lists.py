@@ -141,6 +141,10 @@ def test_names_of_other_splits_are_numbered_as_in_train(folder: Path) -> None:
             "path,label\n4.bin,10\nc/3.bin,007\n",
             "sample 2: the label is 007, which may be a number or a name: write 7, or",
         ),
+        (
+            "path,a,b\n4.bin,1,0.5\nc/3.bin,16777217,0.5\n",
+            "column a, sample 2: the label is 16777217, which float32 cannot hold",
+        ),
         ("path,label\n4.bin,1\nc/3.bin,inf\n4.bin,2e999\n", "sample 2: the label is inf: give each sample a finite"),
         ("path,label\n4.bin,1.5\nc/3.bin,2e999\n", "sample 2: the label is 2e999: give each sample a finite"),
         ('path,label\n4.bin,"cat\nc/3.bin,dog\n', "is not a CSV file in UTF-8: unexpected end of data"),
@@ -152,6 +156,11 @@ def test_names_of_other_splits_are_numbered_as_in_train(folder: Path) -> None:
 def test_invalid_list_is_refused_with_the_reason(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         listed(folder, text)
+
+
+def test_word_among_numbers_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listed(folder, "path,label\n4.bin,2\nc/3.bin,10\na/b/2.bin,unknown\n")
+    assert "column label has names, because the label of sample 3 is 'unknown'" in caplog.text
 
 
 def test_file_that_is_not_parquet_is_named(folder: Path) -> None:

@@ -98,6 +98,15 @@ def test_shard_without_samples_is_refused_with_the_reason(tmp_path: Path, member
         read(bytes_of(tmp_path / "source"))
 
 
+def test_member_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "source" / "train" / "0.tar"
+    shard(file, {"a.npy": b"a"})
+    with tarfile.open(file, "a") as tar:
+        tar.addfile(tarfile.TarInfo("a.npy"))
+    with pytest.raises(ValueError, match=r"train/0\.tar: the member a\.npy occurs 2 times"):
+        read(bytes_of(tmp_path / "source"))
+
+
 @pytest.mark.parametrize(
     ("members", "member", "labels"),
     [

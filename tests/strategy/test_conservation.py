@@ -393,8 +393,7 @@ def skip_steps(exchange: Any, fused: bool) -> dict[str, Any]:
     ddp, state = wrap(model, config, bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    state.loss_scale = scaler._get_scale_async
-    state.watch([optimizer])
+    state.watch([optimizer], scaler)
     skipped, unchanged = [], []
     given = torch.zeros_like(flat_parameters(model)).double()
     applied = given.clone()

@@ -4,12 +4,14 @@ import os
 import warnings
 from importlib import import_module
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sparse.gradients.config import Warmup
 from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import batch, flat_parameters, mlp
@@ -254,6 +256,16 @@ def test_fabric_bad_options_are_refused() -> None:
             with pytest.raises(ValueError, match=says):
                 ours(flavour, **{option: value})
         assert ours(flavour).config.warmup_epochs is None
+
+
+def test_warmup_in_epochs_warns_once_if_the_epoch_is_unknown() -> None:
+    warmup, said = Warmup(epochs=2), Mock()
+    assert warmup.density_now(0.01, None, 5, said) == warmup.density(0.01, 0, 5)
+    assert "warmup_epochs=2, but the epoch is not set" in said.call_args.args[0]
+    said.reset_mock()
+    assert warmup.density_now(0.01, 2, 5, said) == 0.01
+    assert Warmup(rounds=8).density_now(0.01, None, 5, said) > 0.01
+    said.assert_not_called()
 
 
 def test_fabric_set_epoch_reaches_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from lightning_sparse.gradients.groups import ParamGroup
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.topology import Topology
 from tests.helpers.distributed import RunRanks, run_ranks
+from tests.helpers.lines import raised
 from tests.strategy.models import flat_parameters, go_on, loss_of, mlp, save, wrap
 from tests.strategy.trainers import dense_one, ours, plain_module, sparse, trainer, weights
 
@@ -235,6 +236,18 @@ def still(ddp: nn.Module, state: HierState, optimizer: torch.optim.Optimizer, mo
         optimizer.step()
         optimizer.zero_grad()
     return flat_parameters(model) - before
+
+
+def without_before_backward() -> str:
+    model, optimizer = one_row(nesterov=False)
+    ddp, state = wrap(model, HierConfig(density=0.1, exchange="sparse", **EXACT))
+    state.watch([optimizer])
+    return raised(lambda: ddp(torch.ones(1, 64)).sum().backward())
+
+
+def test_backward_pass_that_is_not_announced_is_refused(ranks: RunRanks) -> None:
+    for message in ranks(without_before_backward, nodes=2, devices=1):
+        assert "before_backward() was not called before this backward pass" in message
 
 
 def wait_for(path: str, nesterov: bool) -> Tensor:

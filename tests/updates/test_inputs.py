@@ -267,6 +267,28 @@ def test_reused_optimizer_continues_with_its_state(ranks: RunRanks) -> None:
         assert torch.equal(first, second)
 
 
+def loads_weights(when: str, sync_every: int) -> tuple[Tensor, Tensor, list[str]]:
+    """Load weights after `LocalUpdates` was created, and return the global weights after two steps that change none."""
+    torch.manual_seed(dist.get_rank())
+    ddp, optimizer, updates = start(sgd, density=0.01, sync_every=sync_every)
+    optimizer.param_groups[0]["lr"] = 0.0
+    logged = Lines()
+    if when == "after an evaluation":
+        shared_of(updates)
+    updates.module.load_state_dict(mlp(seed=7).state_dict())
+    steps(ddp, optimizer, updates, 0, 2)
+    return shared_of(updates), flat_parameters(mlp(seed=7)), logged.lines
+
+
+@pytest.mark.parametrize("sync_every", [1, 3])
+@pytest.mark.parametrize("when", ["at once", "after an evaluation"])
+def test_weights_loaded_before_the_first_step_are_global_at_once(ranks: RunRanks, when: str, sync_every: int) -> None:
+    results = ranks(loads_weights, when, sync_every, nodes=2, devices=2)
+    for shown, loaded, _ in results:
+        assert torch.equal(shown, loaded)
+    assert sum("training starts from them" in line for line in results[0][2]) == 1
+
+
 def added_later() -> list[Tensor]:
     """Train two optimizers. One of them gets parameters later, which are initially equal on all ranks."""
     topology = discover()

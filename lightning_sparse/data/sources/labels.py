@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_sparse.messages import log
+
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]+")
 _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|(?i:inf(inity)?))")
@@ -91,8 +93,13 @@ def numbered(
             problem = f"is {values[which]!r}, which is not a number: only the first label may be a name"
             raise _refused(file, name, which, problem)
         if array is None:
+            if text:
+                _warn_of_numbers(file, name, values)
             array, classes = _of_names(file, name, values)
         arrays.append(array)
+    if any(array.dtype == np.float64 for array in arrays):
+        for name, array in zip(columns, arrays, strict=True):
+            _check_exact(file, name, array)
     return np.concatenate([array.reshape(len(array), -1) for array in arrays], 1), classes
 
 
@@ -176,6 +183,33 @@ def _finite(file: str, column: str, values: npt.NDArray[Any], width: int = 1) ->
     for place in np.flatnonzero(~np.isfinite(values))[:1].tolist():
         raise _refused(file, column, place // width, f"is {values[place]}: give each sample a finite number")
     return values.astype(np.float64)
+
+
+def _warn_of_numbers(file: str, column: str, values: Sequence[str]) -> None:
+    # A word among numbers, such as "unknown", makes names of all numbers, and gives each of them another number.
+    is_number = [_NUMBER.fullmatch(value.strip()) is not None for value in values]
+    if any(is_number):
+        row, number = is_number.index(False), values[is_number.index(True)]
+        log.warning(
+            "%s: column %s has names, because the label of sample %s is %r. Some labels are numbers, such as %s. If "
+            "all labels should be numbers, correct this label: names are numbered in alphabetical order",
+            file,
+            column,
+            f"{row + 1:,}",
+            values[row],
+            number,
+        )
+
+
+def _check_exact(file: str, column: str, numbers: npt.NDArray[Any]) -> None:
+    # Next to a label with decimals, whole numbers become float32.
+    if numbers.dtype == np.int64:
+        is_rounded = (numbers != numbers.astype(np.float32)).reshape(len(numbers), -1).any(1)
+        for row in np.flatnonzero(is_rounded)[:1].tolist():
+            problem = (
+                f"is {numbers[row]}, which float32 cannot hold, next to a label with decimals: use smaller numbers"
+            )
+            raise _refused(file, column, row, problem)
 
 
 def _of_names(file: str, column: str, values: Sequence[str]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:

@@ -468,6 +468,8 @@ class TarShards(Layout):
                 )
             label = labels[0][3] if labels else ""
             data = [member for member in group if self._is_data(member[0])]
+            if len({member[0] for member in data}) < len(data):
+                raise ValueError(f"{shard}: the member {data[0][0]} occurs {len(data)} times. Keep one of them.")
             if len(data) != 1:
                 raise ValueError(
                     f"{shard}: sample {key!r} has the members {', '.join(member[0] for member in group)}, of which "
