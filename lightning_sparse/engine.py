@@ -77,6 +77,10 @@ class Engine(ABC):
         """Follow a step of one optimizer, or of all. Call it even if this rank skipped the step."""
         return
 
+    def keep_global_weights(self) -> None:
+        """Count changes of the weights as updates from now on, even before the first step."""
+        return
+
     def send_unsent(self) -> None:
         """Exchange steps for which ``step()`` was not called. Call it after each batch."""
         return

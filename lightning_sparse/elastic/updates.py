@@ -459,6 +459,7 @@ class ElasticUpdates(LocalUpdates):
             snapshot = snapshot_of(self.optimizers, self.module, self.names, head)
         finally:
             self.swap_in_local_weights()
+        self.keep_global_weights()  # another node has them
         self._server.offer(names, snapshot)
 
     def _must_step_first(self) -> bool:
@@ -509,7 +510,7 @@ class ElasticUpdates(LocalUpdates):
         if not self._load_snapshot(pending=None) and self._devices.place == 0:
             log.info("this node starts from its %s", "checkpoint" if began else "own weights: no other node trains")
         if not self._begins:
-            self._keep_global_weights()
+            self.keep_global_weights()
 
     def _catch_up(self) -> None:
         log.info("this node has missed rounds after round %d: it loads the weights of another node", self.peers.number)

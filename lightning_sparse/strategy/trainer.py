@@ -184,6 +184,7 @@ class TrainerAdapter(Adapter, Host):
         if self.engine is not None:
             self.engine.batches += 1
             self.engine.swap_in_local_weights()
+            self.engine.keep_global_weights()  # hooks before the first batch have set the weights
 
     def on_train_start(self) -> None:
         super().on_train_start()

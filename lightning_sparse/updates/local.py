@@ -80,7 +80,8 @@ class LocalUpdates(Engine):
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
         self._shown = self._waits = False  # the module holds the global weights; with all messages
-        self._all_sent = self._trusted = False  # trusted: changes of hooks have not been compared
+        # ``_trusted``: changes of hooks have not been compared. ``_adopts``: the program may still load weights.
+        self._all_sent, self._trusted, self._adopts = False, False, True
         if not self.active:
             return
         _check_parameters(self.names, optimizers)
@@ -142,11 +143,17 @@ class LocalUpdates(Engine):
                 f"step all."
             )
         self.steps += 1
-        self._all_sent = False
+        self._trusted |= self._adopts
+        self._all_sent = self._adopts = False
         self._name_place(f"in step {self.steps}")
         for local_optimizer in stepped:
             local_optimizer.step(self._step_id(local_optimizer))
         self.exchange.stats.end_round()
+
+    def keep_global_weights(self) -> None:
+        self._adopts = False
+        for local_optimizer in self.optimizers:
+            local_optimizer.adopts_weights = False
 
     def send_unsent(self) -> None:
         for local_optimizer in self.optimizers:
@@ -297,8 +304,9 @@ class LocalUpdates(Engine):
         if not self._same_on_all_nodes([local_optimizer.state.read_global() for local_optimizer in self.optimizers]):
             raise RuntimeError(
                 "the global weights differ between nodes: on_train_batch_start or on_train_batch_end changed weights, "
-                "but not in the same way on all nodes. Make the same change on all ranks, as DDP also requires, or "
-                "change the weights in training_step. Resume from the last checkpoint."
+                "or a loop loaded weights before its first step, but not in the same way on all nodes. Make the same "
+                "change on all ranks, as DDP also requires, or change the weights in training_step. Resume from the "
+                "last checkpoint."
             )
 
     def _same_on_all_nodes(self, tensors: Sequence[Tensor]) -> bool:
@@ -321,6 +329,7 @@ class LocalUpdates(Engine):
     @torch.no_grad()
     def restart(self) -> None:
         self._shown = self._all_sent = False
+        self._adopts = True
         for local_optimizer in self.optimizers:
             local_optimizer.restart()
 
@@ -352,23 +361,19 @@ class LocalUpdates(Engine):
 
     def load(self, metadata: Mapping[str, Any], state: State | None) -> None:
         self._all_sent = False
-        self._keep_global_weights()
+        self.keep_global_weights()
         if state is not None:
             self.steps = metadata["steps"]
             checkpoint.load(self.optimizers, self.names, self.buffers, state)
 
     def load_from(self, metadata: Mapping[str, Any], nodes: Sequence[Sequence[State]]) -> None:
         self._all_sent = False
-        self._keep_global_weights()
+        self.keep_global_weights()
         if self.active:
             self.steps = metadata["steps"]
             checkpoint.load_from(self.optimizers, self.names, self.module, nodes)
         else:
             checkpoint.load_alone(self.module, nodes)
-
-    def _keep_global_weights(self) -> None:
-        for local_optimizer in self.optimizers:
-            local_optimizer.adopts_weights = False
 
     def global_parts(self) -> list[Tensor]:
         return [local_optimizer.state.read_global() for local_optimizer in self.optimizers]

@@ -280,6 +280,20 @@ def loads_weights(when: str, sync_every: int) -> tuple[Tensor, Tensor, list[str]
     return shared_of(updates), flat_parameters(mlp(seed=7)), logged.lines
 
 
+def loads_other_weights() -> None:
+    ddp, optimizer, updates = start(sgd, density=0.01)
+    updates.module.load_state_dict(mlp(seed=dist.get_rank()).state_dict())
+    steps(ddp, optimizer, updates, 0, 1)
+    with updates.global_weights():
+        pass
+
+
+def test_other_weights_loaded_on_other_nodes_raise_at_the_next_evaluation() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(loads_other_weights, nodes=2, devices=1)
+    assert "a loop loaded weights before its first step" in "".join(failed.value.raised.values())
+
+
 @pytest.mark.parametrize("sync_every", [1, 3])
 @pytest.mark.parametrize("when", ["at once", "after an evaluation"])
 def test_weights_loaded_before_the_first_step_are_global_at_once(ranks: RunRanks, when: str, sync_every: int) -> None:
