@@ -105,7 +105,7 @@ class Lighthouse:
         self._asks_again, self._is_answered = 0.0, True
         self._left = threading.Event()
         self._thread = threading.Thread(
-            target=_heartbeat, args=(beats, self.name, self._left), name="lightning_sparse", daemon=True
+            target=self._send_heartbeats, args=(beats,), name="lightning_sparse", daemon=True
         )
         self._thread.start()
 
@@ -153,6 +153,20 @@ class Lighthouse:
     def ask_again(self) -> None:
         """Allow the next request, even if the last one has just failed."""
         self._asks_again = 0.0
+
+    def _send_heartbeats(self, client: Any) -> None:
+        is_lost = False
+        while not self._left.wait(BEAT_SECONDS):
+            try:
+                client.heartbeat(self.name)
+            except (RuntimeError, TimeoutError):  # the lighthouse may come back
+                is_lost = True
+                self._left.wait(BEAT_SECONDS)
+                continue
+            if is_lost:
+                # Ask at once: until then, a node that starts finds no other node, and begins a new run.
+                is_lost = False
+                self.ask_again()
 
     def leave(self) -> None:
         self._left.set()
@@ -207,14 +221,6 @@ def _connect(address: str, name: str) -> Any:
             f"no lighthouse answers at {address} (torchft: {error}). Start a lighthouse there (`{COMMAND}`), or "
             f"correct the address."
         ) from error
-
-
-def _heartbeat(client: Any, name: str, left: threading.Event) -> None:
-    while not left.wait(BEAT_SECONDS):
-        try:
-            client.heartbeat(name)
-        except (RuntimeError, TimeoutError):  # the lighthouse may come back
-            left.wait(BEAT_SECONDS)
 
 
 def _store_on(host: str) -> Any:

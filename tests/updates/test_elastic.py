@@ -148,6 +148,7 @@ def test_node_that_ends_without_a_lighthouse_keeps_its_updates_in_its_own_weight
     trio.wait_for("c", lambda report: report.get("step", 0) > dark + 10)
     end(trio, "c")
     trio.light()
+    trio.wait_for("a", of(2))  # a node that is the first to ask a lighthouse begins a new run
     last = trio.reports("c")[-1]
     assert last["ends"] > dark
     assert last["left"] > 1e-6
