@@ -58,7 +58,7 @@ class RoundObserver:
         return seen
 
     def _drop_rounds(self) -> None:
-        # The other nodes would wait for a node that stops observing.
+        # If this node stopped observing instead, the other nodes would wait for it.
         self._seen.returned += self._peers.fall_behind(self._seen.rounds)
         self._seen.rounds = []
 

@@ -143,7 +143,12 @@ class LocalUpdates(Engine):
                 f"step all."
             )
         self.steps += 1
-        self._trusted |= self._adopts
+        if self._adopts:
+            # Optimizers that step later, too: from here on, exchanges change the weights.
+            for local_optimizer in self.optimizers:
+                if local_optimizer not in stepped:
+                    local_optimizer.adopt_weights()
+            self._trusted = True
         self._all_sent = self._adopts = False
         self._name_place(f"in step {self.steps}")
         for local_optimizer in stepped:

@@ -108,8 +108,9 @@ class LocalOptimizer:
                 return  # all devices have equal parameters
         self.gather()
 
-    def before_step(self) -> None:
-        """Follow changes of the program since the last step."""
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Continue from weights that the program has loaded before the first step."""
         if self.adopts_weights and self._own is None:
             self.adopts_weights = False
             # On GPUs, a comparison would make the host wait.
@@ -118,6 +119,10 @@ class LocalOptimizer:
                 self._exchange.log_once("the weights have changed before the first step: training starts from them")
             if is_changed or self.state.global_S.is_cuda:
                 self.state.set_global(self.state.slices.read())
+
+    def before_step(self) -> None:
+        """Follow changes of the program since the last step."""
+        self.adopt_weights()
         self.follow_groups()
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

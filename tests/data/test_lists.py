@@ -145,6 +145,10 @@ def test_names_of_other_splits_are_numbered_as_in_train(folder: Path) -> None:
             "path,a,b\n4.bin,1,0.5\nc/3.bin,16777217,0.5\n",
             "column a, sample 2: the label is 16777217, which float32 cannot hold",
         ),
+        (
+            f"path,a,b\n4.bin,{2**53 + 1},0.5\n",
+            f"column a, sample 1: the label is {2**53 + 1}, which float32 cannot hold",
+        ),
         ("path,label\n4.bin,1\nc/3.bin,inf\n4.bin,2e999\n", "sample 2: the label is inf: give each sample a finite"),
         ("path,label\n4.bin,1.5\nc/3.bin,2e999\n", "sample 2: the label is 2e999: give each sample a finite"),
         ('path,label\n4.bin,"cat\nc/3.bin,dog\n', "is not a CSV file in UTF-8: unexpected end of data"),

@@ -280,6 +280,30 @@ def loads_weights(when: str, sync_every: int) -> tuple[Tensor, Tensor, list[str]
     return shared_of(updates), flat_parameters(mlp(seed=7)), logged.lines
 
 
+def loads_weights_of_two_optimizers() -> tuple[Tensor, Tensor]:
+    """The second optimizer steps later. Return the global weights after steps that change none."""
+    topology = discover()
+    model, loaded = (nn.Sequential(mlp(seed), nn.Linear(5, 3)) for seed in (topology.rank, 7))
+    dist.broadcast(loaded[1].weight.data, 0)
+    dist.broadcast(loaded[1].bias.data, 0)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
+    updates = LocalUpdates(model, optimizers, UpdatesConfig(density=0.01), topology)
+    model.load_state_dict(loaded.state_dict())
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for optimizer in optimizers[: 1 + step // 2]:
+            optimizer.step()
+            updates.step(optimizer)
+            assert not any(each.adopts_weights for each in updates.optimizers), "only in the first step of the run"
+    return shared_of(updates), flat_parameters(loaded)
+
+
+def test_weights_loaded_before_the_first_step_are_global_for_optimizers_that_step_later(ranks: RunRanks) -> None:
+    for shown, loaded in ranks(loads_weights_of_two_optimizers, nodes=2, devices=1):
+        assert torch.equal(shown, loaded)
+
+
 def loads_other_weights() -> None:
     ddp, optimizer, updates = start(sgd, density=0.01)
     updates.module.load_state_dict(mlp(seed=dist.get_rank()).state_dict())

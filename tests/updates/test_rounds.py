@@ -2,6 +2,7 @@
 
 import random
 import re
+import threading
 import time
 from collections import Counter, deque
 from dataclasses import replace
@@ -32,7 +33,7 @@ from lightning_sparse.elastic.rounds import (
     _refusal,
 )
 from lightning_sparse.elastic.sampling import SampleAssigner, SampleProgress
-from lightning_sparse.elastic.state import ElasticUpdateState
+from lightning_sparse.elastic.state import ElasticUpdateState, OptimizerRounds
 from lightning_sparse.elastic.updates import ElasticConfig
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.paths import Sparse, TensorSpec
@@ -350,6 +351,33 @@ def test_node_that_waits_for_min_nodes_logs_the_training_nodes(
     assert re.match(
         r"this node has waited . s to exchange updates: fewer than min_nodes=2 nodes train .a.$", caplog.messages[-1]
     )
+
+
+def test_own_weights_keep_an_uncertain_message_that_settles_while_they_are_shown() -> None:
+    state, peers, sent = SimpleNamespace(slices=SimpleNamespace(numel=4)), SimpleNamespace(uncertain=None), message(1)
+    rounds: Any = OptimizerRounds(peers, 1, None, lambda: [state])  # type: ignore[arg-type, list-item]
+    peers.uncertain = sent
+    rounds.show_own(True)
+    peers.uncertain = None  # the thread that observes has settled it
+    assert rounds.uncertain_of(state) == [sent]
+    rounds.show_own(False)
+    assert rounds.uncertain_of(state) == []
+
+
+def test_node_asks_a_lighthouse_that_is_back_at_once() -> None:
+    node = object.__new__(Lighthouse)
+    node.name, node._left, node._asks_again = "a:1", threading.Event(), float("inf")
+    paused = []
+
+    def heartbeat(name: str) -> None:
+        paused.append(node._asks_again > 0)
+        if len(paused) == 2:
+            raise RuntimeError("connection refused")
+        if len(paused) == 4:
+            node._left.set()
+
+    node._send_heartbeats(SimpleNamespace(heartbeat=heartbeat))
+    assert paused == [True, True, True, False], "it fails at the second heartbeat"
 
 
 class BehindLoopback(Silent):

@@ -204,7 +204,9 @@ def _warn_of_numbers(file: str, column: str, values: Sequence[str]) -> None:
 def _check_exact(file: str, column: str, numbers: npt.NDArray[Any]) -> None:
     # Next to a label with decimals, whole numbers become float32.
     if numbers.dtype == np.int64:
-        is_rounded = (numbers != numbers.astype(np.float32)).reshape(len(numbers), -1).any(1)
+        with np.errstate(invalid="ignore"):  # the largest numbers do not fit into int64 again
+            rounded = numbers.astype(np.float32).astype(np.int64)
+        is_rounded = (numbers != rounded).reshape(len(numbers), -1).any(1)
         for row in np.flatnonzero(is_rounded)[:1].tolist():
             problem = (
                 f"is {numbers[row]}, which float32 cannot hold, next to a label with decimals: use smaller numbers"

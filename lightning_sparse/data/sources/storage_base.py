@@ -1,4 +1,4 @@
-"""What all storages share: the form of a listing, the names that it contains, and the error of an unreadable file."""
+"""The form of a listing, the rules for its names, and the error of an unreadable file, for folders and URLs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A read from a dead mount cannot be interrupted, and its process cannot be killed
 training process never reads network storage: it starts this process, and abandons it if it hangs.
 
 The process receives lists of requests on a socket (the file descriptor in argv), answers them in any order, and ends
-when the socket closes. Messages are pickled. To start fast, it imports only the standard library, and fsspec for a URL.
+when the socket closes. Messages are pickled. To start fast, it imports only the standard library, files of this folder
+that need no more, and fsspec for a URL.
 
 =========  ====================================  =======================================================
 request    number, kind, arguments               "read": a file, or first and last byte of a part of it.
