@@ -185,6 +185,9 @@ class ElasticUpdates(LocalUpdates):
     def _has_others(self) -> bool:
         return True
 
+    # The number of nodes changes.
+    def _log_exchange(self) -> None: ...
+
     # A node that makes fewer steps misses rounds, and downloads the weights of other nodes. There is nothing to make
     # up.
     def _make_up(self) -> None: ...

@@ -165,18 +165,11 @@ class Adapter:
 
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> LocalUpdates:
         """Exchange the updates of these optimizers of a module. A collective of the world."""
-        topology, hierarchical = self.topology, self.topology.kind == "hierarchical"
         for submodule in module.modules():
-            if isinstance(submodule, nn.SyncBatchNorm) and hierarchical:
+            if isinstance(submodule, nn.SyncBatchNorm) and self.topology.kind == "hierarchical":
                 # Statistics of its node, so that forward does not wait for other nodes.
-                submodule.process_group = topology.intra
-        updates = LocalUpdates(module, optimizers, self.config, topology)
-        does = self.config.describe(topology.num_nodes) if updates.active else "one node, nothing to exchange"
-        volume = (
-            f"; {updates.exchange.volume(self.config.density, self.config.sync_every)}" if updates.optimizers else ""
-        )
-        updates.log_once(f"{topology.shape}: {does}{volume}")
-        return updates
+                submodule.process_group = self.topology.intra
+        return LocalUpdates(module, optimizers, self.config, self.topology)
 
     def _optimizer_state(self, optimizer: Any) -> dict[str, Any] | None:
         """Return the optimizer's state on the node's first device; None without an engine. A collective of the node."""

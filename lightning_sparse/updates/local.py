@@ -83,6 +83,7 @@ class LocalUpdates(Engine):
         # ``_trusted``: changes of hooks have not been compared. ``_adopts``: the program may still load weights.
         self._all_sent, self._trusted, self._adopts = False, False, True
         if not self.active:
+            self.log_once(f"{topology.shape}: one node, nothing to exchange")
             return
         _check_parameters(self.names, optimizers)
         _check_ranks(module, self.names, optimizers, config)
@@ -100,9 +101,14 @@ class LocalUpdates(Engine):
             )
             for optimizer in optimizers
         ]
+        self._log_exchange()
 
     def _has_others(self) -> bool:
         return self.topology.kind == "hierarchical"
+
+    def _log_exchange(self) -> None:
+        volume = f"; {self.exchange.volume(self.config.density, self.config.sync_every)}" if self.optimizers else ""
+        self.log_once(f"{self.topology.shape}: {self.config.describe(self.topology.num_nodes)}{volume}")
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
         return state_of(slices, exchange, config)

@@ -236,15 +236,32 @@ def test_optimizer_that_pulls_weights_back_warns_once(ranks: RunRanks) -> None:
 
 
 def no_step() -> list[str]:
+    logging.disable(logging.NOTSET)
     lines = Lines()
     _, _, updates = start(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     updates.finish()
     updates.close()
-    return [each for each in lines.lines if "no optimizer step was made" in each]
+    return [*lines.lines]
 
 
-def test_loop_without_a_step_warns_once(ranks: RunRanks) -> None:
-    assert [len(each) for each in ranks(no_step, nodes=2, devices=1)] == [1, 0]
+def test_loop_logs_its_exchange_and_warns_without_a_step(ranks: RunRanks) -> None:
+    first, second = ranks(no_step, nodes=2, devices=1)
+    assert sum("nodes exchange the largest 1% of the updates after each step" in each for each in first) == 1
+    assert sum("no optimizer step was made" in each for each in first) == 1
+    assert second == []
+
+
+def one_node() -> list[str]:
+    logging.disable(logging.NOTSET)
+    lines = Lines()
+    start(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    return [*lines.lines]
+
+
+def test_loop_on_one_node_logs_that_nothing_is_exchanged(ranks: RunRanks) -> None:
+    first, second = ranks(one_node, nodes=1, devices=2)
+    assert sum("one node, nothing to exchange" in each for each in first) == 1
+    assert second == []
 
 
 class Sam(Optimizer):
