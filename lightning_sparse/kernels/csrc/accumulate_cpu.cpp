@@ -1,6 +1,6 @@
-// Sums M messages block by block: a block of 65,536 floats stays in the L2 cache while the pairs of all messages are
-// added to it, in row order. With alpha, the block is not cleared before. Malformed messages are never read past their
-// sections.
+// Sums M messages block by block. A block of 65,536 floats stays in the L2 cache while this code adds the pairs of all
+// messages to it, in row order. With alpha, it does not clear the block before. It never reads past the sections of a
+// malformed message.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -14,7 +14,7 @@ namespace {
 struct Message {
   const uint8_t* data;
   MessageLayout layout;
-  std::vector<int64_t> starts;  // of each block, and the end; empty if the message is invalid
+  std::vector<int64_t> starts;  // first pair of each block, then the end; empty if the message is invalid
 };
 
 Message open(const uint8_t* data, int64_t numel, int64_t k, Dtype dtype) {
@@ -63,14 +63,14 @@ bool add(const Values& values, const uint16_t* positions, int64_t first, int64_t
   for (int64_t i = 0; i < n; ++i) {
     const int64_t at = positions[i];
     if (at <= previous || at >= size) return false;
-    to[at] += alpha * values[first + i];  // exact where alpha is 1
+    to[at] += alpha * values[first + i];  // if alpha is 1, the product is exact
     previous = at;
   }
   return true;
 }
 
-// The positions in a span of the pairs in its cells. Few cells have more than four: those are written without a branch.
-// The section of values lies behind that of the indices, so reading some bytes too many is safe.
+// Writes the positions in a span of the pairs in its cells. Few cells have more than four pairs, so it writes four
+// without a branch. The section of values follows the section of indices, so it may read a few bytes past the indices.
 void expand(const uint8_t* cells, const uint8_t* indices, uint16_t* positions) {
   int64_t n = 0;
   for (int cell = 0; cell < kCells; ++cell) {
@@ -124,10 +124,11 @@ auto adder_of(Dtype dtype) {
   }
 }
 
-// Reads a block in order, ahead of which the processor fetches. For the pairs alone it waits for each cache line, but
-// where they are few; where each message has most of the lines, it reads them in order anyway.
+// Reads a block in order, because the CPU then prefetches it. Additions of single pairs would wait for each cache line.
+// This is not worth it if pairs are few, or if each message has pairs in most lines and so reads them in order anyway.
 void fetch(const std::vector<Message>& messages, int64_t block, const float* here, int64_t size) {
-  constexpr int64_t kLine = 64 / sizeof(float), kFew = 8 * kLine;  // elements in a line, elements read while one waits
+  constexpr int64_t kLine = 64 / sizeof(float);  // elements
+  constexpr int64_t kFew = 8 * kLine;            // elements that are read in the time of one wait
   int64_t pairs = 0;
   for (const Message& message : messages) pairs += message.starts[block + 1] - message.starts[block];
   if (pairs * kFew < size || pairs * kLine > size * static_cast<int64_t>(messages.size())) return;

@@ -1,12 +1,12 @@
-// Sums M messages in one launch, or those of each region of a shard, which has a row of blocks. A block owns
-// consecutive pieces of 4,096 elements; it adds the pairs of all messages to a piece in shared memory, one message at a
-// time, in row order, so no two threads add to the same element concurrently, and writes the piece once. With alpha,
-// pieces begin as they are instead of at zero; and where pairs are few, it adds them to the shard itself, in the same
-// order, and leaves the other elements alone.
+// Sums M messages in one launch. A shard of several regions has a row of CUDA blocks per region. A block owns
+// consecutive pieces of 4,096 elements. It adds the pairs of all messages to a piece in shared memory, and writes the
+// piece once. It adds one message at a time, in row order, so no two threads add to one element concurrently. With
+// alpha, a piece begins with the values of the shard instead of zeros. If pairs are few, a block adds them to the shard
+// directly, in this order, and does not touch other elements.
 //
-// Each block finds out by itself where its pairs begin in each message, and whether the message is valid, from the
-// counts: blocks need nothing of each other. Only indices out of order are found on the way, by one block; then the
-// last one to finish makes the whole region NaN.
+// Each block computes from the counts where its pairs begin in each message, and whether the message is valid. So
+// blocks need nothing of each other. Only indices out of order are found later, by one block. Then the last block to
+// finish makes the whole region NaN.
 #include <cuda_runtime.h>
 
 #include "tile.cuh"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kPiece = kTile;
 constexpr int kTogether = 64;  // messages that a block has open at a time
-constexpr int kSparse = 8;     // elements a pair from which on to read and write a sector a pair is less than all
+constexpr int kSparse = 8;     // elements per pair from which a sector per pair is less memory traffic than the shard
 
 struct Flags {
   Count finished;  // blocks
@@ -24,7 +24,7 @@ struct Flags {
 };
 static_assert(sizeof(Flags) <= kAccumulateScratchBytes);
 
-// Of all regions, passed to the kernel by value.
+// The arguments of the kernel, for all regions.
 struct Sums {
   Regions regions;
   const uint8_t* messages;
@@ -36,7 +36,7 @@ struct Sums {
   Flags* flags;
 };
 
-// Of one region.
+// The sum of one region.
 struct Sum {
   int64_t numel, k, num_messages, row_nbytes;
   const uint8_t* messages;
@@ -62,14 +62,14 @@ struct Sum {
         flags(all.flags + region) {}
 };
 
-// Of a message's pairs in the current wire block: the first one, the one past the last, and the next to be added.
+// Pairs of a message in the current wire block: the first pair, the end, and the next pair to add.
 struct Cursor {
   int64_t begin, end, next;
 };
 
 struct Piece {
   int64_t base, block;
-  int start, size, block_size;  // start: within its wire block
+  int start, size, block_size;  // start: within the wire block
 
   __device__ Piece(const Sum& sum, int64_t number)
       : base(number * kPiece),
@@ -107,10 +107,10 @@ __device__ float value_at(const Sum& sum, const uint8_t* message, const Piece& p
 
 __device__ void damage(const Sum& sum) { atomicExch(&sum.flags->damaged, 1u); }
 
-// By one warp: the first of a wire block's pairs that lies at `start` or beyond, the others being of pieces of another
-// block. That one stops at the same pair, also if indices are out of order, so each pair is somebody's.
+// One warp calls it. Returns the first pair of a wire block whose index is `start` or higher. Earlier pairs belong to
+// pieces of another CUDA block, which stops at this pair, even if indices are out of order. So each pair has one owner.
 __device__ int64_t skip(const Sum& sum, const uint16_t* indices, int64_t begin, int64_t end, int start) {
-  constexpr int kLoads = 4;  // at once, to wait for memory less often
+  constexpr int kLoads = 4;  // per wait for memory
   int64_t next = begin;
   for (int below = 32 * kLoads; below == 32 * kLoads; next += below) {
     below = 0;
@@ -128,7 +128,8 @@ __device__ int64_t skip(const Sum& sum, const uint16_t* indices, int64_t begin, 
   return next;
 }
 
-// By one warp, with 8-bit indices: the first pair of a piece, of a wire block whose pairs begin at `begin`.
+// One warp calls it. With 8-bit indices, returns the first pair of a piece. The pairs of its wire block begin at
+// `begin`.
 __device__ int64_t skip_cells(const Sum& sum, const uint8_t* message, const Piece& piece, int64_t begin, int64_t end) {
   const int before = piece.start / kPiece * kCells;
   const uint8_t* cells = cells_of(sum, message, piece) - before;
@@ -139,7 +140,7 @@ __device__ int64_t skip_cells(const Sum& sum, const uint8_t* message, const Piec
   return next < end ? next : end;
 }
 
-// By one warp: how many pairs of a piece lie in its cells up to and with each.
+// One warp calls it. For each cell of a piece, writes the number of pairs up to the end of this cell.
 __device__ void count_cells(const Sum& sum, const uint8_t* message, const Piece& piece, uint16_t* ends) {
   int pairs = lane() < kCells ? cells_of(sum, message, piece)[lane()] : 0;
   for (int apart = 1; apart < 32; apart *= 2) {
@@ -149,7 +150,7 @@ __device__ void count_cells(const Sum& sum, const uint8_t* message, const Piece&
   if (lane() < kCells) ends[lane()] = static_cast<uint16_t>(pairs);
 }
 
-// By one warp: false if the header or the counts are invalid.
+// One warp calls it. Returns false if the header or the counts are invalid.
 __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece& first, Cursor& cursor) {
   const Header& header = *reinterpret_cast<const Header*>(message);
   const uint32_t* counts = counts_of(sum, message);
@@ -175,7 +176,7 @@ __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece
   return true;
 }
 
-// To the next wire block. A thread a message.
+// Moves the cursors to the next wire block. One thread per message.
 __device__ void advance(const Sum& sum, int64_t from, int count, int64_t block, Cursor* cursors) {
   const int m = static_cast<int>(threadIdx.x);
   if (m >= count) return;
@@ -183,7 +184,7 @@ __device__ void advance(const Sum& sum, int64_t from, int count, int64_t block, 
   cursors[m].end += counts_of(sum, message_at(sum, from + m))[block];
 }
 
-// acc += the message's pairs in this piece. Pairs are in order, so those of this piece are the next ones.
+// Adds the message's pairs in this piece to acc. Pairs are in order, so the pairs of this piece come next.
 __device__ void add_message(const Sum& sum, const uint8_t* message, const Piece& piece, Cursor& cursor, float* acc) {
   const uint16_t* indices = indices_of(sum, message);
   const Cursor at = cursor;
@@ -208,7 +209,7 @@ __device__ void add_message(const Sum& sum, const uint8_t* message, const Piece&
   if (threadIdx.x == 0) cursor.next = next;
 }
 
-// The same with 8-bit indices, whose cells tell which pairs are those of this piece.
+// As add_message, for 8-bit indices: the counts of the cells say which pairs belong to this piece.
 __device__ void add_cells(const Sum& sum, const uint8_t* message, const Piece& piece, const uint16_t* ends,
                           Cursor& cursor, float* acc) {
   const int64_t next = cursor.next, left = cursor.end - next;
@@ -258,7 +259,7 @@ __device__ void store_piece(const Sum& sum, const Piece& piece, const float* acc
   }
 }
 
-// Adds the messages `from` ... `from + count - 1` to the pieces `first` ... `last - 1`; false if one is invalid.
+// Adds messages `from` ... `from + count - 1` to pieces `first` ... `last - 1`. Returns false if a message is invalid.
 template <bool in_place>
 __device__ bool add_messages(const Sum& sum, int64_t from, int count, int64_t first, int64_t last) {
   constexpr int kHeld = in_place ? 4 : kPiece;
@@ -302,7 +303,7 @@ __device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
 
 template <bool in_place>
 __global__ void __launch_bounds__(kThreads, in_place ? 2 : 4) accumulate_kernel(Sums sums) {
-  // Divisions are calls: before `sum` is built, they have no registers to spill.
+  // Divisions are function calls. They come before the constructor of `sum`, so that they spill no registers.
   const int64_t num_pieces = (sums.regions.numel(blockIdx.y) + kPiece - 1) / kPiece;
   const int64_t first = num_pieces * blockIdx.x / gridDim.x, last = num_pieces * (blockIdx.x + 1) / gridDim.x;
   const Sum sum(sums, blockIdx.y);
@@ -311,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, in_place ? 2 : 4) accumulate_kernel(
     const int64_t left = sum.num_messages - from;
     valid = add_messages<in_place>(sum, from, static_cast<int>(left < kTogether ? left : kTogether), first, last);
   }
-  if (!valid) poison(sum, first * kPiece, last * kPiece < sum.numel ? last * kPiece : sum.numel);  // as all blocks do
+  if (!valid) poison(sum, first * kPiece, last * kPiece < sum.numel ? last * kPiece : sum.numel);  // all blocks do this
   if (is_last(&sum.flags->finished, gridDim.x) && peek(&sum.flags->damaged)) poison(sum, 0, sum.numel);
 }
 

@@ -1,5 +1,5 @@
-// Registers the CPU and CUDA implementations of the operators, on torch's stable ABI. ops.py defines the schemas; a
-// second definition here would abort the process in dlopen. The dispatcher does not check these signatures against the
+// Registers the CPU and CUDA implementations of the operators through torch's stable ABI. ops.py defines the schemas. A
+// second definition here would abort the process in dlopen. The dispatcher does not compare these signatures with the
 // schemas.
 //
 // Python checks arguments first and raises ValueError. The checks here (RuntimeError) cover direct calls of
@@ -21,7 +21,7 @@
 #include "mstopk_cpu.h"
 #ifdef LS_WITH_CUDA
 #include "mstopk_cuda.h"
-// Weak: a CPU-only torch lacks it, but must be able to load this library.
+// Weak, because a CPU-only torch lacks this function but must be able to load this library.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 #endif
 
@@ -104,7 +104,7 @@ Source source_of(const Tensor& grad, const Optional& residual, const Optional& s
   return source;
 }
 
-// With several regions, k may exceed the elements of one, whose message then holds all of them.
+// With several regions, k may exceed the number of elements of a region. Its message then holds all elements.
 Regions regions_of(int64_t numel, int64_t k, int64_t num_regions) {
   STD_TORCH_CHECK(num_regions >= 1 && num_regions <= std::min(numel, kMostRegions), "num_regions=", num_regions, " of ",
                   numel, " elements: 1 <= num_regions <= min(numel, ", kMostRegions, ")");
@@ -120,7 +120,7 @@ Regions check_accumulate(const Tensor& messages, const Tensor& shard, int64_t k,
   STD_TORCH_CHECK(messages.scalar_type() == ScalarType::Byte && messages.dim() == 2 && messages.size(0) >= 1 &&
                       messages.is_contiguous() && messages.size(1) == row_nbytes(regions, k, dtype),
                   "messages must be contiguous uint8[M >= 1, message_bytes]");
-  STD_TORCH_CHECK(num_regions == 1 || num_regions == messages.size(0), "messages must be one a region");
+  STD_TORCH_CHECK(num_regions == 1 || num_regions == messages.size(0), "there must be one message per region");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(messages.data_ptr()) % 16 == 0, "messages must be aligned to 16 bytes");
   check_apart(messages, shard);
   return regions;
@@ -139,7 +139,7 @@ void check_rows(const Tensor& rows, const Optional& residual) {
   check_apart(*residual, rows);
 }
 
-// Pieces lie one behind the other in the flat models.
+// Pieces are contiguous in the flat weights.
 std::vector<Piece> pieces_of(const std::vector<Tensor>& model, const Tensor& own, const Tensor& shared) {
   for (const Tensor* flat : {&own, &shared}) {
     check_flat(*flat, "a model");
@@ -379,7 +379,7 @@ STABLE_TORCH_LIBRARY_IMPL(lightning_sparse, CUDA, library) {
 
 }  // namespace lightning_sparse
 
-// For kernel_report() and tests, through ctypes.
+// kernel_report() and tests call these functions through ctypes.
 extern "C" __attribute__((visibility("default"))) int lightning_sparse_has_cuda() {
 #ifdef LS_WITH_CUDA
   return 1;

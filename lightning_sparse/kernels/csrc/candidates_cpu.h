@@ -1,12 +1,12 @@
 // Collects the candidates, the elements that may be among the k largest, in one pass over memory.
 //
-// The source is split into ranges of whole 65,536-element blocks, so that each range's candidates are ascending and
-// each block count of a message belongs to one range. A worker appends the candidates of its ranges to its own buffer;
-// ranges record where theirs start. The results do not depend on the assignment of ranges to workers.
+// The source is split into ranges of whole 65,536-element blocks. So the candidates of each range are ascending, and
+// each block count of a message belongs to one range. A worker appends the candidates of its ranges to its own buffer,
+// and each range records its start there. The results do not depend on the assignment of ranges to workers.
 //
 // If acc is stored, the pass also settles the elements that will probably be sent: while their chunk is in the L1
-// cache, it writes acc - decoded(acc) instead of acc. Only wrong guesses are corrected afterwards, with random
-// accesses, each of which costs as much as a hundred sequential ones.
+// cache, it writes acc - decoded(acc) instead of acc. Afterwards, only wrong guesses are corrected, because a random
+// access costs as much as a hundred sequential accesses.
 #pragma once
 
 #include <algorithm>
@@ -19,24 +19,24 @@
 namespace lightning_sparse::cpu {
 
 constexpr int64_t kSortBelow = 4096;
-constexpr int kLowBits = 15;  // keys have 31 bits: 16 high ones, 15 low ones
+constexpr int kLowBits = 15;  // keys have 31 bits: 16 high bits, 15 low bits
 constexpr int64_t kHighBins = (kNanKey >> kLowBits) + 1;
 constexpr uint32_t kNever = 0xFFFFFFFFu;  // above every key
 constexpr int64_t kRangesPerThread = 8;
 constexpr size_t kSpareBytes = size_t{64} << 20;
 
-// Compacts the positions (starting at `first`) and acc of those of at most kChunk elements that reach the threshold.
-// Stores acc of all elements if needed.
+// Takes n elements, at most kChunk. Writes acc and the position of each element that reaches the threshold, and returns
+// their number. The position of the first of the n elements is `first`. Stores acc of all elements if needed.
 int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
              float* values);
 
 struct Tally {
-  int64_t above = 0, ties = 0, nonfinite = 0;  // keys above the k-th largest, and equal to it
+  int64_t above = 0, ties = 0, nonfinite = 0;  // numbers of keys; ties equal the k-th largest key
 };
 
 struct Range {
   int64_t begin, end;
-  const uint32_t* positions = nullptr;  // of its candidates, relative to begin
+  const uint32_t* positions = nullptr;  // positions of its candidates, relative to begin
   const float* values = nullptr;
   int64_t count = 0;
   bool overflow = false;
@@ -74,7 +74,7 @@ struct Worker {
 
 using Workers = std::vector<Worker>;
 
-// Buffers are reused between calls: page faults cost more than the writes themselves.
+// Calls reuse the buffers, because page faults cost more than the writes themselves.
 inline thread_local std::unique_ptr<Workers> spare;
 
 struct GiveBack {
@@ -110,7 +110,7 @@ struct Population {
   std::vector<Range> ranges;
   Loan workers;
   bool whole = false;
-  bool tied = false;     // the k-th key is threshold - 1; the candidates, fewer than k, are the elements above it
+  bool tied = false;     // the k-th key is threshold - 1; the candidates are the fewer than k elements above it
   bool counted = false;  // the workers' bins hold a histogram of the candidates' high bits
   uint32_t threshold = 0;
   uint32_t settled_from = kNever;  // candidates with at least this key are settled
@@ -163,7 +163,7 @@ inline void fetch(const Source& source, int64_t first) {
 
 template <typename Visit>  // visit(x, n, first index)
 void scan_sample(const Source& source, int64_t pieces, const Visit& visit) {
-  constexpr int64_t kAhead = 16;  // prefetch distance, since the pieces are scattered
+  constexpr int64_t kAhead = 16;  // prefetch distance, because the pieces are scattered
   for (int64_t i = -kAhead; i < pieces; ++i) {
     if (i + kAhead < pieces) fetch(source, sample_piece(source.numel, i + kAhead, pieces));
     if (i < 0) continue;
@@ -172,7 +172,7 @@ void scan_sample(const Source& source, int64_t pieces, const Visit& visit) {
   }
 }
 
-// The key that most of the sampled keys in one bin share, if one does (Boyer and Moore's vote).
+// Returns the key of most of the sampled keys in one bin, if there is such a key (Boyer and Moore's majority vote).
 inline uint32_t usual_key(const Source& source, int64_t pieces, uint32_t bin, int shift) {
   uint32_t usual = bin << shift;
   int64_t lead = 0;
@@ -206,7 +206,8 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
   const auto middle = static_cast<uint32_t>(bin << shift);
   while (bin > 0 && reached < plan.target) reached += bins[--bin];
   const auto threshold = static_cast<uint32_t>(bin << shift);
-  // With so many at the threshold that they would not fit, probably equal ones, only those above them are candidates.
+  // If too many elements reach the threshold, many of them are probably equal. Then the candidates are the elements
+  // above this key.
   if (static_cast<double>(reached) * source.numel > static_cast<double>(plan.capacity) * size && threshold < kInfKey) {
     const uint32_t tie = usual_key(source, pieces, static_cast<uint32_t>(bin), shift);
     if (tie < kInfKey) return {tie + 1, kNever, plan.capacity, true};
@@ -216,15 +217,15 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
 
 // --------------------------------------------------------------------------------------------------------- the pass
 
-// The residual of a sent element.
+// Returns the residual of a sent element.
 template <Dtype dtype>
 float left_of(float acc) {
   if (key_of(acc) >= kInfKey) return 0.0f;
   return acc - decode_value(encode_value(acc, dtype), dtype);
 }
 
-// Settles the candidates of one chunk; `store` holds acc of the range. Masks, since branches would be mispredicted.
-// Non-finite elements are corrected when the message is written.
+// Settles the candidates of one chunk. `store` holds acc of the range. It uses masks, because branches would be
+// mispredicted. MessageSink corrects non-finite elements later.
 template <Dtype dtype>
 void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
   for (int64_t i = 0; i < n; ++i) {
@@ -277,8 +278,8 @@ inline void unsettle(Population& population, const Source& source, const Paralle
   population.settled_from = kNever;
 }
 
-// Returns a population that contains the k largest elements, as candidates if possible. Values of two bits are
-// not settled, because their rounding depends on all values of their block.
+// Returns a population that contains the k largest elements, as candidates if possible. It does not settle two-bit
+// values, because their rounding depends on all values of their block.
 inline Population gather(const Source& source, int64_t k, Dtype value_dtype, bool use_whole, const Parallel& parallel) {
   Population population{source, make_ranges(source.numel, parallel.threads), borrow(parallel.threads)};
   auto& ranges = population.ranges;

@@ -1,8 +1,8 @@
-// Scalar functions of the CPU and CUDA kernels, shared so that both give the same bits: keys, the message layout, the
-// 16-bit formats. No torch headers, no state. Compile with FMA contraction off.
+// Scalar functions: keys, the message layout, 16-bit formats. The CPU and CUDA kernels share them, so both give the
+// same bits. This file uses no torch headers and has no state. Compile it with FMA contraction off.
 //
 // The key of an element is the fp32 bits of its magnitude. As unsigned integers, keys order like |x|: finite < Inf <
-// NaN. All NaN have the same key.
+// NaN. All NaN have one key.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@
 
 namespace lightning_sparse {
 
-// The codes of wire.py. Gradients are fp32, bf16 or fp16; the values of a message are fp32, bf16 or two_bit.
+// The codes of wire.py. Gradients are fp32, bf16 or fp16. The values of a message are fp32, bf16 or two_bit.
 enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2, two_bit = 3 };
 
 constexpr uint32_t kInfKey = 0x7F800000u;
@@ -50,12 +50,12 @@ LS_HD uint32_t key_of(float x) {
 
 // ------------------------------------------------------------------------------------------------------ the sample
 
-constexpr int64_t kSampleAll = 65536;  // sample size; smaller inputs are sampled completely
-constexpr int64_t kSamplePiece = 32;   // larger ones in pieces of this many elements
-constexpr int kSampleShift = 15;       // keys have 31 bits; the histogram keeps the exponent and 8 bits of mantissa
+constexpr int64_t kSampleAll = 65536;  // sample size in elements; a smaller input is its own sample
+constexpr int64_t kSamplePiece = 32;   // elements per sampled piece of a larger input
+constexpr int kSampleShift = 15;       // keys have 31 bits; the histogram uses the exponent and 8 bits of mantissa
 constexpr int64_t kSampleBins = 1 << 16;
 
-// Start of the i-th piece: pseudo-random within the i-th of `pieces` equal parts.
+// Returns the start of the i-th piece: a pseudo-random place in the i-th of `pieces` equal parts.
 LS_HD int64_t sample_piece(int64_t numel, int64_t i, int64_t pieces = kSampleAll / kSamplePiece) {
   const int64_t slots = numel / kSamplePiece;
   const int64_t first = slots * i / pieces, width = slots * (i + 1) / pieces - first;
@@ -68,8 +68,8 @@ struct SamplePlan {
   int64_t capacity;  // maximum number of candidates; with more, the kernels process all elements
 };
 
-// Six standard deviations above the expected number, so that too few candidates are rare even if neighbours correlate.
-// Many ties at the threshold, for example zeros, exceed the capacity and are not worth copying.
+// The target is six standard deviations above the expected number. Too few candidates are then rare, even if neighbors
+// correlate. Many ties at the threshold, for example zeros, exceed the capacity and are not worth copying.
 inline SamplePlan plan_sample(int64_t numel, int64_t k, int64_t size = kSampleAll) {
   if (numel <= size) return {k, numel};
   const double scale = static_cast<double>(numel) / static_cast<double>(size);
@@ -88,35 +88,35 @@ LS_HD float from_fp16(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
   if (magnitude >= 0x0F800000u) return float_of(sign | 0x70000000u | magnitude);  // infinity, NaN
   if (magnitude >= 0x00800000u) return float_of(sign | (magnitude + 0x38000000u));
-  const float denormal = float_of(0x38800000u | magnitude) - float_of(0x38800000u);  // exact also when flushing to zero
+  const float denormal = float_of(0x38800000u | magnitude) - float_of(0x38800000u);  // exact even with flush to zero
   return float_of(sign | bits_of(denormal));
 }
 
-// Round to nearest even, beyond the largest finite bf16 to infinity; x is not NaN.
+// Rounds to nearest even. Magnitudes beyond the largest finite bf16 become infinite. x is not NaN.
 LS_HD uint32_t nearest_bf16(float x) {
   const uint32_t bits = bits_of(x);
   return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
 }
 
-// The same for finite x, saturating at the largest finite bf16.
+// Rounds a finite x to nearest even, and saturates at the largest finite bf16.
 LS_HD uint16_t to_bf16(float x) {
   const uint32_t rounded = nearest_bf16(x);
   return static_cast<uint16_t>((rounded & 0x7FFFu) == 0x7F80u ? rounded - 1 : rounded);
 }
 
-// The same for any x, as a cast does; every NaN becomes the same one. Masks, since branches are not vectorised.
+// Casts any x. Every NaN becomes 0x7FC0. It uses masks, because compilers do not vectorize branches.
 LS_HD uint16_t cast_bf16(float x) {
   const uint32_t nan = -static_cast<uint32_t>((bits_of(x) & 0x7FFFFFFFu) > kInfKey);
   return static_cast<uint16_t>((nearest_bf16(x) & ~nan) | (0x7FC0u & nan));
 }
 
-// What that cast took off, which fp32 holds exactly; 0 where its result is not finite.
+// Returns the rounding error of `cast_bf16`, which fp32 holds exactly; 0 if the rounded value is not finite.
 LS_HD float lost_to_bf16(float x, uint16_t rounded) {
   const uint32_t finite = (rounded & 0x7F80u) != 0x7F80u;
   return float_of(bits_of(x - from_bf16(rounded)) & -finite);
 }
 
-// Round to nearest even; |x| < 65,536.
+// Rounds to nearest even. |x| < 65,536.
 LS_HD uint16_t to_fp16(float x) {
   const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   if (magnitude < 0x38800000u) {  // below 2^-14, a denormal: adding 1/2 leaves |x| / 2^-24, rounded, in the low bits
@@ -126,7 +126,7 @@ LS_HD uint16_t to_fp16(float x) {
   return static_cast<uint16_t>(sign | ((rebased + 0x0FFFu + ((rebased >> 13) & 1u)) >> 13));
 }
 
-// The same for any x, as a cast does: beyond the largest finite fp16 to infinity, and every NaN becomes the same one.
+// Casts any x. Magnitudes beyond the largest finite fp16 become infinite, and every NaN becomes 0x7E00.
 LS_HD uint16_t cast_fp16(float x) {
   const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > kInfKey) return 0x7E00u;
@@ -141,7 +141,7 @@ LS_HD float load_as(const void* data, int64_t i) {
   if constexpr (dtype == Dtype::fp16) return from_fp16(static_cast<const uint16_t*>(data)[i]);
 }
 
-// What a tensor of that type holds of it.
+// Rounds x to a type, and returns the result in fp32.
 template <Dtype dtype>
 LS_HD float rounded_to(float x) {
   if constexpr (dtype == Dtype::fp32) return x;
@@ -167,12 +167,12 @@ LS_HD double power_of_two(int exponent) {
 #endif
 }
 
-// A shard in regions as equal as whole numbers allow: region r begins at floor(r * numel / count).
-constexpr int64_t kMostRegions = 65535;  // so that products of two of these numbers have 32 bits
+// Divides a shard into regions of nearly equal sizes: region r begins at floor(r * numel / count).
+constexpr int64_t kMostRegions = 65535;  // the product of two such numbers has 32 bits
 
 struct Regions {
-  int64_t each;          // elements of the smallest region; others have one more
-  uint32_t rest, count;  // rest: how many have one more
+  int64_t each;          // elements of the smallest region
+  uint32_t rest, count;  // rest: number of regions with one more element
 
   Regions(int64_t numel, int64_t num_regions)
       : each(numel / num_regions),
@@ -188,7 +188,7 @@ LS_HD T* moved(T* pointer, int64_t by) {
   return pointer ? pointer + by : nullptr;
 }
 
-// What of a source, of a CPU or CUDA, lies in a region.
+// Returns the part of a cpu::Source or cuda::Source that lies in a region.
 template <typename Source>
 LS_HD Source part_of(Source source, const Regions& regions, uint32_t region) {
   const int64_t start = regions.start(region);
@@ -199,12 +199,12 @@ LS_HD Source part_of(Source source, const Regions& regions, uint32_t region) {
   return source;
 }
 
-// Elements of each of so many rows that hold a shard; the last ones are padded.
+// Returns the row length if `num_rows` rows hold a shard. The last rows may have padding.
 LS_HD int64_t row_numel(int64_t numel, int64_t num_rows) { return (numel - 1) / num_rows + 1; }
 
-// ---------------------------------------------------------------------------------------------- models of a node
+// --------------------------------------------------------------------------------------- local and global weights
 
-// A part of the model that an optimizer steps: elements [begin, begin + numel) of the flat models.
+// A parameter, or a part of it. It corresponds to elements [begin, begin + numel) of the flat weights.
 struct Piece {
   void* data;
   Dtype dtype;
@@ -212,35 +212,37 @@ struct Piece {
 };
 
 struct Model {
-  const Piece* pieces;  // one behind the other
+  const Piece* pieces;  // contiguous in the flat weights
   int64_t count;
 
   const Piece* begin() const { return pieces; }
   const Piece* end() const { return pieces + count; }
 };
 
-// What such a part holds: what lies between the shared model and the node's own.
-LS_HD float between(float shared, float own, float ahead) {
+// Returns the weight that the optimizer steps. It lies between `shared`, the global weight, and `own`, the global
+// weight with all pending updates of this node.
+LS_HD float interpolate(float shared, float own, float ahead) {
   return ahead == 1.0f ? own : shared + (own - shared) * ahead;
 }
 
-// own, once what a part has changed by since it held `had` is added. In fp32 it is `now` itself where it held own.
+// Returns `own` plus the change of a parameter from `before` to `now`. In fp32 with ahead = 1, the parameter equals
+// `own`, so the result is `now`.
 template <Dtype dtype>
-LS_HD float with_change(float own, float had, float now, float ahead) {
-  return dtype == Dtype::fp32 && ahead == 1.0f ? now : own + (now - had);
+LS_HD float with_change(float own, float before, float now, float ahead) {
+  return dtype == Dtype::fp32 && ahead == 1.0f ? now : own + (now - before);
 }
 
 // --------------------------------------------------------------------------------------------------- the message
 
 constexpr uint32_t kMagic = 0x3250534Cu;
 constexpr int64_t kBlock = 65536, kSpan = 4096, kCell = 241;
-constexpr int kCells = 17;  // in a span; the last one is of 240 elements
+constexpr int kCells = 17;  // per span; the last cell has 240 elements
 constexpr int64_t kHeaderBytes = 64;
 
 struct Header {
   uint32_t magic;
   int32_t nonfinite;
-  int32_t zero;  // the exponent of fp16 values, which former versions sent
+  int32_t zero;  // former versions sent the exponent of fp16 values here
   int32_t value_code;
   int64_t numel;
   int64_t k;
@@ -249,9 +251,9 @@ struct Header {
 LS_HD int64_t round_up16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 LS_HD int64_t value_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
-// See wire.py.
+// Offsets of the sections in bytes; see wire.py.
 struct MessageLayout {
-  int64_t num_blocks, num_cells;  // no cells: indices have 16 bits
+  int64_t num_blocks, num_cells;  // num_cells is 0 if indices have 16 bits
   int64_t counts, levels, cells, indices, values, values_nbytes, nbytes;
 
   LS_HD MessageLayout(int64_t numel, int64_t k, Dtype dtype)
@@ -268,14 +270,14 @@ struct MessageLayout {
   LS_HD int64_t index_bytes() const { return num_cells > 0 ? 1 : 2; }
 
  private:
-  // By what they take with their padding, so that a larger shard never takes less.
+  // Compares sizes with padding, so that the message of a larger shard is never smaller.
   LS_HD static int64_t cells_of(int64_t numel, int64_t k) {
     const int64_t cells = (numel + kSpan - 1) / kSpan * kCells;
     return round_up16(cells) + round_up16(k) < round_up16(2 * k) ? cells : 0;
   }
 };
 
-// Of the messages of all regions, each in a row as long as the longest.
+// Returns the row size if each region has a message in its own row: the size of the longest message.
 inline int64_t row_nbytes(const Regions& regions, int64_t k, Dtype dtype) {
   return MessageLayout(regions.most(), k < regions.most() ? k : regions.most(), dtype).nbytes;
 }
@@ -285,7 +287,7 @@ LS_HD bool header_is_valid(const Header& header, int64_t numel, int64_t k, Dtype
          header.numel == numel && header.k == k && header.zero == 0;
 }
 
-// The exponent of a finite magnitude, given as its key, which is not 0.
+// Returns the exponent of a finite magnitude, given its key, which is not 0.
 LS_HD int exponent_of(uint32_t key) {
   if (key >= 0x00800000u) return static_cast<int>(key >> 23) - 127;
   int exponent = -127;  // denormal
@@ -293,7 +295,7 @@ LS_HD int exponent_of(uint32_t key) {
   return exponent;
 }
 
-// A value of a message with fp32 or bf16 values.
+// Encodes a value of a message with fp32 or bf16 values.
 LS_HD uint32_t encode_value(float x, Dtype dtype) {
   const uint32_t key = key_of(x), sign = bits_of(x) >> 31;
   if (dtype == Dtype::fp32) return key == kNanKey ? 0x7FC00000u : bits_of(x);
@@ -306,9 +308,9 @@ LS_HD float decode_value(uint32_t stored, Dtype dtype) {
   return dtype == Dtype::fp32 ? float_of(stored) : from_bf16(static_cast<uint16_t>(stored));
 }
 
-// ------------------------------------------------------------------------------------ two bits a value: see two_bit.py
+// ----------------------------------------------------------------------------- two bits per value: see two_bit.py
 
-// Rounds magnitudes to multiples of 2^(exponent - 36), so that 65,536 of them have an exact sum in fp64.
+// Rounds magnitudes to multiples of 2^(exponent - 36). The sum of 65,536 such magnitudes is exact in fp64.
 struct Rounding {
   int exponent;
   double shift;

@@ -1,7 +1,7 @@
-// Writes the output, indices ascending: a warp a tile, a block a group of kWarps tiles. Where a group's output begins
-// follows from the sums of the groups before it, by decoupled look-back (Merrill and Garland, 2016): each group
-// publishes its own sums, then adds up those of its predecessors, back to the nearest that has published its prefix
-// sum.
+// Writes the output, with ascending indices. A warp handles a tile, and a block handles a group of kWarps tiles. The
+// output of a group begins after the outputs of all groups before it. Decoupled look-back (Merrill and Garland, 2016)
+// finds this place: each group publishes its own sums. Then it adds up the sums of its predecessors, back to the
+// nearest group that has published its prefix sum.
 #pragma once
 
 #include "sinks.cuh"
@@ -10,10 +10,10 @@ namespace lightning_sparse::cuda {
 namespace {
 
 struct Sums {
-  Count above, ties;  // keys above the k-th largest key, and equal to it
+  Count above, ties;  // above: number of keys above the k-th largest key; ties: keys equal to it
 };
 
-// A published sum is one 64-bit word, flag included, so that no fence is needed. 0: not published yet.
+// A published sum and its flag are one 64-bit word, so no fence is needed. 0: not published yet.
 constexpr int kFlag = 62;
 constexpr Count kAggregate = Count{1} << kFlag, kPrefix = Count{2} << kFlag, kSum = kAggregate - 1;
 
@@ -22,12 +22,12 @@ __device__ void publish(const Problem& p, int64_t group, Count flag, Sums sums) 
   put(&p.ties[group], flag | sums.ties);
 }
 
-// The sums of all groups before this one. One warp calls it.
+// One warp calls it. Returns the sums of all groups before this group.
 __device__ Sums look_back(const Problem& p, int64_t group) {
   Sums sums{0, 0};
   for (int64_t nearest = group - 1; nearest >= 0; nearest -= 32) {
     const int64_t other = nearest - lane();
-    Count above = kPrefix, ties = kPrefix;  // before the first group: a sum of zero
+    Count above = kPrefix, ties = kPrefix;  // before the first group, the sum is zero
     while (other >= 0) {
       above = peek(&p.above[other]), ties = peek(&p.ties[other]);
       if (above >> kFlag != 0 && above >> kFlag == ties >> kFlag) break;
@@ -53,7 +53,7 @@ __device__ Sums tally(const Tile& tile, uint32_t kth) {
   return {above, ties};
 }
 
-// Keeps what is above the k-th key, and the first `quota` ties. Returns how many that were.
+// Keeps the elements above the k-th key, and the first `quota` ties. Returns the number of kept elements.
 template <typename Sink>
 __device__ int64_t emit_tile(const Problem& p, const Tile& tile, uint32_t kth, int64_t slot, int64_t quota,
                              const Sink& sink) {

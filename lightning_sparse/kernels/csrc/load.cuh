@@ -1,4 +1,4 @@
-// Moves the elements of a thread, 16 bytes of the gradient at a time where pointers are aligned to that.
+// Moves the elements of a thread. With aligned pointers, it moves 16 bytes of the gradient at a time.
 #pragma once
 
 #include "tile.cuh"
@@ -7,7 +7,7 @@ namespace lightning_sparse::cuda {
 namespace {
 
 template <Dtype dtype>
-constexpr int kEach = dtype == Dtype::fp32 ? 4 : 8;  // elements of 16 bytes
+constexpr int kEach = dtype == Dtype::fp32 ? 4 : 8;  // elements per 16 bytes
 
 __device__ void unpack(uint4 four, float* to) {
   to[0] = float_of(four.x), to[1] = float_of(four.y), to[2] = float_of(four.z), to[3] = float_of(four.w);
@@ -28,7 +28,7 @@ __device__ void load_grad(const void* grad, int64_t i, float* to) {
   }
 }
 
-// acc of kEach elements, from i on; 0 past the end.
+// Loads acc of kEach elements, from element i on; 0 past the end.
 template <Dtype dtype>
 __device__ void load_acc(const Source& source, bool aligned, int64_t i, float* acc) {
   if (!aligned || i + kEach<dtype> > source.numel) {

@@ -1,5 +1,5 @@
-// The model that an optimizer steps lies between the shared model and the node's own: one pass over memory adds what
-// the optimizer has changed to the node's own model, and one writes the model again.
+// The optimizer steps weights that lie between the global weights, `shared`, and the node's weights, `own` (common.h).
+// One pass over memory adds the optimizer's change to `own`. Another pass writes the interpolated weights.
 #include <algorithm>
 
 #include "mstopk_cpu.h"
@@ -10,19 +10,19 @@ namespace {
 
 constexpr int64_t kSpan = 1 << 16;  // elements that a worker takes at a time
 
-// Of elements that lie in one piece.
+// `own`, `shared` and `model` point to n elements of one piece.
 template <Dtype dtype>
 inline void add_each(float* __restrict own, const float* __restrict shared, const void* model, int64_t n, float ahead) {
   for (int64_t i = 0; i < n; ++i) {
-    const float had = rounded_to<dtype>(between(shared[i], own[i], ahead));
-    own[i] = with_change<dtype>(own[i], had, load_as<dtype>(model, i), ahead);
+    const float before = rounded_to<dtype>(interpolate(shared[i], own[i], ahead));
+    own[i] = with_change<dtype>(own[i], before, load_as<dtype>(model, i), ahead);
   }
 }
 
 template <Dtype dtype>
 inline void write_each(const float* __restrict own, const float* __restrict shared, void* model, int64_t n,
                        float ahead) {
-  for (int64_t i = 0; i < n; ++i) store_as<dtype>(model, i, between(shared[i], own[i], ahead));
+  for (int64_t i = 0; i < n; ++i) store_as<dtype>(model, i, interpolate(shared[i], own[i], ahead));
 }
 
 #if LS_HAVE_AVX2
@@ -45,7 +45,7 @@ struct AddChange {
   template <Dtype dtype>
   void run(int64_t at, void* model, int64_t n) const {
 #if LS_HAVE_AVX2
-    if (vectorised()) return add_avx2<dtype>(own + at, shared + at, model, n, ahead);
+    if (vectorized()) return add_avx2<dtype>(own + at, shared + at, model, n, ahead);
 #endif
     add_each<dtype>(own + at, shared + at, model, n, ahead);
   }
@@ -58,13 +58,13 @@ struct WriteBetween {
   template <Dtype dtype>
   void run(int64_t at, void* model, int64_t n) const {
 #if LS_HAVE_AVX2
-    if (vectorised()) return write_avx2<dtype>(own + at, shared + at, model, n, ahead);
+    if (vectorized()) return write_avx2<dtype>(own + at, shared + at, model, n, ahead);
 #endif
     write_each<dtype>(own + at, shared + at, model, n, ahead);
   }
 };
 
-// Runs a move for what of the pieces lies in [begin, end).
+// Runs a move on elements [begin, end) of the flat weights, piece by piece.
 template <typename Move>
 void move_range(const Move& move, const Model& model, int64_t begin, int64_t end) {
   auto piece = std::upper_bound(model.begin(), model.end(), begin,

@@ -1,6 +1,6 @@
-// The model that an optimizer steps lies between the shared model and the node's own. One kernel adds what the
-// optimizer has changed to the node's own model, or writes the model again, with a launch for up to kMostPieces pieces
-// of it. Every element is read once and written once; nothing is shared between threads.
+// The optimizer steps weights that lie between the global weights, `shared`, and the node's weights, `own` (common.h).
+// One kernel adds the optimizer's change to `own`, or writes the interpolated weights. A launch handles up to
+// kMostPieces pieces. Every element is read once and written once, and threads share nothing.
 #include <cuda_runtime.h>
 
 #include "tile.cuh"
@@ -8,13 +8,13 @@
 namespace lightning_sparse::cuda {
 namespace {
 
-constexpr int kPerThread = 8;                 // elements, kThreads apart, so that those of a warp are neighbours
-constexpr int kSpan = kPerThread * kThreads;  // elements of a block, all of one piece
-constexpr int kMostPieces = 96;               // whose table fits into the 4 KB of a launch's parameters
+constexpr int kPerThread = 8;                 // elements, kThreads apart, so that lanes of a warp read neighbors
+constexpr int kSpan = kPerThread * kThreads;  // elements per block, all of one piece
+constexpr int kMostPieces = 96;               // their table fits into 4 KB, the limit for arguments of a kernel
 
 struct Part {
   Piece piece;
-  uint32_t end;  // the block after the piece's last one
+  uint32_t end;  // the block after the last block of the piece
 };
 
 struct Move {
@@ -41,11 +41,11 @@ __device__ void move_span(const Move& m, const Piece& piece, int64_t first) {
   for (int e = 0; e < kPerThread; ++e) {
     const int64_t i = first + threadIdx.x + kThreads * e;
     if (i >= piece.numel) return;
-    const float lies = between(shared[e], own[e], m.ahead);
+    const float between = interpolate(shared[e], own[e], m.ahead);
     if constexpr (add) {
-      m.own[piece.begin + i] = with_change<dtype>(own[e], rounded_to<dtype>(lies), now[e], m.ahead);
+      m.own[piece.begin + i] = with_change<dtype>(own[e], rounded_to<dtype>(between), now[e], m.ahead);
     } else {
-      store_as<dtype>(piece.data, i, lies);
+      store_as<dtype>(piece.data, i, between);
     }
   }
 }
@@ -99,7 +99,7 @@ void accumulate_delta(float* own, const float* shared, const Model& model, float
 }
 
 void lerp_into(const float* own, const float* shared, const Model& model, float ahead, void* stream) {
-  move<false>(const_cast<float*>(own), shared, model, ahead, stream);  // reads it
+  move<false>(const_cast<float*>(own), shared, model, ahead, stream);  // it only reads `own`
 }
 
 }  // namespace lightning_sparse::cuda

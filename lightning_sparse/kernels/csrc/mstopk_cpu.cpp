@@ -1,12 +1,12 @@
 // Exact selection in one pass over memory.
 //
-//   sample   choose a threshold that slightly more than k elements should reach, from up to 65,536 elements
-//   pass     read all elements once; keep (position, value) of those that reach it, the candidates; store acc if needed
-//   refine   find the k-th largest key of the candidates, with histograms of the high and then the low bits
-//   emit     write the candidates above the k-th key, and the first ones equal to it, to the output
+//   sample   choose a threshold from up to 65,536 elements, so that slightly more than k elements should reach it
+//   pass     read all elements once; keep position and value of elements that reach it (candidates); store acc
+//   refine   find the k-th largest key of the candidates, with histograms of the high bits, then of the low bits
+//   emit     write the candidates above the k-th key, and the first candidates equal to it, to the output
 //
-// The sample affects only the amount of work: with too few or too many candidates, "refine" and "emit" process all
-// elements instead, in bounded memory. The result is the same for any number of threads. "sample" and "pass" are in
+// The sample affects only the amount of work. With too few or too many candidates, "refine" and "emit" process all
+// elements instead, in bounded memory. The result does not depend on the number of threads. "sample" and "pass" are in
 // candidates_cpu.h.
 #include "mstopk_cpu.h"
 
@@ -29,7 +29,7 @@ void force(int flags) { forced = flags; }
 bool scalar_only() { return (forced & kForceScalar) != 0; }
 
 #if LS_HAVE_AVX2
-bool vectorised() {
+bool vectorized() {
   static const bool fast =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
   return fast && !scalar_only();
@@ -37,7 +37,7 @@ bool vectorised() {
 
 namespace {
 
-// acc of whole groups of 64 elements, where it lies or computed on the way.
+// Packs whole groups of 64 elements. x is acc, or the place for acc if this function computes it.
 int64_t pack_groups(const Source& source, const float* x, int64_t begin, int64_t n, uint32_t first, uint32_t threshold,
                     uint32_t* positions, float* values) {
   if (source.plain()) return pack_avx2(Loaded<8192>{x}, n, first, threshold, positions, values);
@@ -59,7 +59,7 @@ int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uin
   float* to = source.store ? source.store + begin : buffer;
   int64_t groups = 0, kept = 0;
 #if LS_HAVE_AVX2
-  if (vectorised()) {
+  if (vectorized()) {
     groups = n / 64 * 64;
     const float* x = source.summed() ? to : acc_of(source, begin, groups, to);
     kept = pack_groups(source, x, begin, groups, first, threshold, positions, values);
@@ -75,13 +75,14 @@ namespace {
 // -------------------------------------------------------------------------------------------------------- the k-th key
 
 constexpr int64_t kLowBins = 1 << kLowBits;
-constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // fewer elements run on one thread
+constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // one thread processes up to so many elements
 
 struct Found {
   int64_t bin, above;  // above: number of elements in higher bins
 };
 
-// The bin of the k-th largest of `total` elements. Searches upwards: it is among the smallest candidates.
+// Returns the bin of the k-th largest of `total` elements. It searches upwards, because the k-th largest is among the
+// smallest candidates.
 Found find_bin(const Workers& workers, int64_t begin, int64_t end, int64_t total, int64_t k) {
   int64_t above = total;
   for (int64_t bin = begin; bin < end; ++bin) {
@@ -137,7 +138,7 @@ uint32_t kth_key(Population& population, int64_t k, const Parallel& parallel) {
 
 // ------------------------------------------------------------------------------------------------------------ output
 
-// Written for auto-vectorisation: 32-bit counters, signed comparisons and no branches on the counts.
+// For vectorization by the compiler: 32-bit counters, signed comparisons, and no branches on the counts.
 Tally tally_of(const Run& run, uint32_t kth_key) {
   const auto kth = static_cast<int32_t>(kth_key);
   constexpr auto kInf = static_cast<int32_t>(kInfKey), kNan = static_cast<int32_t>(kNanKey);
@@ -164,8 +165,8 @@ void tally(Population& population, uint32_t kth, const Parallel& parallel) {
   });
 }
 
-// With ties that are no candidates: `ties` of a range are those that may be kept, from the first range on. False if
-// there are too few, so that the k-th key is lower.
+// Counts ties if they are not candidates, from the first range on until there are enough. Returns false if there are
+// too few ties, so the k-th key is lower.
 bool count_ties(Population& population, int64_t k) {
   const uint32_t kth = population.threshold - 1;
   int64_t left = k - population.count();
@@ -184,16 +185,16 @@ Run part_of(const Run& run, int64_t begin, int64_t end) {
           run.positions ? run.base : run.base + begin};
 }
 
-// Number of elements up to and including the run's quota-th tie. The run has more ties than that.
+// Returns the number of elements up to and including the run's quota-th tie. The run has at least that many ties.
 int64_t cut_of(const Run& run, uint32_t kth, int64_t quota) {
   int64_t i = 0;
   for (; quota > 0; ++i) quota -= key_of(run.x[i]) == kth;
   return i;
 }
 
-// Passes the range's runs to sink.take(slot, end, run, bound), which writes the elements whose key reaches the bound to
-// slots from `slot` on, at most up to `end`, and returns the next slot. The bound is the k-th key until the range's
-// quota of ties is used up, then one more.
+// Passes the runs of a range to sink.take(slot, end, run, bound). The sink writes the elements whose key reaches the
+// bound to the slots from `slot` up to `end`, and returns the next slot. The bound is the k-th key until the range's
+// quota of ties is used up. Then it is the next higher key.
 template <typename Sink>
 void emit_range(const Population& population, const Range& range, uint32_t kth, int64_t slot, int64_t quota,
                 const Sink& sink) {
@@ -211,7 +212,7 @@ void emit_range(const Population& population, const Range& range, uint32_t kth, 
   });
 }
 
-// The same where ties are no candidates: all elements until the quota is used up, then candidates.
+// As emit_range, if ties are not candidates: passes all elements until the quota is used up, then candidates.
 template <typename Sink>
 void emit_tied_range(const Population& population, const Range& range, uint32_t kth, int64_t slot, int64_t quota,
                      const Sink& sink) {
@@ -331,11 +332,15 @@ void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t
   for (const Range& range : choice.population.ranges) nonfinite += range.tally.nonfinite;
   const MessageLayout layout(source.numel, k, value_dtype);
   std::memset(message, 0, static_cast<size_t>(layout.indices));
-  std::memset(message + layout.values - 16, 0, 16);  // padding; the values then overwrite their part
+  // The padding of the last two sections. Indices and values then overwrite their part.
+  std::memset(message + layout.values - 16, 0, 16);
   std::memset(message + layout.nbytes - 16, 0, static_cast<size_t>(row_nbytes - layout.nbytes + 16));
-  const Header header{kMagic,       static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),
-                      0,            static_cast<int32_t>(value_dtype),
-                      source.numel, k};
+  const Header header{kMagic,
+                      static_cast<int32_t>(std::min<int64_t>(nonfinite, INT32_MAX)),
+                      0,
+                      static_cast<int32_t>(value_dtype),
+                      source.numel,
+                      k};
   std::memcpy(message, &header, sizeof header);
   const Parallel& on = unless_few(choice.population.count(), kEmitAlone, parallel);
   if (value_dtype == Dtype::two_bit) return emit_two_bits(choice, k, message, layout, source.store, on);

@@ -1,16 +1,16 @@
-// The algorithm of mstopk_cpu.cpp as four or five launches without read-back, which a CUDA graph can capture.
+// The algorithm of mstopk_cpu.cpp as four or five launches. Nothing is read back, so a CUDA graph can capture them.
 //
-//   sample   one block a region: choose a threshold that slightly more than k of the elements should reach
-//   pass     read all elements once, compact those that reach it (candidates), store acc if needed
-//   refine   the k-th largest key: histograms of 11, 10 and 10 bits of the candidates' keys
-//   emit     count per tile what is above the k-th key or equal to it, and write the output, indices ascending
-//   two_bits of such messages only: the levels of each block, its codes and residuals
+//   sample    choose a threshold with one block per region, so that slightly more than k elements should reach it
+//   pass      read all elements once; compact elements that reach it (candidates); store acc if needed
+//   refine    find the k-th largest key, with histograms of 11, 10 and 10 bits of the candidates' keys
+//   emit      count elements above and equal to the k-th key per tile; write the output, with ascending indices
+//   two_bits  for two-bit messages only: write the levels of each block, its codes and residuals
 //
-// A tile is 4,096 elements. An atomic reserves the memory of a tile's candidates, so their order differs between runs;
-// the results do not, since each tile records its start. All other atomics add or take the maximum of integers, or hand
-// out work. With too few or too many candidates, the kernels after the pass read all elements: same launches, same
-// result. Each region of a shard has a row of blocks, and its part of the scratch memory. Nothing is kept between
-// calls.
+// A tile is 4,096 elements. An atomic operation reserves the memory of a tile's candidates, so their order differs
+// between runs. The results do not differ, because each tile records its start. All other atomic operations add
+// integers, take their maximum, or assign work. With too few or too many candidates, the kernels after the pass read
+// all elements, in equal launches with equal results. Each region of a shard has a row of blocks and its part of the
+// scratch memory. Nothing is kept between calls.
 #include <atomic>
 
 #include "emit.cuh"
@@ -78,7 +78,7 @@ int64_t mstopk_scratch_bytes(int64_t numel, int64_t k) {
 
 int64_t compress_scratch_bytes(const Regions& regions, int64_t k, Dtype value_dtype) {
   Problems all = describe({}, k, regions, value_dtype);
-  alignas(256) static char origin[256];  // only distances are taken
+  alignas(256) static char origin[256];  // only offsets from it are used
   return lay_out(all, origin);
 }
 

@@ -1,6 +1,7 @@
-// Selection, compression, accumulation, rounding and a node's models on CUDA, on raw pointers. The caller has checked
-// every argument, has made the device current, and provides scratch memory. All work goes to `stream`; nothing waits
-// for the device, so every call can be captured in a graph. Throws std::runtime_error when a launch fails.
+// The CUDA kernels: selection, compression, accumulation, rounding, and interpolation of weights. They take raw
+// pointers. The caller has checked every argument, has made the device current, and provides scratch memory. All work
+// goes to `stream`. Nothing waits for the device, so a graph can capture every call. A launch that fails throws
+// std::runtime_error.
 #pragma once
 
 #include <cstdint>
@@ -9,47 +10,49 @@
 
 namespace lightning_sparse::cuda {
 
-// The pointers after `numel` may be null. No defaults: it lies in shared memory, too, which nobody initialises.
+// As in mstopk_cpu.h. The pointers after `numel` may be null. They have no defaults, because a kernel also keeps a
+// Source in shared memory, which cannot be initialized.
 struct Source {
   const void* grad;
   Dtype dtype;
   int64_t numel;
   const float* residual;
   const float* scale;  // on the device
-  float* store;        // optional: receives acc
+  float* store;        // receives acc
 };
 
-// Of kernels whose blocks take work until none is left. Tests choose fewer, so that blocks have several turns.
+// Largest number of blocks of a kernel whose blocks take work until none is left. Tests use fewer blocks, so that each
+// block takes several items.
 #ifdef LS_MOST_BLOCKS
 constexpr int64_t kMostBlocks = LS_MOST_BLOCKS;
 #else
 constexpr int64_t kMostBlocks = 1024;
 #endif
 
-// For tests: process all elements instead of the candidates. Results do not depend on it.
+// Processes all elements instead of the candidates, for tests. Results do not depend on it.
 void force_fallback(bool on);
 
 int64_t mstopk_scratch_bytes(int64_t numel, int64_t k);
 int64_t compress_scratch_bytes(const Regions& regions, int64_t k, Dtype value_dtype);
-constexpr int64_t kAccumulateScratchBytes = 16;  // a region
+constexpr int64_t kAccumulateScratchBytes = 16;  // per region
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream);
-// A message of k pairs for each region, or of all elements of a smaller one, in rows of `row_nbytes`.
+// Writes a message of min(k, elements of the region) pairs per region, in rows of `row_nbytes`.
 void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
               void* scratch, void* stream);
-// Overwrites each region of the shard with the sum of its `num_messages` messages; with alpha, on the host, adds alpha
-// times each value instead.
+// Overwrites each region of the shard with the sum of its `num_messages` messages. With alpha, which lies on the host,
+// it adds alpha times each value instead.
 void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, void* scratch, void* stream);
-// acc, of numel elements, as bf16 in so many rows of equal length, padded with zeros; `store` receives what rounding
-// took off.
+// Rounds acc to bf16, and writes it to rows of equal length, padded with zeros. `store` receives the rounding errors.
 void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, void* stream);
-// The sum of bf16 rows, in row order and fp32, as bf16; what rounding took off is added to the residual, which may be
-// null, or shorter than a row.
+// Sums bf16 rows in fp32, in row order, and rounds the sum to bf16. Adds the rounding errors to the residual, which may
+// be null or shorter than a row.
 void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
               int64_t residual_numel, void* stream);
-// Adds to `own` what the model has changed by since it held what lies between own and `shared`.
+// Adds to `own` the change of the model since `lerp_into` wrote it with these arguments.
 void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, void* stream);
+// Writes shared + (own - shared) * ahead into the model, rounded to its types.
 void lerp_into(const float* own, const float* shared, const Model& model, float ahead, void* stream);
 
 }  // namespace lightning_sparse::cuda

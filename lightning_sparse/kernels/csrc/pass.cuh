@@ -1,4 +1,4 @@
-// Sample, and the one pass over memory that collects the candidates.
+// The sample, and the single pass over memory that collects the candidates.
 #pragma once
 
 #include "load.cuh"
@@ -9,15 +9,15 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------- the sample
 
 constexpr int kSampleThreads = 1024;
-constexpr int64_t kSample = 32 * kSampleThreads;  // elements: 32 a thread, which fit into its registers
+constexpr int64_t kSample = 32 * kSampleThreads;  // elements: 32 per thread, which fit into its registers
 
-// One block a region. Writes the control block and the bins, and the highest threshold, of those with 16 significant
-// bits, that enough of the sample reaches.
+// One block per region. Writes the control block, clears the bins, and chooses the threshold: the highest value with 16
+// significant bits that enough sampled elements reach.
 template <Dtype dtype>
 __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems all) {
   const Problem p = problem_of_block(all);
-  __shared__ int reached[32];                                 // per bit of the threshold
-  const int64_t numel = p.source.numel, piece = threadIdx.x;  // one piece a lane, loaded by the whole warp
+  __shared__ int reached[32];                                 // number of elements, per bit of the threshold
+  const int64_t numel = p.source.numel, piece = threadIdx.x;  // each lane has a piece, which the whole warp loads
   const int64_t mine = numel <= kSample ? piece * kSamplePiece : sample_piece(numel, piece, kSample / kSamplePiece);
   uint32_t keys[32];
 #pragma unroll
@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems all) {
 
 // ------------------------------------------------------------------------------------------------------------ the pass
 //
-// A warp owns 512 consecutive elements of its tile, in rounds of 32 x 16 bytes of the gradient, so that ballots number
-// kept elements in order.
+// A warp owns 512 consecutive elements of its tile. In each round, it reads 32 x 16 bytes of the gradient, so ballots
+// number the kept elements in order.
 
-// What later kernels add to, or wait for.
+// Clears the numbers of a tile that later kernels add to or wait for.
 __device__ void clear_for_tile(const Problem& p, int64_t tile) {
   if (tile % kWarps == 0) p.above[tile / kWarps] = p.ties[tile / kWarps] = 0;
   if (p.message && tile % (kBlock / kTile) == 0 && tile * kTile < p.source.numel) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_k
   __shared__ Count reserved;
   constexpr int kPer = kEach<dtype>, kRounds = kTile / kThreads / kPer;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kTile;
-  const int place = warp() * (kTile / kWarps) + lane() * kPer;  // of this thread's first element
+  const int place = warp() * (kTile / kWarps) + lane() * kPer;  // place of this thread's first element
   float acc[kRounds][kPer];
   unsigned ballots[kRounds][kPer];
 #pragma unroll
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_k
     p.count[blockIdx.x] = static_cast<uint32_t>(total);
   }
   __syncthreads();
-  if (reserved + total > static_cast<Count>(p.capacity)) return;  // too many: the candidates are not used
+  if (reserved + total > static_cast<Count>(p.capacity)) return;  // too many candidates: later kernels do not use them
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     int64_t to = static_cast<int64_t>(reserved) + before;

@@ -1,6 +1,7 @@
-// The key of the k-th largest element, 11, 10 and 10 bits at a time, from the candidates or, without them, from all
-// elements. One launch: a histogram of each digit is made of items of work; whoever completes the last one chooses the
-// digit, and the items of the next digit wait for that.
+// Finds the key of the k-th largest element, one digit after the other (11, 10 and 10 bits), from the candidates or, if
+// they are not used, from all elements. One launch does everything: blocks take items of work, which count a digit in a
+// histogram. The block that completes the last item of a digit chooses the digit. The items of the next digit wait for
+// it.
 #pragma once
 
 #include "tile.cuh"
@@ -13,7 +14,8 @@ constexpr int64_t kItem = 8192;  // elements
 __device__ constexpr int shift_of(int digit) { return digit == 0 ? 20 : digit == 1 ? 10 : 0; }
 __device__ constexpr int width_of(int digit) { return digit == 0 ? 11 : 10; }
 
-// All lanes call it. Many equal elements, such as zeros, would queue up for one bin.
+// All lanes call it. If all lanes have one bin, a single lane adds. Many equal elements, such as zeros, would otherwise
+// queue up for this bin.
 __device__ void add_to_bin(uint32_t* bins, bool counts, uint32_t bin) {
   const bool uniform = __all_sync(kAllLanes, counts) && __all_sync(kAllLanes, bin == __shfl_sync(kAllLanes, bin, 0));
   if (uniform) {
@@ -41,7 +43,7 @@ __device__ void count_item(const Problem& p, bool whole, int64_t begin, int64_t 
   }
 }
 
-// sums[i] becomes the sum of sums[i] ... sums[kThreads - 1].
+// Replaces sums[i] by the sum of sums[i] ... sums[kThreads - 1].
 __device__ void suffix_sums(Count* sums) {
   for (int step = 1; step < kThreads; step *= 2) {
     __syncthreads();
@@ -52,7 +54,7 @@ __device__ void suffix_sums(Count* sums) {
   __syncthreads();
 }
 
-// The digit of the remaining-th largest key.
+// Chooses the next digit of the key: the digit of the remaining-th largest key with this prefix.
 __device__ void choose_digit(const Problem& p, int digit) {
   __shared__ Count sums[kThreads];
   Control& control = *p.control;
@@ -65,7 +67,7 @@ __device__ void choose_digit(const Problem& p, int digit) {
   sums[threadIdx.x] = total;
   suffix_sums(sums);
   Count above = sums[threadIdx.x] - total;
-  if (above >= remaining || above + total < remaining) return;  // one thread passes
+  if (above >= remaining || above + total < remaining) return;  // true for all threads but one
   int i = each - 1;
   for (; above + mine[i] < remaining; --i) above += mine[i];
   control.prefix = prefix << width_of(digit) | static_cast<uint32_t>(threadIdx.x * each + i);
@@ -76,13 +78,15 @@ __device__ void clear(uint8_t* begin, uint8_t* end) {
   for (; begin < end; ++begin) *begin = 0;
 }
 
-// What of a message does not depend on which elements are kept.
+// Writes the parts of a message that do not depend on the selection: the header and all padding.
 __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
   const Count nonfinite = p.control->nonfinite, most = 0x7FFFFFFF;
-  *reinterpret_cast<Header*>(p.message) = {
-      kMagic,         static_cast<int32_t>(nonfinite < most ? nonfinite : most),
-      0,              static_cast<int32_t>(p.value_dtype),
-      p.source.numel, p.k};
+  *reinterpret_cast<Header*>(p.message) = {kMagic,
+                                           static_cast<int32_t>(nonfinite < most ? nonfinite : most),
+                                           0,
+                                           static_cast<int32_t>(p.value_dtype),
+                                           p.source.numel,
+                                           p.k};
   const MessageLayout layout(p.source.numel, p.k, p.value_dtype);
   clear(p.message + sizeof(Header), p.message + kHeaderBytes);
   clear(p.message + layout.counts + 4 * layout.num_blocks, p.message + layout.levels);
@@ -95,7 +99,7 @@ __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
 }
 
 __global__ void __launch_bounds__(kThreads) refine_kernel(Problems all) {
-  __shared__ Problem p;  // it would take more registers than there are
+  __shared__ Problem p;  // in registers, it would not fit
   const Problem mine = problem_of_block(all);
   if (threadIdx.x == 0) p = mine;
   __syncthreads();

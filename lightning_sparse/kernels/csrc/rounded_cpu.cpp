@@ -1,5 +1,5 @@
-// The arithmetic of values of 16 bits between nodes: one pass over memory rounds a shard, another sums the rows that
-// arrive, a chunk at a time in the L1 cache.
+// Rounding for 16-bit exchanges between nodes. One pass over memory rounds a shard. Another pass sums the received
+// rows, one chunk at a time in the L1 cache.
 #include <algorithm>
 #include <type_traits>
 
@@ -18,7 +18,7 @@ void for_spans(int64_t numel, const Parallel& parallel, const Body& body) {
                [&](int64_t span, int64_t) { body(span * kSpan, std::min(numel, (span + 1) * kSpan)); });
 }
 
-// Also leaves what rounding took off, unless x is const.
+// Rounds x, and replaces x by the rounding error unless x is const.
 template <typename Float>
 inline void cast_one(Float& x, uint16_t& rounded) {
   rounded = cast_bf16(x);
@@ -35,7 +35,7 @@ LS_AVX2 void cast_avx2(Float* __restrict x, int64_t n, uint16_t* __restrict roun
 template <typename Float>
 void cast_each(Float* __restrict x, int64_t n, uint16_t* __restrict rounded) {
 #if LS_HAVE_AVX2
-  if (vectorised()) return cast_avx2(x, n, rounded);
+  if (vectorized()) return cast_avx2(x, n, rounded);
 #endif
   for (int64_t i = 0; i < n; ++i) cast_one(x[i], rounded[i]);
 }

@@ -1,5 +1,5 @@
-// The arithmetic of values of 16 bits between nodes, one launch each: `round` rounds a shard, `sum` adds up the rows
-// that arrive. Every input is read once and every output written once; nothing is shared between threads.
+// Rounding for 16-bit exchanges between nodes, one launch each: `round_kernel` rounds a shard, and `sum_kernel` sums
+// the received rows. Every input is read once, every output is written once, and threads share nothing.
 #include <cuda_runtime.h>
 
 #include "load.cuh"
@@ -8,18 +8,18 @@ namespace lightning_sparse::cuda {
 namespace {
 
 constexpr int kEight = 8;                 // elements that 16 bytes hold
-constexpr int kSpan = kEight * kThreads;  // of a row, that a block sums
+constexpr int kSpan = kEight * kThreads;  // elements of a row that a block sums
 
 struct Rounding {
   Source source;
   uint16_t* rows;
-  int64_t padded;  // elements of all rows, numel or more
+  int64_t padded;  // elements of all rows, including padding
   bool aligned;
 };
 
 struct RowSum {
   const uint16_t* rows;
-  int64_t num_rows, numel;  // numel: of a row
+  int64_t num_rows, numel;  // numel: elements per row
   uint16_t* row;
   float* residual;
   int64_t residual_numel;  // at most numel
@@ -28,7 +28,7 @@ struct RowSum {
 
 __device__ uint32_t pair_of(const uint16_t* two) { return two[0] | static_cast<uint32_t>(two[1]) << 16; }
 
-// Rounds, and leaves what that took off.
+// Rounds x, and replaces x by the rounding errors.
 template <int kCount>
 __device__ void cast_each(float* x, uint16_t* rounded) {
 #pragma unroll
@@ -67,13 +67,13 @@ __global__ void __launch_bounds__(kThreads, 4) round_kernel(Rounding r) {
     const int64_t i = first + j * kThreads * kPer;
     uint16_t rounded[kPer];
     cast_each<kPer>(acc[j], rounded);
-    store_rounded<kPer>(r, i, rounded);  // 0 in the padding, since acc is
+    store_rounded<kPer>(r, i, rounded);  // writes 0 to the padding, because acc is 0 there
     if (r.source.store) store_acc<dtype>(r.source, r.aligned, i, acc[j]);
   }
 }
 
-// A thread's elements of a span: neighbours, to be moved at once, or kThreads apart, so that those of a warp are
-// neighbours: rows of an odd length begin anywhere.
+// Places of a thread's elements in a span. `together`: neighbors, which the thread moves at once. Otherwise, elements
+// that are kThreads apart, so that lanes of a warp move neighbors: rows of an odd length are not aligned.
 template <bool together>
 __device__ int place(int e) {
   return static_cast<int>(together ? kEight * threadIdx.x + e : threadIdx.x + kThreads * e);

@@ -22,9 +22,9 @@ struct MessageSink {
   uint8_t* message;
   Dtype dtype;
   MessageLayout layout;
-  uint32_t* cells;  // pairs in each of the warp's tile
+  uint32_t* cells;  // number of pairs in each cell of the warp's tile
 
-  // Before a barrier.
+  // Needs a barrier afterwards.
   __device__ MessageSink(const Problem& p, uint32_t* cells)
       : message(p.message), dtype(p.value_dtype), layout(p.source.numel, p.k, dtype), cells(cells) {
     if (lane() < kCells) cells[lane()] = 0;
@@ -50,7 +50,7 @@ struct MessageSink {
   __device__ void drop(const Problem& p, int64_t index) const {
     if (p.source.store) p.source.store[index] = 0.0f;
   }
-  // After a barrier, which completes the counts of the cells.
+  // Needs a barrier before, which completes the counts of the cells.
   __device__ void finish(int64_t tile, int64_t kept) const {
     uint32_t* counts = reinterpret_cast<uint32_t*>(message + layout.counts);
     if (lane() == 0 && kept > 0) atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(kept));

@@ -11,7 +11,7 @@
 
 namespace lightning_sparse::cpu {
 
-// Both write each element and then advance only if it is kept, since branches would be mispredicted.
+// Both sinks write each element, and advance only if they keep it. Branches would be mispredicted.
 template <typename Index, typename Value>
 struct TensorSink {
   const Value* x;
@@ -33,11 +33,11 @@ struct TensorSink {
   }
 };
 
-// What is sent, in slots: for two-bit values, which are made once all of a block is known.
+// The sent elements, by slot. Two-bit values need them, because levels depend on all values of a block.
 struct Kept {
   std::unique_ptr<float[]> values;
-  std::unique_ptr<uint16_t[]> positions;  // within their block
-  std::unique_ptr<uint8_t[]> codes;       // a byte each, with room for whole words
+  std::unique_ptr<uint16_t[]> positions;  // within the block
+  std::unique_ptr<uint8_t[]> codes;       // a byte per code, with room for whole words
 
   explicit Kept(int64_t k)
       : values(new float[static_cast<size_t>(k)]),
@@ -94,8 +94,8 @@ struct MessageSink {
     if (sent > 0) reinterpret_cast<uint32_t*>(message + layout.counts)[block_end / kBlock - 1] += sent;
   }
 
-  // Corrects residuals that the pass settled wrongly. For two bits, it drops what is not finite, and the rest comes with
-  // the levels. Writes are scattered: prefetch.
+  // Corrects residuals that the pass settled wrongly. With two-bit values, it only drops non-finite elements, and
+  // write_two_bits writes the other residuals. The writes are scattered, so it prefetches.
   void correct(const Run& run, uint32_t bound) const {
     constexpr int64_t kAhead = 32;
     uint16_t wrong[kChunk + 1];
@@ -115,7 +115,8 @@ struct MessageSink {
   }
 };
 
-// The sum of part(x) over the values, in an order that lets compilers use vectors: all sums here are exact.
+// Returns the sum of part(x) over the values. Four partial sums let compilers use vectors. All sums here are exact, so
+// their order does not matter.
 template <typename Part>
 double sum_of(const float* x, int64_t n, const Part& part) {
   double lanes[4] = {};
@@ -133,7 +134,7 @@ struct Split {
   Levels levels;
 };
 
-// Of finite values.
+// Chooses the levels of finite values.
 inline Split split(const float* x, int64_t n) {
   uint32_t largest = 0, smallest = n > 0 ? kInfKey : 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -160,7 +161,7 @@ inline Split split_finite(const float* x, int64_t n) {
   return split(finite.data(), static_cast<int64_t>(finite.size()));
 }
 
-// Writes the levels of one block's values, slots [begin, end), their codes, and what those leave.
+// Writes the levels of one block, the codes of its values (slots [begin, end)), and their residuals.
 inline void write_two_bits(const Kept& kept, int64_t block, int64_t begin, int64_t end, uint8_t* levels,
                            float* residual) {
   constexpr int64_t kAhead = 96;
@@ -173,7 +174,8 @@ inline void write_two_bits(const Kept& kept, int64_t block, int64_t begin, int64
   }
   if (!residual) return;
   float sent[4], *to = residual + block * kBlock;
-  for (uint32_t code = 0; code < 4; ++code) sent[code] = decode_two_bits(code, chosen.levels.lower, chosen.levels.upper);
+  for (uint32_t code = 0; code < 4; ++code)
+    sent[code] = decode_two_bits(code, chosen.levels.lower, chosen.levels.upper);
   for (int64_t i = begin; i < end; ++i) {
     if (i + kAhead < end) __builtin_prefetch(to + kept.positions[i + kAhead], 1);
     const float x = kept.values[i];
@@ -181,7 +183,7 @@ inline void write_two_bits(const Kept& kept, int64_t block, int64_t begin, int64
   }
 }
 
-// Four codes into a byte.
+// Packs four codes into a byte.
 inline void pack_codes(const Kept& kept, int64_t k, uint8_t* to) {
   for (int64_t i = k; i % 4 != 0; ++i) kept.codes[i] = 0;
   for (int64_t i = 0; i < k; i += 4) {

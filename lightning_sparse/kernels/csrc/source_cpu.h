@@ -1,4 +1,4 @@
-// Reads a source on the CPU: acc in fp32, in chunks that fit into the L1 cache.
+// Reads a source on the CPU: computes acc in fp32, in chunks that fit into the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@ constexpr int64_t kChunk = 4096;
 
 bool scalar_only();  // set by `force`
 #if LS_HAVE_AVX2
-bool vectorised();  // what is marked LS_AVX2 may run
+bool vectorized();  // functions marked LS_AVX2 may run
 #endif
 
 #if LS_HAVE_AVX2
-// Differs from from_fp16 in the payload of signalling NaN, which does not affect results.
+// For a signaling NaN, the payload differs from that of from_fp16. Results do not depend on it.
 __attribute__((target("avx2,f16c"))) inline void upcast_f16c(const uint16_t* half, int64_t n, float* out) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
@@ -52,7 +52,7 @@ void compute(const Source& source, int64_t begin, int64_t n, float* __restrict o
   }
 }
 
-// fp32 with a residual is the common case: one loop instead of two.
+// One loop instead of two for the common case, fp32 with a residual.
 inline void compute_fp32(const Source& source, int64_t begin, int64_t n, float* __restrict out) {
   const float* __restrict grad = static_cast<const float*>(source.grad) + begin;
   const float* __restrict residual = source.residual + begin;
@@ -64,7 +64,7 @@ inline void compute_fp32(const Source& source, int64_t begin, int64_t n, float* 
   }
 }
 
-// Returns acc of n elements: in place, or computed into `out`.
+// Returns acc of n elements: a pointer to grad if it equals acc, otherwise `out`.
 inline const float* acc_of(const Source& source, int64_t begin, int64_t n, float* out) {
   if (source.plain()) return static_cast<const float*>(source.grad) + begin;
   if (source.dtype == Dtype::fp32 && source.residual) {

@@ -1,5 +1,5 @@
-// Shared by the kernels: the problem of a selection and its scratch memory, the elements of a tile, and how threads of
-// a warp, of a block, and blocks of one launch work together.
+// Common code of the kernels: the problem of a selection and its scratch memory, the elements of a tile, and functions
+// for the threads of a warp, the threads of a block, and the blocks of a launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,32 +32,32 @@ inline void check(cudaError_t error) {
 
 struct Control {
   uint32_t threshold;
-  uint32_t prefix;   // of the k-th largest key, so far; all of it after the last digit
-  uint32_t digits;   // that are known
-  Count remaining;  // of the k, how many share the prefix; after the last digit, how many ties are kept
+  uint32_t prefix;  // known digits of the k-th largest key
+  uint32_t digits;  // number of known digits
+  Count remaining;  // number of the k elements that share the prefix; in the end, number of kept ties
   Count nonfinite;
-  Count cursor;         // candidates found
-  Count items;          // of `refine`, handed out
-  Count done[kDigits];  // of `refine`, completed for each digit
-  Count groups;         // of `emit`, handed out
+  Count cursor;         // number of candidates
+  Count items;          // items of `refine` that blocks have taken
+  Count done[kDigits];  // completed items of `refine`, per digit
+  Count groups;         // groups of `emit` that blocks have taken
 };
 
 struct Problem {
   Source source;
   int64_t k, num_tiles, capacity, target;
   bool forced, aligned;
-  uint8_t* message;  // the output; null where that is tensors
+  uint8_t* message;  // the output; null if the output is tensors
   Dtype value_dtype;
   void *kept_values, *kept_indices;
   Control* control;
-  Count* bins;          // [kDigits][kBins]
-  Count *above, *ties;  // per group of kWarps tiles; see emit.cuh
-  int64_t* start;       // per tile: its first candidate
-  uint32_t* count;      // per tile
-  float* values;        // candidates
-  uint16_t* offsets;    // candidates, within their tile
-  float* sent_values;   // of two-bit messages, until their levels are known
-  uint16_t* sent_positions;  // within their wire block
+  Count* bins;               // [kDigits][kBins]
+  Count *above, *ties;       // per group of kWarps tiles; see emit.cuh
+  int64_t* start;            // per tile: first candidate
+  uint32_t* count;           // per tile: number of candidates
+  float* values;             // candidates
+  uint16_t* offsets;         // candidates: position within the tile
+  float* sent_values;        // values of a two-bit message, until its levels are known
+  uint16_t* sent_positions;  // their positions within the wire block
 };
 
 template <typename T>
@@ -66,8 +66,8 @@ void carve(char*& at, T*& pointer, int64_t count) {
   at += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
 }
 
-// A selection in each region of a shard, passed to kernels by value. `first` is that of the first region, with the
-// number of tiles and candidates of the largest; the arrays of the others follow its own.
+// Selections in all regions of a shard, the arguments of the kernels. `first` is the problem of the first region, with
+// the numbers of tiles and candidates of the largest region. Each array has a part for each region.
 struct Problems {
   Problem first;
   Regions regions;
@@ -76,7 +76,8 @@ struct Problems {
 
 __host__ __device__ int64_t groups_of(const Problem& p) { return (p.num_tiles + kWarps - 1) / kWarps; }
 
-// Lays out the arrays in the scratch memory; returns its size. The first kernels write what later ones read or add to.
+// Lays out the arrays in the scratch memory, and returns its size. Nothing needs to be cleared before: the first
+// kernels initialize the arrays of later kernels.
 int64_t lay_out(Problems& all, char* scratch) {
   char* at = scratch;
   Problem& p = all.first;
@@ -95,13 +96,13 @@ int64_t lay_out(Problems& all, char* scratch) {
   return at - scratch;
 }
 
-// Of a kernel whose blocks share out the work of a region, in items of so many elements.
+// Returns the number of blocks per region for a kernel whose blocks take items of `item` elements.
 unsigned blocks_of_region(const Regions& regions, int64_t item) {
   return static_cast<unsigned>(
       std::min((kMostBlocks + regions.count - 1) / regions.count, (regions.most() + item - 1) / item));
 }
 
-// That of this block's region.
+// Returns the problem of this block's region.
 __device__ Problem problem_of_block(const Problems& all) {
   const unsigned region = blockIdx.y;
   Problem p = all.first;
@@ -130,7 +131,7 @@ __device__ float acc_at(const Source& source, int64_t i) {
   return source.residual ? __fadd_rn(source.residual[i], acc) : acc;
 }
 
-// acc, after the pass.
+// Returns acc; call it after the pass.
 __device__ float stored_at(const Source& source, int64_t i) {
   if (source.store) return source.store[i];
   if (source.dtype == Dtype::fp32) return acc_at<Dtype::fp32>(source, i);
@@ -142,7 +143,7 @@ __device__ bool candidates_fail(const Problem& p) {
   return p.forced || control.cursor < static_cast<Count>(p.k) || control.cursor > static_cast<Count>(p.capacity);
 }
 
-// A tile's candidates, or all its elements if the candidates are not used. Empty past the last tile.
+// The candidates of a tile, or all its elements if the candidates are not used. Past the last tile, it is empty.
 struct Tile {
   const Problem& p;
   int64_t base, first = 0, size = 0;
@@ -165,7 +166,7 @@ __device__ int warp() { return static_cast<int>(threadIdx.x / 32); }
 
 __device__ int below_this_lane(unsigned ballot) { return __popc(ballot & ((1u << lane()) - 1u)); }
 
-// By shuffles: __reduce_add_sync and __reduce_max_sync need sm_80, and know no 64 bits.
+// With shuffles, because __reduce_add_sync and __reduce_max_sync need sm_80 and do not support 64 bits.
 template <typename T>
 __device__ T sum_of_warp(T value) {
   for (int apart = 16; apart > 0; apart /= 2) value += __shfl_xor_sync(kAllLanes, value, apart);
@@ -180,7 +181,7 @@ __device__ uint32_t max_of_warp(uint32_t value) {
   return value;
 }
 
-// ------------------------------------------------------------------------------------ a block; all its threads call it
+// ------------------------------------------------------------------------------------- a block: all threads call these
 
 __device__ Count sum_of_block(Count value) {
   __shared__ Count of_warps[kWarps];
@@ -204,7 +205,7 @@ __device__ uint32_t max_of_block(uint32_t value) {
   return most;
 }
 
-// The sum of the counts of the warps before this one; `total` is the sum of all.
+// Returns the sum of the counts of all warps before this warp. `total` receives the sum of all warps.
 __device__ int before_this_warp(int count, int& total) {
   __shared__ int counts[kWarps];
   if (lane() == 0) counts[warp()] = count;
@@ -221,7 +222,7 @@ __device__ int before_this_warp(int count, int& total) {
 // ------------------------------------------------------------------------------------------------ blocks of one launch
 //
 // Blocks may run in any order, and not all at once. So a block takes its work from a counter, and waits only for work
-// that was handed out before its own: some running block has that, and does not wait for a later one.
+// with a lower number. A running block has that work, and never waits for work with a higher number.
 
 __device__ Count take(Count* counter) {
   __shared__ Count taken;
@@ -241,7 +242,7 @@ __device__ void put(T* at, T value) {
   *static_cast<volatile T*>(at) = value;
 }
 
-// Waits until *at >= value, then sees what the block that called `announce` wrote before.
+// Waits until *at >= value. Afterwards, this block sees all writes of the other block before its `announce`.
 __device__ void wait_for(const uint32_t* at, uint32_t value) {
   if (threadIdx.x == 0) {
     while (peek(at) < value) {
@@ -258,7 +259,7 @@ __device__ void announce(uint32_t* at, uint32_t value) {
   put(at, value);
 }
 
-// Whether this was the last of so many calls; that one sees what all blocks wrote before theirs.
+// Returns whether this was the last of `all` calls. The block of the last call sees all writes before the other calls.
 __device__ bool is_last(Count* calls, Count all) {
   __shared__ bool last;
   __syncthreads();

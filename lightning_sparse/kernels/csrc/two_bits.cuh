@@ -1,5 +1,5 @@
-// The levels of each wire block of a message whose values have two bits, then its codes and what they leave: see
-// two_bit.py. `emit` has left the values in order in the scratch memory, and has cleared the codes.
+// Writes the levels and the codes of each wire block of a two-bit message, and the residuals (two_bit.py). `emit` has
+// written the values to the scratch memory, in order, and has cleared the codes.
 #pragma once
 
 #include "tile.cuh"
@@ -7,7 +7,7 @@
 namespace lightning_sparse::cuda {
 namespace {
 
-// Of a wire block's pairs.
+// The pairs of a wire block.
 struct Block {
   const Problem& p;
   int64_t number, begin, end;
@@ -21,9 +21,9 @@ struct Split {
   Levels levels;
 };
 
-// Sums are integers, multiples of the rounding's unit, so their order does not matter.
+// Chooses the levels. Sums are integer multiples of the unit of rounding, so their order does not matter.
 __device__ Split split(const Block& block) {
-  uint32_t largest = 0, least = 0;  // the second of inverted keys
+  uint32_t largest = 0, least = 0;  // `least` is the largest inverted key
   Count count = 0;
   for (int64_t i = block.begin + threadIdx.x; i < block.end; i += kThreads) {
     const uint32_t key = key_of(block.value(i));
@@ -52,7 +52,7 @@ __device__ Split split(const Block& block) {
   return {rounded, at, Levels(total, all, of_above, static_cast<double>(sum_of_block(above)))};
 }
 
-// Sixteen codes are a word, which two blocks may share at their edge.
+// Sixteen codes form a word. Two wire blocks may share the word at their boundary, so this needs an atomic operation.
 __device__ void write_codes(const Block& block, const Split& split, uint32_t* words) {
   float* left = moved(block.p.source.store, block.number * kBlock);
   for (int64_t first = block.begin / 16 * 16; first < block.end; first += kThreads) {
