@@ -18,8 +18,8 @@ WORKS_WITH = transformers peft timm torchmetrics segmentation-models-pytorch sch
 KERNELS  = $(wildcard lightning_sparse/kernels/csrc/*)
 DEPENDS  = pyproject.toml constraints.txt $(wildcard setup.py)
 ARGS     =
-# Tests of one file stay together: they share ranks. Each worker's tests start up to four ranks of one thread. Slow tests
-# often wait for a timeout or a link, so a third worker uses the CPUs meanwhile. tests/conftest.py sorts their files.
+# Tests of one file share ranks, so they run on one worker. They start up to four ranks of one thread. Slow tests often
+# wait for a timeout or a link, so a third worker uses the idle CPUs. tests/conftest.py sorts their files.
 PARALLEL      = --numprocesses 2 --dist loadfile
 PARALLEL_SLOW = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
@@ -35,7 +35,7 @@ help:
 demo: $(VENV)/.built ## compare dense training, sparse training and a single-node baseline on an emulated cluster (2 minutes)
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
 
-test: $(VENV)/.built ## run the tests that are not slow; those that need root or a GPU are skipped otherwise
+test: $(VENV)/.built ## run the fast tests; without root or a GPU, skip the tests that need it
 	$(RUN) -m pytest -m "not slow" $(PARALLEL) --durations=10 $(ARGS)
 
 test-slow: $(VENV)/.built ## run the slow tests
@@ -55,15 +55,12 @@ lint: $(VENV)/.installed ## check style, types, spelling and native formatting
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	$(VENV)/bin/codespell $$(git ls-files)
-	@if ! command -v clang-format > /dev/null; then echo "clang-format not found: skipping native code"; \
-	elif [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \
-		clang-format --dry-run --Werror $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
+	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 
 format: $(VENV)/.installed ## format the code
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
-	@if command -v clang-format > /dev/null && [ -n "$(filter %.cpp %.cu %.h %.cuh,$(KERNELS))" ]; then \
-		clang-format -i $(filter %.cpp %.cu %.h %.cuh,$(KERNELS)); fi
+	$(VENV)/bin/clang-format -i $(KERNELS)
 
 bench: $(VENV)/.built ## run the quick benchmarks
 	$(RUN) -m benchmarks.exchange.kernels $(OUT)/bench --quick $(ARGS)
@@ -112,7 +109,7 @@ clean: ## remove environments and build outputs
 	rm -rf .venv .venv-oldest build dist *.egg-info lightning_sparse/kernels/*.so lightning_sparse/kernels/build_report.txt
 
 # Install torch first, then build without isolation, against that torch.
-# editable_mode=compat: otherwise a program in the checkout's parent folder would import the checkout as a namespace package.
+# Without editable_mode=compat, a program in the parent folder would import the checkout as a namespace package.
 $(VENV)/.installed: $(DEPENDS)
 	@echo "1 of 3: creating $(VENV); 6 GB of packages will be downloaded, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
