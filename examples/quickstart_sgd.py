@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from lightning_sparse import MSTopKHierStrategy
 
 
-class Pictures(pl.LightningModule):
+class Digits(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU()]
@@ -32,9 +32,9 @@ class Pictures(pl.LightningModule):
 
 
 digits = load_digits()  # 1,797 images of 8 x 8 pixels, which scikit-learn contains
-pictures, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
-train, val = random_split(TensorDataset(pictures, labels), [0.8, 0.2], torch.Generator().manual_seed(0))
+images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
+train, val = random_split(TensorDataset(images, labels), [0.8, 0.2], torch.Generator().manual_seed(0))
 # The default exchange="auto" would measure the network, and use dense rounds if they are as fast.
 strategy = MSTopKHierStrategy(density=0.01, exchange="sparse", momentum_correction=True)
 trainer = pl.Trainer(num_nodes=2, devices=1, max_epochs=5, strategy=strategy)
-trainer.fit(Pictures(), DataLoader(train, batch_size=16, shuffle=True), DataLoader(val, batch_size=64))
+trainer.fit(Digits(), DataLoader(train, batch_size=16, shuffle=True), DataLoader(val, batch_size=64))

@@ -40,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 # The root module of a package of Lightning, as in sys.modules -> our module for it, in order of preference.
-_FLAVOURS = {
+_PACKAGES = {
     "pytorch_lightning": "lightning_sparse.flavours.pytorch_lightning",
     "lightning.pytorch": "lightning_sparse.flavours.lightning",
 }
@@ -62,18 +62,18 @@ def __dir__() -> list[str]:
 
 
 def _module_of(name: str) -> str:
-    imported = [root for root in _FLAVOURS if root in sys.modules]
+    imported = [root for root in _PACKAGES if root in sys.modules]
     if len(imported) > 1:
-        imports = " or ".join(f"`from {module} import {name}`" for module in _FLAVOURS.values())
+        imports = " or ".join(f"`from {module} import {name}`" for module in _PACKAGES.values())
         raise ImportError(
             f"lightning_sparse.{name}: both pytorch_lightning and lightning.pytorch are imported, and their classes do "
             f"not mix. Import from the module of your Trainer's package: {imports}."
         )
     if imported:
-        return _FLAVOURS[imported[0]]
+        return _PACKAGES[imported[0]]
     from importlib.util import find_spec
 
-    for root, module in _FLAVOURS.items():
+    for root, module in _PACKAGES.items():
         # Only the top-level package: find_spec("lightning.pytorch") would import `lightning`.
         if find_spec(root.partition(".")[0]) is not None:
             return module

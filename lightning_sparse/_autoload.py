@@ -2,7 +2,7 @@
 
 Lightning has no entry points for strategies, but torch calls the entry points ``torch.backends`` at the end of its
 import. Ours puts a finder into ``sys.meta_path``, which registers our names after the program has imported a module of
-`FLAVOURS`. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point.
+`MODULES`. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables the entry point.
 
 This file runs in every import of torch, so it imports only the standard library and suppresses its errors: a failing
 entry point would break ``import torch``.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 # Lightning's module with the registry of strategies -> our module with its strategies.
-FLAVOURS = {
+MODULES = {
     "pytorch_lightning.strategies": "lightning_sparse.flavours.pytorch_lightning",
     "lightning.pytorch.strategies": "lightning_sparse.flavours.lightning",
     "lightning_fabric.strategies": "lightning_sparse.flavours.lightning_fabric",
@@ -65,7 +65,7 @@ def autoload() -> None:
         if not any(isinstance(finder, _StrategiesFinder) for finder in sys.meta_path):
             # First, so that it sees modules which other finders find.
             sys.meta_path.insert(0, _StrategiesFinder())
-    for name in FLAVOURS:
+    for name in MODULES:
         with contextlib.suppress(Exception):
             _register(sys.modules.get(name))
 
@@ -79,7 +79,7 @@ def _register(strategies: ModuleType | None) -> None:
         return
     for base, (cls, does, suffixes) in CLASSES.items():
         # A factory imports our classes only if the user chooses the strategy.
-        factory = partial(_create, FLAVOURS[strategies.__name__], cls)
+        factory = partial(_create, MODULES[strategies.__name__], cls)
         for suffix, arguments in suffixes.items():
             # `autoload` may run more than once, and a registered name raises an error.
             if f"{base}{suffix}" not in registry:
@@ -99,7 +99,7 @@ def _create(module: str, cls: str, **arguments: Any) -> Any:
 
 class _StrategiesFinder:
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if fullname not in FLAVOURS:
+        if fullname not in MODULES:
             return None
         for finder in sys.meta_path:
             find_spec = None if isinstance(finder, _StrategiesFinder) else getattr(finder, "find_spec", None)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 ALIGNMENT = 64
-"""Parts begin at multiples of this many elements, so that vectorised optimizers give bit-identical results."""
+"""Parts begin at multiples of this many elements, so that vectorized optimizers give bit-identical results."""
 BALANCED = 1.1
 """No parameter is divided while the largest load is at most this multiple of the mean."""
 

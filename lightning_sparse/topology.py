@@ -226,7 +226,7 @@ def find_nodes(
 ) -> Topology:
     """Find the nodes as ``discover`` does, without groups. A collective."""
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError("topology.discover() needs an initialised process group: call init_process_group() first.")
+        raise ValueError("topology.discover() needs an initialized process group: call init_process_group() first.")
     place = RankInfo(
         _from_environment(_NODE_RANK_VARIABLES) if node_rank is None else node_rank,
         socket.gethostname(),

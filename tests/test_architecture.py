@@ -165,10 +165,10 @@ def test_heavy_modules_are_imported_only_where_listed() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning"])
-def test_both_lightning_packages_have_all_public_names(flavour: str) -> None:
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning"])
+def test_both_lightning_packages_have_all_public_names(package: str) -> None:
     """Pickle looks for a class in its own module, so each Lightning package has its own classes."""
-    tree = ast.parse((ROOT / PACKAGE / "flavours" / f"{flavour}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / PACKAGE / "flavours" / f"{package}.py").read_text(encoding="utf-8"))
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assert classes == set(lightning_sparse.__all__) - {"__version__"}
 

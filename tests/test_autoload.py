@@ -19,7 +19,7 @@ from lightning_sparse._autoload import STRATEGIES
 from tests.helpers.installed import copy_of_checkout, environment_without_us, pip_install, with_metadata
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAVOURS = ("pytorch_lightning", "lightning.pytorch")
+PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 
 REGISTRY = """
 class Registry(dict):
@@ -36,7 +36,7 @@ StrategyRegistry = Registry()
 
 OURS = '{name for name in sys.modules if name.partition(".")[0] == "lightning_sparse"}'
 
-STUB_FLAVOUR = """
+STUB_PACKAGE = """
 import sys, types
 stub = types.ModuleType("lightning_sparse.flavours.pytorch_lightning")
 stub.MSTopKHierStrategy = lambda **arguments: arguments
@@ -64,12 +64,12 @@ def run_python(code: str, *path: Path, cwd: Path, timeout: float = 120, **enviro
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
     """Return a folder with importable packages that have the names of the two Lightning packages."""
-    for flavour in FLAVOURS:
-        package = tmp_path / "stand_in" / flavour.replace(".", "/")
-        (package / "strategies").mkdir(parents=True)
-        (package.parent / "__init__.py").touch()
-        (package / "__init__.py").touch()
-        (package / "strategies" / "__init__.py").write_text(REGISTRY)
+    for package in PACKAGES:
+        folder = tmp_path / "stand_in" / package.replace(".", "/")
+        (folder / "strategies").mkdir(parents=True)
+        (folder.parent / "__init__.py").touch()
+        (folder / "__init__.py").touch()
+        (folder / "strategies" / "__init__.py").write_text(REGISTRY)
     return tmp_path / "stand_in"
 
 
@@ -95,7 +95,7 @@ def test_strategy_is_imported_only_when_used(stand_in: Path, tmp_path: Path) -> 
         import lightning_sparse, sys
         from pytorch_lightning.strategies import StrategyRegistry
         assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
-        {textwrap.indent(STUB_FLAVOUR, " " * 8).strip()}
+        {textwrap.indent(STUB_PACKAGE, " " * 8).strip()}
         assert StrategyRegistry.get("mstopk_hier") == dict(start_method="popen")
         assert StrategyRegistry.get("mstopk_hier_spawn") == dict(start_method="spawn")
         assert StrategyRegistry.get("mstopk_hier_notebook") == dict(start_method="fork")
@@ -147,8 +147,8 @@ def test_public_names_come_from_the_installed_lightning_package(stand_in: Path, 
         try:
             lightning_sparse.MSTopKHierStrategy
         except ImportError as error:
-            for flavour in ("pytorch_lightning", "lightning"):
-                assert f"lightning_sparse.flavours.{flavour} import MSTopKHierStrategy" in str(error)
+            for package in ("pytorch_lightning", "lightning"):
+                assert f"lightning_sparse.flavours.{package} import MSTopKHierStrategy" in str(error)
         else:
             raise SystemExit("no error")
     """
@@ -193,8 +193,8 @@ def test_names_are_registered_for_both_lightning_packages_in_a_spawned_child(ins
 
         def check():
             import lightning.pytorch, pytorch_lightning
-            for flavour in (pytorch_lightning, lightning.pytorch):
-                assert set({list(STRATEGIES)}) <= set(flavour.strategies.StrategyRegistry), flavour
+            for package in (pytorch_lightning, lightning.pytorch):
+                assert set({list(STRATEGIES)}) <= set(package.strategies.StrategyRegistry), package
             assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
 
         if __name__ == "__main__":
@@ -210,20 +210,20 @@ def test_names_are_registered_for_both_lightning_packages_in_a_spawned_child(ins
 
 
 @pytest.mark.parametrize(
-    ("installed", "flavour"),
+    ("installed", "package"),
     [
-        ("metadata", FLAVOURS[0]),
-        pytest.param("wheel", FLAVOURS[1], marks=pytest.mark.slow),
-        pytest.param("editable", FLAVOURS[1], marks=pytest.mark.slow),
+        ("metadata", PACKAGES[0]),
+        pytest.param("wheel", PACKAGES[1], marks=pytest.mark.slow),
+        pytest.param("editable", PACKAGES[1], marks=pytest.mark.slow),
     ],
     indirect=["installed"],
 )
-def test_trainer_accepts_the_strategy_name(installed: Path, tmp_path: Path, flavour: str) -> None:
+def test_trainer_accepts_the_strategy_name(installed: Path, tmp_path: Path, package: str) -> None:
     """If both Lightning packages are imported, the public names are ambiguous."""
-    fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[flavour]
+    fabric = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}[package]
     code = f"""
         import sys
-        from {flavour} import Trainer, strategies
+        from {package} import Trainer, strategies
         assert {OURS} == {{"lightning_sparse", "lightning_sparse._autoload", "lightning_sparse._version"}}
         trainer = Trainer(strategy="mstopk_hier_find_unused_parameters_true", accelerator="cpu", logger=False)
         from lightning_sparse import CommStatsCallback, MSTopKHierStrategy
@@ -232,7 +232,7 @@ def test_trainer_accepts_the_strategy_name(installed: Path, tmp_path: Path, flav
         assert trainer.strategy._ddp_kwargs["find_unused_parameters"] is True
         assert Trainer(strategy="MSTopK_hier_spawn", accelerator="cpu", logger=False).strategy._start_method == "spawn"
         assert MSTopKHierStrategy.__module__ == CommStatsCallback.__module__
-        assert MSTopKHierStrategy.__module__ == "lightning_sparse.flavours.{flavour.partition(".")[0]}"
+        assert MSTopKHierStrategy.__module__ == "lightning_sparse.flavours.{package.partition(".")[0]}"
         from {fabric} import Fabric
         own = type(Fabric(strategy="mstopk_hier", accelerator="cpu").strategy)
         assert own.__module__ == "lightning_sparse.flavours.{fabric.rpartition(".")[2]}", own

@@ -175,9 +175,9 @@ def test_python_in_documents_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("flavour", ["pytorch_lightning", "lightning", "lightning_fabric", "fabric", "ray"])
-def test_public_classes_have_help_texts(flavour: str) -> None:
-    module = pytest.importorskip(f"lightning_sparse.flavours.{flavour}")
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning", "lightning_fabric", "fabric", "ray"])
+def test_public_classes_have_help_texts(package: str) -> None:
+    module = pytest.importorskip(f"lightning_sparse.flavours.{package}")
     classes = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
     assert classes
     assert [each.__name__ for each in classes if not each.__doc__] == []

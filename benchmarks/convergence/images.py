@@ -116,7 +116,7 @@ class Pictures:
     def num_classes(self) -> int:
         return len(self.classes)
 
-    def normalised(self, x_BCHW: Tensor) -> Tensor:
+    def normalized(self, x_BCHW: Tensor) -> Tensor:
         return (x_BCHW - self.mean_C[:, None, None]) / self.std_C[:, None, None]
 
 
@@ -171,7 +171,7 @@ def decode(source: Path) -> Pictures:
     classes = tuple(sorted(each.name for each in (source / "train").iterdir() if each.is_dir()))
     for split in ("train", "val"):
         files = sorted(path for path in (source / split).glob("*/*") if path.suffix.lower() in SUFFIXES)
-        found = [np.asarray(Image.open(path).convert("RGB")) for path in tqdm(files, desc=split, unit="picture")]
+        found = [np.asarray(Image.open(path).convert("RGB")) for path in tqdm(files, desc=split, unit="image")]
         shapes = {pixels.shape for pixels in found}
         if len(shapes) != 1:
             raise ValueError(f"{source / split} has images of {len(shapes)} sizes, {sorted(shapes)[:2]}. Use one size")
@@ -245,7 +245,7 @@ class PictureLearner(Learner):
         order = EpochOrder(len(self.padded_NCHW), self.seed, epoch, self.settings.global_batch)
         for step in range(self.steps):
             x, index_B = order.batch(self.padded_NCHW, step, self.rank, self.settings.world_size)
-            yield F.cross_entropy(model(self.pictures.normalised(x)), self.pictures.train_y[index_B])
+            yield F.cross_entropy(model(self.pictures.normalized(x)), self.pictures.train_y[index_B])
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -257,7 +257,7 @@ class PictureLearner(Learner):
                 buffer /= ranks
         self.model.eval()
         mine = slice(self.rank, None, ranks)
-        x = pictures.normalised(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last)
+        x = pictures.normalized(pictures.val_x[mine].float()).contiguous(memory_format=torch.channels_last)
         correct = (self.model(x).argmax(1) == pictures.val_y[mine]).sum()
         self.model.train()
         dist.all_reduce(correct)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.pictures import GREY, colour, picture
+from benchmarks.plots import GRAY, color, figure
 from benchmarks.record import surroundings, write
 
 # Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -47,7 +47,7 @@ def half_width_95(values: Sequence[float]) -> float | None:
     return quantile * stdev(values) / math.sqrt(len(values))
 
 
-def summarise(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[str, Any]]:
+def summarize(records: Sequence[dict[str, Any]], metric: Metric) -> list[dict[str, Any]]:
     """Return one row per configuration, with the metrics of the last epoch, not of the best one."""
     last = {(record["config"], record["seed"]): record["history"][-1] for record in records}
     rows = []
@@ -146,16 +146,16 @@ def table(rows: Sequence[dict[str, Any]], metric: Metric) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
-    with picture(file, height=6, columns=2, sharey=True) as (against_steps, against_bytes):
+    with figure(file, height=6, columns=2, sharey=True) as (against_steps, against_bytes):
         alone = cycle((":", "-."))
         for index, config in enumerate(dict.fromkeys(record["config"] for record in records)):
             curve = mean_curve(records, config, metric.key)
             megabytes = [received / 1e6 for received in mean_curve(records, config, "bytes_per_node")]
             if not any(megabytes):  # single-node baseline: methods must end below it
-                style = {"linestyle": next(alone), "color": GREY}
+                style = {"linestyle": next(alone), "color": GRAY}
                 against_bytes.axhline(curve[-1], **style)
             else:
-                style = {"linestyle": "--" if "no-feedback" in config else "-", "color": colour(index)}
+                style = {"linestyle": "--" if "no-feedback" in config else "-", "color": color(index)}
                 against_bytes.plot(megabytes, curve, **style)
             against_steps.plot(mean_curve(records, config, "step"), curve, label=config, **style)
         against_steps.set(xlabel="steps", ylabel=metric.axis)
@@ -166,7 +166,7 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
 
 def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric) -> str:
     """Write results.json, results.md and a plot; return the table."""
-    rows, about = summarise(records, metric), surroundings()
+    rows, about = summarize(records, metric), surroundings()
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     settings, parameters = records[0]["settings"], records[0]["parameters"]
     steps, better = records[0]["history"][-1]["step"], "higher" if metric.higher_is_better else "lower"

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from benchmarks.convergence import images, text
 from benchmarks.convergence.runs import SPARSE, Arguments, Run, Settings, Task, Trainer
-from benchmarks.pictures import GREY, colour, picture
+from benchmarks.plots import GRAY, color, figure
 from benchmarks.processes import on_clusters, received_bytes
 from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
@@ -172,11 +172,11 @@ def plot(record: dict[str, Any], file: Path) -> None:
         record = {"rows": [{**where, "way": way, "history": each} for way, each in record["histories"].items()]}
     metric = images.ACCURACY if images.ACCURACY.key in record["rows"][0]["history"][0] else text.BITS
     places = list(dict.fromkeys((row["cluster"], row["gbps"]) for row in record["rows"]))
-    with picture(file, columns=len(places)) as panels:
+    with figure(file, columns=len(places)) as panels:
         for place, axes in zip(places, panels, strict=True):
             here = [row for row in record["rows"] if (row["cluster"], row["gbps"]) == place]
             for index, row in enumerate(here):
-                style = {"color": GREY, "linestyle": "--"} if row["way"] == ALONE else {"color": colour(index)}
+                style = {"color": GRAY, "linestyle": "--"} if row["way"] == ALONE else {"color": color(index)}
                 line = [(each["seconds"], each[metric.key]) for each in row["history"]]
                 axes.plot(*zip(*line, strict=True), marker=".", label=row["way"], **style)
             axes.set(xlabel=f"seconds of training, links of {place[1]:g} Gbit/s", ylabel=metric.axis)

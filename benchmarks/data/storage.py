@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.data.loaders import classes_of, files_of, generated, litdata_loader, make_chunks, transforms
-from benchmarks.pictures import GREY, picture
+from benchmarks.plots import GRAY, figure
 from benchmarks.processes import on_clusters, storage_sent
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.topology import Topology
@@ -169,7 +169,7 @@ def main() -> None:
 def table(record: dict[str, Any]) -> str:
     data, rate = record["data set bytes"], record["gbps"]
     lines = [
-        f"{record['pictures']:,} pictures, {data / 1e6:,.1f} MB, behind a link of {1000 * rate:g} Mbit/s, which takes "
+        f"{record['pictures']:,} images, {data / 1e6:,.1f} MB, behind a link of {1000 * rate:g} Mbit/s, which takes "
         f"{data * 8e-9 / rate:.1f} s at least. {CLUSTER} ranks on one machine; batches of {BATCH} a "
         f"rank, cropped to {SIZE}. Bytes as the kernel counts them, frames and the mount's own traffic included, as a "
         "multiple of the data set. *start* is everything before the first epoch: processes, imports, listing.",
@@ -194,7 +194,7 @@ def _epochs(record: dict[str, Any]) -> int:
 
 def plot(record: dict[str, Any], file: Path) -> None:
     size, titles = record["data set bytes"], ("bytes over the storage link / data set", "seconds of an epoch")
-    with picture(file, columns=2) as panels:
+    with figure(file, columns=2) as panels:
         for system, runs in record["systems"].items():
             rows = [row for run in runs for row in run["epochs"]]
             panels[0].plot([row["storage bytes"] / size for row in rows], "o-", label=system)
@@ -204,7 +204,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
             panel.set(title=title, ylim=(0, None))
             panel.set_xticks(range(len(names)), names)
             panel.grid()
-        panels[1].axhline(size * 8e-9 / record["gbps"], color=GREY, linestyle=":", label="link, once")
+        panels[1].axhline(size * 8e-9 / record["gbps"], color=GRAY, linestyle=":", label="link, once")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.data.loaders import BATCH, files_of, generated, in_turn, throughput
-from benchmarks.pictures import picture
+from benchmarks.plots import figure
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
 from lightning_sparse.data.config import Backend, CacheConfig, ImageOptions
@@ -90,11 +90,11 @@ def plot(record: dict[str, Any], file: Path) -> None:
     """Draw horizontal bars, the first row at the top."""
     values = {row["row"]: row["per_cpu_second"] for row in record["rows"]}
     by_backend = {"torch": "#d1495b", "dali": "#2e7d32"}
-    colours = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
-    with picture(file, height=0.36 * len(values) + 1.2) as (axes,):
-        axes.bar_label(axes.barh(list(values), list(values.values()), color=colours), fmt="%.0f", padding=3)
+    colors = [by_backend.get(name.rpartition(", ")[2], "#8a8a8a") for name in values]
+    with figure(file, height=0.36 * len(values) + 1.2) as (axes,):
+        axes.bar_label(axes.barh(list(values), list(values.values()), color=colors), fmt="%.0f", padding=3)
         axes.invert_yaxis()
-        axes.set(xlabel=f"images per CPU-second, random resized crop to {SIZE}, normalised")
+        axes.set(xlabel=f"images per CPU-second, random resized crop to {SIZE}, normalized")
         axes.margins(x=0.12)
 
 

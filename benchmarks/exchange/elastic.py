@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from benchmarks.convergence import text, time_to_loss
 from benchmarks.exchange.elastic_node import KEPT_EVERY, NODES, Node, learner_of, set_rate, whole_state
-from benchmarks.pictures import GREY, colour, picture
+from benchmarks.plots import GRAY, color, figure
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
@@ -369,10 +369,10 @@ def shown(seconds: list[float]) -> str:
 
 def plot(record: dict[str, Any], file: Path) -> None:
     """Draw the loss over steps, for the first seed."""
-    with picture(file) as (axes,):
+    with figure(file) as (axes,):
         for index, row in enumerate(each for each in record["rows"] if each["seed"] == record["rows"][0]["seed"]):
             alone = row["way"] == time_to_loss.ALONE
-            style = {"color": GREY, "linestyle": "--"} if alone else {"color": colour(index)}
+            style = {"color": GRAY, "linestyle": "--"} if alone else {"color": color(index)}
             line = [(each["step"], each[text.BITS.key]) for each in row["history"]]
             axes.plot(*zip(*line, strict=True), marker=".", label=row["way"], **style)
         axes.set(xlabel="steps", ylabel=text.BITS.axis)

@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed re-export
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.pictures import colour, picture
+from benchmarks.plots import color, figure
 from benchmarks.processes import on_clusters, received_bytes, set_rate, slowest
 from benchmarks.record import Rows, add_clusters, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
@@ -123,12 +123,12 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     received: list[float] = field(default_factory=list)
 
-    def turn(self, offset: int, synchronised: bool) -> None:
+    def turn(self, offset: int, synchronized: bool) -> None:
         """Time one step or several consecutive steps. A collective."""
         dist.barrier()
         before, begin, steps = received_bytes(), time.perf_counter(), 1 if self.updates is None else BESIDE
         for _ in range(steps):
-            self.step(offset, synchronised)
+            self.step(offset, synchronized)
         for node in self.updates.optimizers if self.updates is not None else ():
             node.state.receive()
         if torch.cuda.is_available():
@@ -136,9 +136,9 @@ class Way:
         self.seconds.append((time.perf_counter() - begin) / steps)
         self.received.append((received_bytes() - before) / steps)
 
-    def step(self, offset: int, synchronised: bool) -> None:
+    def step(self, offset: int, synchronized: bool) -> None:
         self.ddp.zero_grad()
-        with nullcontext() if synchronised else self.ddp.no_sync():
+        with nullcontext() if synchronized else self.ddp.no_sync():
             self.ddp(offset).backward()
         if self.updates is not None:
             for node in self.updates.optimizers:
@@ -284,8 +284,8 @@ def table(rows: Rows) -> str:
         for way in dict.fromkeys(way for way, _ in here):
             first = here[way, rates[0]]
             received, planned = (first.get(f"received by {each}") for each in (NODE, PLANNED))
-            synchronised = [1e3 * here[way, rate]["sync s"] for rate in rates]
-            body.append((way, *synchronised, *(each and each / 1e6 for each in (received, planned)), first["repeats"]))
+            synchronized = [1e3 * here[way, rate]["sync s"] for rate in rates]
+            body.append((way, *synchronized, *(each and each / 1e6 for each in (received, planned)), first["repeats"]))
         lines.append(format_table((*head, "MB a node", "MB a device, planned", "repeats"), body))
     return "\n\n".join(lines)
 
@@ -295,17 +295,17 @@ def plot(record: dict[str, Any], file: Path) -> None:
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
     hidden = (NONE, NOTHING, "ours 1 %, taken apart")  # older files have the last row
     ways = list(dict.fromkeys(row["way"] for row in rows if row["way"] not in hidden))
-    with picture(file, height=6.5, columns=len(clusters), sharey=True) as axes:
+    with figure(file, height=6.5, columns=len(clusters), sharey=True) as axes:
         for cluster, ax in zip(clusters, axes, strict=True):
             here = [row for row in rows if row["cluster"] == cluster]
             for index, way in enumerate(ways):
                 line = sorted((row["gbps"], 1e3 * row["sync s"]) for row in here if row["way"] == way)
                 if line:
-                    style = {"linestyle": "-" if way.startswith(("ours", "auto")) else "--", "color": colour(index)}
+                    style = {"linestyle": "-" if way.startswith(("ours", "auto")) else "--", "color": color(index)}
                     ax.loglog(*zip(*line, strict=True), marker="o", markersize=3, label=way, **style)
             ax.set(title=f"{cluster} ranks", xlabel="link, Gbit/s")
             ax.grid()
-        axes[0].set_ylabel("synchronisation, ms")
+        axes[0].set_ylabel("synchronization, ms")
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.pictures import picture
+from benchmarks.plots import figure
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
 from lightning_sparse.kernels import (
@@ -276,7 +276,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
     """Draw time over size, for 1% of a Gaussian vector."""
     shown = [row for row in record["rows"] if row["distribution"] == "gaussian" and row["density"] == 0.01]
     shown = [row for row in shown if "threads" not in row["method"]]  # older files have such rows
-    with picture(file) as (axes,):
+    with figure(file) as (axes,):
         for name in dict.fromkeys(row["method"] for row in shown):
             line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
             style = ":" if name in BASELINES else "-"

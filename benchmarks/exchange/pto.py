@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from benchmarks.pictures import picture
+from benchmarks.plots import figure
 from benchmarks.processes import on_clusters, slowest
 from benchmarks.record import Rows, parser_of, surroundings, write
 from lightning_sparse.cli import format_table
@@ -214,7 +214,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
     shown = [row for row in record["rows"] if row["ranks"] == max(r["ranks"] for r in record["rows"])]
     cases = list(dict.fromkeys((row["model"], row["optimizer"]) for row in shown))
     names = list(dict.fromkeys(row["way"] for row in shown))
-    with picture(file) as (axes,):
+    with figure(file) as (axes,):
         for offset, way in enumerate(names):
             bars = {(r["model"], r["optimizer"]): r["ms"] for r in shown if r["way"] == way}
             places = [i + offset / (len(names) + 1) for i in range(len(cases))]

@@ -22,7 +22,7 @@ from benchmarks.convergence.report import half_width_95
 from benchmarks.convergence.text import CONTEXT
 from benchmarks.frontier import runs
 from benchmarks.frontier.runs import ALL, Finished
-from benchmarks.pictures import GREY, colour, picture
+from benchmarks.plots import GRAY, color, figure
 from benchmarks.record import surroundings, write
 
 PARAMETERS, COMPUTE = 124e6, 0.25
@@ -33,7 +33,7 @@ DILOCO_PUBLISHED = {35e6: 2.0, 2.4e9: 0.3}
 """Per cent above dense with M = 4, H = 30, by parameters (Charles et al. 2025, arXiv 2503.09799)."""
 
 
-def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per kind of training and method, in the order of `ALL`."""
     rows = []
     for kind in dict.fromkeys(map(_kind, records)):
@@ -167,27 +167,27 @@ def plot(record: dict[str, Any], file: Path) -> None:
     usual = [row for row in record["rows"] if row["workers"] == 4 and not row["steps"]]
     rows = [row for row in usual if not ALL[row["row"]].muon]
     small = [row for row in rows if row["size"] == "0.1M"]
-    with picture(file, height=5.5) as (axes,):
+    with figure(file, height=5.5) as (axes,):
         _points(axes, small, lambda row: row["bits_per_parameter"])
         axes.set(xlabel="bits that a worker sends, a parameter and step", xscale="log", ylabel="bits per character")
     alike = [row for row in small if not row["row"].startswith("PowerSGD")]
-    with picture(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
+    with figure(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
         for axes, gbps in zip(each, GBPS, strict=True):
             _points(axes, alike, lambda row, gbps=gbps: seconds(row, gbps) / 3600)
-            axes.set(xlabel=f"modelled hours at {gbps:g} Gbit/s", xscale="log", xlim=(0.2, 150))
+            axes.set(xlabel=f"modeled hours at {gbps:g} Gbit/s", xscale="log", xlim=(0.2, 150))
         each[0].set(ylabel="bits per character")
     if len({row["size"] for row in rows}) > 1:
-        with picture(file.with_stem(f"{file.stem}-size")) as (axes,):
+        with figure(file.with_stem(f"{file.stem}-size")) as (axes,):
             _gaps(axes, rows)
 
 
 def _points(axes: Any, rows: Sequence[dict[str, Any]], x_of: Any) -> None:
     for index, row in enumerate(rows):
         if not row["received_bits"]:
-            axes.axhline(row["val_bits"], color=GREY, linestyle=":", label=row["row"])
+            axes.axhline(row["val_bits"], color=GRAY, linestyle=":", label=row["row"])
         else:
             marker = "o" if row["row"].startswith("updates") else "s"
-            axes.plot(x_of(row), row["val_bits"], marker, color=colour(index), label=row["row"], alpha=0.8)
+            axes.plot(x_of(row), row["val_bits"], marker, color=color(index), label=row["row"], alpha=0.8)
     axes.grid()
 
 
@@ -197,9 +197,9 @@ def _gaps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         line = [
             (row["parameters"], row["per_cent"]) for row in rows if row["row"] == name and row["difference"] is not None
         ]
-        axes.plot(*zip(*sorted(line), strict=True), "o-", color=colour(index), label=name)
+        axes.plot(*zip(*sorted(line), strict=True), "o-", color=color(index), label=name)
     published = sorted(DILOCO_PUBLISHED.items())
-    axes.plot(*zip(*published, strict=True), "s--", color=GREY, label="DiLoCo, published")
+    axes.plot(*zip(*published, strict=True), "s--", color=GRAY, label="DiLoCo, published")
     axes.set(xlabel="parameters", xscale="log", ylabel="loss above dense training, %")
     axes.grid()
 
@@ -207,7 +207,7 @@ def _gaps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
 def write_report(out: Path) -> None:
     """Write results.json, .md and the plots."""
     records = Finished(out / "runs.jsonl").records
-    rows = summarise(records)
+    rows = summarize(records)
     about = surroundings()
     about["commit"] = ", ".join(sorted({record["commit"] for record in records}))
     parts = [f"- {key}: {value}" for key, value in about.items()]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.convergence.text import corpus_of, read_library
-from benchmarks.frontier.report import section, summarise
+from benchmarks.frontier.report import section, summarize
 from benchmarks.frontier.runs import ROWS, Finished, Options, Run, work_through
 from benchmarks.gpu.claims import NOT_RUN, Claims, Part, verdict
 
@@ -69,7 +69,7 @@ def loss(size: str, folder: Path, device: torch.device) -> Iterator[tuple[Claims
     for count in range(1, len(runs) + 1):
         work_through(runs[:count], finished, corpus, device)
         losses = losses_of(trials, finished)
-        file.write_text(section(summarise([each for run in runs if (each := finished.get(run))])) + "\n")
+        file.write_text(section(summarize([each for run in runs if (each := finished.get(run))])) + "\n")
         yield claims_of(losses), losses
     print(file.read_text())
 

@@ -23,7 +23,7 @@ from typing import TextIO
 from lightning_sparse.lab import network, processes, storage
 from lightning_sparse.lab.gpus import GPUPlan, find_gpus
 from lightning_sparse.lab.network import LabUnavailableError, Network, NodeTraffic
-from lightning_sparse.lab.output import LabelledOutput
+from lightning_sparse.lab.output import LabeledOutput
 from lightning_sparse.lab.processes import (
     Launchers,
     RunName,
@@ -188,7 +188,7 @@ class Cluster:
         commands = self._commands(list(command), env)
         before = self.traffic()
         started = time.monotonic()
-        launchers = Launchers(commands, self.config.devices, LabelledOutput(output or sys.stdout))
+        launchers = Launchers(commands, self.config.devices, LabeledOutput(output or sys.stdout))
         try:
             launchers.wait(timeout, self._check_delay)
         except BaseException as error:

@@ -1,4 +1,4 @@
-r"""The output of the nodes, labelled and line-buffered.
+r"""The output of the nodes, labeled and line-buffered.
 
 A line is written once it is complete, so lines of different ranks do not interleave. On a terminal, a progress bar
 stays at the bottom, redrawn below each new line; a file gets one line of it every `BAR_S` seconds. Example, bytes from
@@ -54,7 +54,7 @@ class _Source:
     last_line: str = ""
 
 
-class LabelledOutput:
+class LabeledOutput:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from lightning_sparse.lab.output import LabelledOutput
+from lightning_sparse.lab.output import LabeledOutput
 
 RUN_VARIABLE = "LIGHTNING_SPARSE_LAB"
 PROC = Path("/proc")
@@ -179,7 +179,7 @@ class Launchers:
     """The launchers of a run. `codes` maps ended nodes to exit codes, in the order of their ends."""
 
     def __init__(
-        self, commands: Sequence[tuple[list[str], Mapping[str, str]]], devices: int, output: LabelledOutput
+        self, commands: Sequence[tuple[list[str], Mapping[str, str]]], devices: int, output: LabeledOutput
     ) -> None:
         self.codes: dict[int, int] = {}
         self._output = output

@@ -13,10 +13,10 @@ RECORDS = BENCHMARKS / "results" / "convergence-2026-11-20.json"
 def test_published_table_matches_its_records() -> None:
     pytest.importorskip("PIL")
     from benchmarks.convergence.images import ACCURACY
-    from benchmarks.convergence.report import summarise, table
+    from benchmarks.convergence.report import summarize, table
 
     record = json.loads(RECORDS.read_text())
-    rows = summarise(record["runs"], ACCURACY)
+    rows = summarize(record["runs"], ACCURACY)
     assert rows == record["rows"]
     assert table(rows, ACCURACY) in RECORDS.with_suffix(".md").read_text()
 
@@ -85,10 +85,10 @@ def test_finished_runs_are_kept_and_other_settings_are_refused(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["exchange-8x1-2026-11-22", "frontier-2026-11-26", "kernels-2026-11-21"])
 def test_plot_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks import pictures
+    from benchmarks import plots
 
     published, file = BENCHMARKS / "results" / f"{name}.svg", tmp_path / f"{name}.svg"
-    pictures.draw(file, json.loads(published.with_suffix(".json").read_text()))
+    plots.draw(file, json.loads(published.with_suffix(".json").read_text()))
     drawn = file.read_text()
     assert drawn.startswith("<?xml")
     assert "#ffffff" not in drawn, "the background must be transparent"
@@ -96,7 +96,7 @@ def test_plot_is_drawn_from_its_record(name: str, tmp_path: Path) -> None:
 
 
 def test_plot_has_a_record_and_a_benchmark_that_draws_it() -> None:
-    from benchmarks.pictures import BY, GONE, SUFFIXES
+    from benchmarks.plots import BY, GONE, SUFFIXES
 
     for file in (BENCHMARKS / "results").glob("*.[sp][vn]g"):
         assert file.name.startswith((*BY, *GONE)), file

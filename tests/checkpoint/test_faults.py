@@ -18,7 +18,7 @@ from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY
 from tests.helpers.distributed import groups_of_its_own, run_ranks
 from tests.helpers.lines import Lines, raised
 from tests.helpers.training import Case, flat, load_loop, loop_of, module_of, save_loop, train_loop
-from tests.strategy.kills import FLAVOUR, Kill, damaged_copies, fit_on, patience, whole_and_killed
+from tests.strategy.kills import PACKAGE, Kill, damaged_copies, fit_on, patience, whole_and_killed
 from tests.strategy.trainers import lightning_of
 
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 250}
@@ -27,7 +27,7 @@ STEPS = 14
 
 def fit(folder: str, kill: Kill | None, case: Case, steps: int = STEPS, every: int = 1) -> Any:
     """Train from the last checkpoint, if any, and save after each step."""
-    strategy = case.strategy(FLAVOUR, timeout=patience(kill))
+    strategy = case.strategy(PACKAGE, timeout=patience(kill))
     return fit_on(folder, strategy, module_of(case), kill, every, max_steps=steps, precision=case.precision)
 
 
@@ -186,7 +186,7 @@ def without_states(folder: str, case: Case, rank: int) -> tuple[bool, list[str],
     weights of a whole save, and the log lines.
     """
 
-    class Remover(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Remover(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
             if rank not in (-1, trainer.global_rank):
                 return

@@ -17,7 +17,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines, raised
 from tests.helpers.scenarios import Scenarios
 from tests.helpers.training import results_in_one_start
-from tests.strategy.kills import FLAVOUR, Kill, fit_on, patience
+from tests.strategy.kills import PACKAGE, Kill, fit_on, patience
 from tests.strategy.models import node_residual
 from tests.strategy.trainers import plain_module, ranks, sparse, trainer, weights
 
@@ -26,8 +26,8 @@ STEPS = 12
 
 def fit(folder: str, kill: Kill | None, seconds: float | None = None) -> dict[str, Any]:
     """Train from the last checkpoint, if any, with a checkpoint after every step."""
-    strategy = sparse(FLAVOUR, timeout=timedelta(seconds=seconds) if seconds else patience(kill))
-    module = plain_module(FLAVOUR, by_step=True)
+    strategy = sparse(PACKAGE, timeout=timedelta(seconds=seconds) if seconds else patience(kill))
+    module = plain_module(PACKAGE, by_step=True)
     t = fit_on(folder, strategy, module, kill, max_steps=STEPS)
     state = t.strategy.engine
     state.commit_round()
@@ -70,8 +70,8 @@ def main(folder: str) -> None:
 
 def two_steps(seconds: float) -> Any:
     """Return a Trainer after a fit, whose ranks wait at most `seconds` for each other."""
-    t = trainer(FLAVOUR, sparse(FLAVOUR, timeout=timedelta(seconds=seconds)), max_steps=2, **ranks())
-    t.fit(plain_module(FLAVOUR))
+    t = trainer(PACKAGE, sparse(PACKAGE, timeout=timedelta(seconds=seconds)), max_steps=2, **ranks())
+    t.fit(plain_module(PACKAGE))
     return t
 
 
@@ -158,9 +158,9 @@ def test_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(results: list[
 @SCENARIOS.add
 def seen_by_one(folder: str) -> str:
     two_steps(10).save_checkpoint(f"{folder}/last.ckpt")
-    t = trainer(FLAVOUR, sparse(FLAVOUR), max_steps=4, **ranks())
+    t = trainer(PACKAGE, sparse(PACKAGE), max_steps=4, **ranks())
     path = f"{folder}/last.ckpt" if os.environ["RANK"] == "0" else None
-    return raised(t.fit, plain_module(FLAVOUR), ckpt_path=path)
+    return raised(t.fit, plain_module(PACKAGE), ckpt_path=path)
 
 
 def test_saves_leave_no_keys_in_the_store(results: list[dict[str, Any]]) -> None:

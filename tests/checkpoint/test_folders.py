@@ -23,7 +23,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import raised
 from tests.helpers.scenarios import Scenarios
 from tests.helpers.training import results_in_one_start
-from tests.strategy.kills import FLAVOUR
+from tests.strategy.kills import PACKAGE
 from tests.strategy.models import mlp
 from tests.strategy.trainers import lightning_of, ours, plain_module, ranks, sparse, trainer, weights
 from tests.updates.test_trainer import local
@@ -33,7 +33,7 @@ MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 150, "init": False}
 
 def strategy_of(way: str, **options: Any) -> Any:
     make = sparse if way == "gradients" else local
-    return make(FLAVOUR, **{"save_distributed_checkpoint": True, **options})
+    return make(PACKAGE, **{"save_distributed_checkpoint": True, **options})
 
 
 SCENARIOS = Scenarios()
@@ -71,13 +71,13 @@ def of_modules(folder: str) -> list[tuple[Any, Any, bool]]:
     """Return a module's extra state, the extra state of a resumed run, and whether it upgraded the state."""
     found = []
     for way, many in (("gradients", True), ("updates", True), ("updates", False)):
-        saved, other = plain_module(FLAVOUR, Counting()), plain_module(FLAVOUR, Counting())
+        saved, other = plain_module(PACKAGE, Counting()), plain_module(PACKAGE, Counting())
         options: dict[str, Any] = {"max_steps": 3, **ranks()}
-        t = trainer(FLAVOUR, strategy_of(way, save_distributed_checkpoint=many), **options)
+        t = trainer(PACKAGE, strategy_of(way, save_distributed_checkpoint=many), **options)
         t.fit(saved)
         path = f"{folder}/{way} {many}.ckpt"
         t.save_checkpoint(path)
-        trainer(FLAVOUR, strategy_of(way, save_distributed_checkpoint=many), **options).fit(other, ckpt_path=path)
+        trainer(PACKAGE, strategy_of(way, save_distributed_checkpoint=many), **options).fit(other, ckpt_path=path)
         found.append((saved.net.extra, other.net.extra, other.net.upgraded))
     return found
 
@@ -112,7 +112,7 @@ def of_other_optimizers(folder: str) -> list[str]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
-    others = [trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks()) for _ in range(2)]
+    others = [trainer(PACKAGE, strategy_of("updates"), max_steps=5, **ranks()) for _ in range(2)]
     made = zip(others, (InGroups(), Sgd()), strict=True)
     return [raised(other.fit, each, ckpt_path=f"{folder}/adamw.ckpt") for other, each in made]
 
@@ -129,7 +129,7 @@ def refused(folder: str) -> list[str]:
     """Return the errors about paths and options that a folder does not support."""
     os.chdir(folder)
     said = []
-    for fit_one in (lambda: fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=2), fitted_updates):
+    for fit_one in (lambda: fitted(PACKAGE, fsdp(PACKAGE), max_steps=2), fitted_updates):
         t = fit_one()
         said += [raised(t.save_checkpoint, url) for url in ("s3://bucket/a.ckpt", f"file://{folder}/a.ckpt")]
     said.append(raised(t.save_checkpoint, "a.ckpt", storage_options={"key": 1}))
@@ -138,7 +138,7 @@ def refused(folder: str) -> list[str]:
 
 
 def fitted_updates() -> Any:
-    t = trainer(FLAVOUR, strategy_of("updates"), max_steps=2, **ranks())
+    t = trainer(PACKAGE, strategy_of("updates"), max_steps=2, **ranks())
     t.fit(module())
     return t
 
@@ -156,7 +156,7 @@ def test_folder_at_a_url_or_with_a_plugin_is_refused(results: Results) -> None:
 def read_by_others(folder: str) -> list[Any]:
     """Read a folder of updates with plain torch, as gradients and as FSDP2, and a folder of FSDP2 as updates."""
     path = f"{folder}/updates.ckpt"
-    t = trainer(FLAVOUR, strategy_of("updates"), max_steps=4, **ranks())
+    t = trainer(PACKAGE, strategy_of("updates"), max_steps=4, **ranks())
     t.fit(module())
     t.save_checkpoint(path)
     loaded = {name: torch.zeros_like(each) for name, each in t.lightning_module.state_dict().items()}
@@ -167,22 +167,22 @@ def read_by_others(folder: str) -> list[Any]:
     alone.load_state_dict(file["state_dict"])
     same = same and torch.equal(weights(alone), weights(t.lightning_module)) and "optimizer_states" not in file
     as_gradients = module()
-    trainer(FLAVOUR, strategy_of("gradients"), max_steps=4, **ranks()).fit(as_gradients, ckpt_path=path)
+    trainer(PACKAGE, strategy_of("gradients"), max_steps=4, **ranks()).fit(as_gradients, ckpt_path=path)
     same = same and torch.equal(weights(as_gradients), weights(t.lightning_module))
-    gradients = trainer(FLAVOUR, strategy_of("gradients"), max_steps=4, **ranks())
+    gradients = trainer(PACKAGE, strategy_of("gradients"), max_steps=4, **ranks())
     gradients.fit(module())
     gradients.save_checkpoint(f"{folder}/gradients.ckpt")
     as_updates = module()
-    trainer(FLAVOUR, strategy_of("updates"), max_steps=4, **ranks()).fit(
+    trainer(PACKAGE, strategy_of("updates"), max_steps=4, **ranks()).fit(
         as_updates, ckpt_path=f"{folder}/gradients.ckpt"
     )
     same = same and torch.equal(weights(as_updates), weights(gradients.lightning_module))
-    of_shards = fitted(FLAVOUR, fsdp(FLAVOUR), max_steps=4)
+    of_shards = fitted(PACKAGE, fsdp(PACKAGE), max_steps=4)
     of_shards.save_checkpoint(f"{folder}/shards.ckpt")
-    other = trainer(FLAVOUR, strategy_of("updates"), max_steps=5, **ranks())
-    sharded = trainer(FLAVOUR, fsdp(FLAVOUR), max_steps=5, **ranks())
+    other = trainer(PACKAGE, strategy_of("updates"), max_steps=5, **ranks())
+    sharded = trainer(PACKAGE, fsdp(PACKAGE), max_steps=5, **ranks())
     crosswise = ((other, f"{folder}/shards.ckpt"), (sharded, path))
-    return [same, *(raised(each.fit, sharded_module(FLAVOUR), ckpt_path=of) for each, of in crosswise)]
+    return [same, *(raised(each.fit, sharded_module(PACKAGE), ckpt_path=of) for each, of in crosswise)]
 
 
 def test_folder_is_read_by_torch_and_ddp_and_refused_by_fsdp(results: Results) -> None:
@@ -200,19 +200,19 @@ def with_other_callbacks(folder: str) -> tuple[bool, str, bool]:
     """Return whether a run with PTOCallback resumes, the error for updates, and whether a search resumes."""
 
     def run(way: str, steps: int, path: str | None, callbacks: list[Any]) -> Any:
-        t = trainer(FLAVOUR, strategy_of(way), max_steps=steps, max_epochs=-1, callbacks=callbacks, **ranks())
+        t = trainer(PACKAGE, strategy_of(way), max_steps=steps, max_epochs=-1, callbacks=callbacks, **ranks())
         t.fit(module(), ckpt_path=path)
         return t
 
-    for way, callbacks in (("gradients", [ours(FLAVOUR).PTOCallback("node")]), ("updates", [])):
+    for way, callbacks in (("gradients", [ours(PACKAGE).PTOCallback("node")]), ("updates", [])):
         run(way, 5, None, callbacks).save_checkpoint(f"{folder}/{way}.ckpt")
-    shared = [ours(FLAVOUR).PTOCallback("node")]
+    shared = [ours(PACKAGE).PTOCallback("node")]
     ends = [run("gradients", 9, path, shared).lightning_module for path in (None, f"{folder}/gradients.ckpt")]
-    said = raised(run, "gradients", 9, f"{folder}/updates.ckpt", [ours(FLAVOUR).PTOCallback("node")])
+    said = raised(run, "gradients", 9, f"{folder}/updates.ckpt", [ours(PACKAGE).PTOCallback("node")])
     searched, options = module(), {"default_root_dir": folder, "max_steps": 6, **ranks()}
     searched.lr = 0.1
     before = weights(searched).clone()
-    tuner = lightning_of(FLAVOUR).tuner.Tuner(trainer(FLAVOUR, strategy_of("updates"), **options))
+    tuner = lightning_of(PACKAGE).tuner.Tuner(trainer(PACKAGE, strategy_of("updates"), **options))
     tuner.lr_find(searched, num_training=5, update_attr=False)
     return torch.equal(*map(weights, ends)), said, torch.equal(before, weights(searched))
 
@@ -228,8 +228,8 @@ def test_folder_with_shared_steps_and_learning_rate_search_resumes(tmp_path: Pat
 
 def test_elastic_strategy_refuses_folders() -> None:
     with pytest.raises(ValueError, match="save_distributed_checkpoint=True cannot be combined"):
-        ours(FLAVOUR).MSTopKElasticStrategy(save_distributed_checkpoint=True)
-    assert not ours(FLAVOUR).MSTopKElasticStrategy()._save_distributed_checkpoint
+        ours(PACKAGE).MSTopKElasticStrategy(save_distributed_checkpoint=True)
+    assert not ours(PACKAGE).MSTopKElasticStrategy()._save_distributed_checkpoint
 
 
 # -- failed writes, unshared folders, folders that a rank does not see -------------------------------------------------
@@ -237,7 +237,7 @@ def test_elastic_strategy_refuses_folders() -> None:
 
 @SCENARIOS.add
 def not_written(folder: str) -> tuple[str, bool]:
-    t = fitted(FLAVOUR, fsdp(FLAVOUR))
+    t = fitted(PACKAGE, fsdp(PACKAGE))
     path = Path(folder) / "last.ckpt"
     t.save_checkpoint(path)
     before = {each.name: each.stat().st_mtime_ns for each in path.iterdir()}
@@ -280,7 +280,7 @@ def test_folder_that_nodes_do_not_share_is_refused(results: Results) -> None:
 def unseen(folder: str) -> list[str]:
     """Return the errors if rank 0, and then rank 1, does not see the folder."""
     path, said = Path(folder) / "last.ckpt", []
-    saver = fitted(FLAVOUR, fsdp(FLAVOUR))
+    saver = fitted(PACKAGE, fsdp(PACKAGE))
     saver.save_checkpoint(path)
     for blind in range(2):
         with ExitStack() as stack:
@@ -288,7 +288,7 @@ def unseen(folder: str) -> list[str]:
                 stack.enter_context(patch.object(Path, "is_file", lambda self: False))
                 stack.enter_context(patch.object(folders.FileSystemReader, "read_metadata", no_file))
             # the fit has no steps left
-            said.append(raised(fitted, FLAVOUR, fsdp(FLAVOUR), sharded_module(FLAVOUR, 5), str(path)))
+            said.append(raised(fitted, PACKAGE, fsdp(PACKAGE), sharded_module(PACKAGE, 5), str(path)))
     return said
 
 

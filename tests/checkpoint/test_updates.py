@@ -11,7 +11,7 @@ from tests.helpers.distributed import RunRanks
 from tests.helpers.lines import Lines, raised
 from tests.helpers.scenarios import Scenarios
 from tests.helpers.training import results_in_one_start
-from tests.strategy.kills import FLAVOUR
+from tests.strategy.kills import PACKAGE
 from tests.strategy.trainers import ddp, lightning_of, plain_module, ranks, sparse, trainer, weights
 from tests.updates.runs import adamw, start
 from tests.updates.test_trainer import local
@@ -23,7 +23,7 @@ def net() -> nn.Module:
 
 
 def module() -> Any:
-    class Module(type(plain_module(FLAVOUR, net(), by_step=True))):  # type: ignore[misc]
+    class Module(type(plain_module(PACKAGE, net(), by_step=True))):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -66,7 +66,7 @@ results = results_in_one_start(SCENARIOS, devices=2)
 @SCENARIOS.add
 def changed_by_a_callback(folder: str) -> list[Tensor]:
     """Change global weights and buffers in a callback before each save; return a whole run and a resumed run."""
-    pl = lightning_of(FLAVOUR)
+    pl = lightning_of(PACKAGE)
 
     class Change(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_epoch_end(self, trainer: Any, trained: Any) -> None:
@@ -80,7 +80,7 @@ def changed_by_a_callback(folder: str) -> list[Tensor]:
         options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 4, "enable_checkpointing": True}
         trained = module()
         callbacks = [Change(), saver]
-        trainer(FLAVOUR, local(FLAVOUR), callbacks=callbacks, **options, **ranks()).fit(trained, ckpt_path=path)
+        trainer(PACKAGE, local(PACKAGE), callbacks=callbacks, **options, **ranks()).fit(trained, ckpt_path=path)
         ends.append(weights(trained))
     return ends
 
@@ -94,7 +94,7 @@ def in_another_layout(folder: str) -> tuple[Tensor, Tensor]:
     """Return the global weights at a save, and the initial weights of a model in channels_last."""
     found = []
 
-    class Look(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Look(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, trained: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 with trainer.strategy.global_weights():
@@ -104,10 +104,10 @@ def in_another_layout(folder: str) -> tuple[Tensor, Tensor]:
     for path in (None, f"{folder}/3.ckpt"):
         torch.manual_seed(0)
         convolutions = nn.Conv2d(1, 4, 2), nn.Conv2d(4, 5, 2)
-        trained = plain_module(FLAVOUR, nn.Sequential(nn.Unflatten(1, (1, 13, 1)), nn.Upsample((3, 4)), *convolutions))
+        trained = plain_module(PACKAGE, nn.Sequential(nn.Unflatten(1, (1, 13, 1)), nn.Upsample((3, 4)), *convolutions))
         if path:
             trained.to(memory_format=torch.channels_last)
-        t = trainer(FLAVOUR, local(FLAVOUR), max_steps=4, max_epochs=-1, callbacks=[Look()], **ranks())
+        t = trainer(PACKAGE, local(PACKAGE), max_steps=4, max_epochs=-1, callbacks=[Look()], **ranks())
         t.fit(trained, ckpt_path=path)
     return found[0], found[1]
 
@@ -121,7 +121,7 @@ def test_resume_in_another_memory_format_keeps_weights(results: list[dict[str, A
 def numpy_schedule(folder: str) -> list[Tensor]:
     """Return a whole run and a resumed run with a NumPy number as learning rate."""
 
-    class Save(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Save(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 trainer.save_checkpoint(f"{folder}/3.ckpt")
@@ -133,7 +133,7 @@ def numpy_schedule(folder: str) -> list[Tensor]:
     ends = []
     for path in (None, f"{folder}/3.ckpt"):
         trained = Module()
-        t = trainer(FLAVOUR, local(FLAVOUR), max_steps=6, max_epochs=-1, callbacks=[Save()], **ranks())
+        t = trainer(PACKAGE, local(PACKAGE), max_steps=6, max_epochs=-1, callbacks=[Save()], **ranks())
         t.fit(trained, ckpt_path=path, **({"weights_only": False} if path else {}))
         ends.append(weights(trained))
     return ends
@@ -149,7 +149,7 @@ def array_in_a_group(folder: str) -> str:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW([{"params": self.parameters(), "sizes": np.arange(3)}])
 
-    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=2, **ranks())
+    t = trainer(PACKAGE, local(PACKAGE), max_steps=2, **ranks())
     t.fit(Module())
     return raised(t.save_checkpoint, f"{folder}/saved.ckpt")
 
@@ -162,13 +162,13 @@ def test_save_of_arrays_in_an_optimizer_is_refused(results: list[dict[str, Any]]
 def elsewhere(folder: str) -> tuple[Tensor, list[Tensor], list[str]]:
     """Load a checkpoint of updates with plain DDP and with the strategy for gradients."""
     path, lines, found = f"{folder}/saved.ckpt", Lines(), []
-    t = trainer(FLAVOUR, local(FLAVOUR), max_steps=6, **ranks())
+    t = trainer(PACKAGE, local(PACKAGE), max_steps=6, **ranks())
     trained = module()
     t.fit(trained)
     t.save_checkpoint(path)
-    for strategy in (ddp(FLAVOUR), sparse(FLAVOUR)):
+    for strategy in (ddp(PACKAGE), sparse(PACKAGE)):
         other = module()
-        trainer(FLAVOUR, strategy, max_steps=6, **ranks()).fit(other, ckpt_path=path)
+        trainer(PACKAGE, strategy, max_steps=6, **ranks()).fit(other, ckpt_path=path)
         found.append(weights(other))
     return weights(trained), found, list(lines.lines)
 

@@ -1,6 +1,6 @@
 """A pytest plugin for Lightning's own tests: they run on CPUs, and use our strategy in place of DDP.
 
-LS_STRATEGY names our class. With "stock", DDP stays, which shows the tests that fail on CPUs alone. LS_FLAVOUR names
+LS_STRATEGY names our class. With "stock", DDP stays, which shows the tests that fail on CPUs alone. LS_PACKAGE names
 the Lightning package. Tests whose source does not mention ddp are deselected.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-FLAVOUR = os.environ["LS_FLAVOUR"]  # lightning.pytorch or pytorch_lightning
-OURS = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[FLAVOUR]
+PACKAGE = os.environ["LS_PACKAGE"]  # lightning.pytorch or pytorch_lightning
+OURS = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[PACKAGE]
 
 
 def pytest_configure() -> None:
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _cpus_for_gpus() -> None:
     """Run a test that asks for two GPUs in two processes on the CPU."""
-    testing: Any = import_module(f"{FLAVOUR}.utilities.testing")
+    testing: Any = import_module(f"{PACKAGE}.utilities.testing")
     reasons = testing._runif_reasons
 
     @functools.wraps(reasons)
@@ -40,7 +40,7 @@ def _cpus_for_gpus() -> None:
         return reasons(**wanted)
 
     testing._runif_reasons = without_gpus
-    trainer = import_module(FLAVOUR).Trainer
+    trainer = import_module(PACKAGE).Trainer
     init = trainer.__init__
 
     @functools.wraps(init)
@@ -55,7 +55,7 @@ def _cpus_for_gpus() -> None:
 
 
 def _ours_for_ddp() -> None:
-    strategies: Any = import_module(f"{FLAVOUR}.strategies")
+    strategies: Any = import_module(f"{PACKAGE}.strategies")
     stock = strategies.DDPStrategy
     ours = getattr(import_module(f"lightning_sparse.flavours.{OURS}"), os.environ["LS_STRATEGY"])
     registry = strategies.StrategyRegistry

@@ -53,14 +53,14 @@ WAYS = {"stock": "1", "one node": "1", "two nodes": "2"}
 STRATEGIES = ("MSTopKHierStrategy", "MSTopKLocalStrategy")
 
 
-def tests_of(checkout: Path, flavour: str, scratch: Path) -> Path:
+def tests_of(checkout: Path, package: str, scratch: Path) -> Path:
     """Copy the checkout's tests, with the imports of this Lightning package."""
     source = checkout / "tests" / "tests_pytorch"
     if not source.is_dir():
         raise SystemExit(f"{checkout} has no tests/tests_pytorch: give the path of a checkout of Lightning.")
-    target = scratch / flavour / "tests_pytorch"
+    target = scratch / package / "tests_pytorch"
     shutil.copytree(source, target)
-    if flavour == "pytorch_lightning":
+    if package == "pytorch_lightning":
         for path in target.rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             text = re.sub(r"\blightning\.pytorch\b", "pytorch_lightning", text)
@@ -69,10 +69,10 @@ def tests_of(checkout: Path, flavour: str, scratch: Path) -> Path:
     return target
 
 
-def run(tests: Path, flavour: str, way: str, words: list[str], seconds: float, ours: str = "") -> tuple[int, str]:
+def run(tests: Path, package: str, way: str, words: list[str], seconds: float, ours: str = "") -> tuple[int, str]:
     paths = [str(ROOT / "tests/conformance/site"), str(ROOT / "tests/conformance"), str(tests.parent), str(ROOT)]
     environment = {
-        **os.environ, "LS_FLAVOUR": flavour, "LS_STRATEGY": "stock" if way == "stock" else ours, "LS_NODES": WAYS[way],
+        **os.environ, "LS_PACKAGE": package, "LS_STRATEGY": "stock" if way == "stock" else ours, "LS_NODES": WAYS[way],
         "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-p", "lightning_plugin", "-p", "no:cacheprovider", "-q", *words]
@@ -100,11 +100,11 @@ def reason(output: str) -> str:
     return errors[-1][1:].strip() if errors else output.strip().splitlines()[-1]
 
 
-def compare_ways(tests: Path, flavour: str, ours: str, ways: list[str], seconds: float, name: str) -> dict[str, str]:
+def compare_ways(tests: Path, package: str, ours: str, ways: list[str], seconds: float, name: str) -> dict[str, str]:
     """Run one test with DDP and, if that passes, with our strategy."""
-    row = {"flavour": flavour, "test": name}
+    row = {"package": package, "test": name}
     for way in ["stock", *ways]:
-        code, output = run(tests, flavour, way, [name], seconds, ours)
+        code, output = run(tests, package, way, [name], seconds, ours)
         row[way] = outcome(code, output)
         if row[way] in ("failed", "hung"):
             row[f"{way}: why"] = reason(output)
@@ -117,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/conformance.json"))
-    parser.add_argument("--flavours", nargs="+", default=["lightning.pytorch", "pytorch_lightning"])
+    parser.add_argument("--packages", nargs="+", default=["lightning.pytorch", "pytorch_lightning"])
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
     parser.add_argument("--files", nargs="+", default=FILES)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
@@ -127,15 +127,15 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for flavour in options.flavours:
-            tests = tests_of(options.checkout, flavour, Path(scratch))
-            _, listed = run(tests, flavour, "stock", ["--collect-only", *options.files], 300)
+        for package in options.packages:
+            tests = tests_of(options.checkout, package, Path(scratch))
+            _, listed = run(tests, package, "stock", ["--collect-only", *options.files], 300)
             names = [line for line in listed.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
             if not names:
                 raise SystemExit(f"no tests were collected:\n{listed}")
-            compare = functools.partial(compare_ways, tests, flavour, options.strategy, options.ways, options.seconds)
+            compare = functools.partial(compare_ways, tests, package, options.strategy, options.ways, options.seconds)
             with ThreadPoolExecutor(options.jobs) as pool:
-                for row in tqdm(pool.map(compare, names), desc=flavour, total=len(names)):
+                for row in tqdm(pool.map(compare, names), desc=package, total=len(names)):
                     rows.append(row)
                     # saved after each test, because the run takes long
                     options.out.write_text(json.dumps(rows, indent=1) + "\n")
@@ -145,7 +145,7 @@ def main() -> int:
     for row in different:
         for way in options.ways:
             if row[way] != "passed":
-                print(f"  {row['flavour']} {row['test']} ({way}): {row[way]}: {row.get(f'{way}: why', '')}")
+                print(f"  {row['package']} {row['test']} ({way}): {row[way]}: {row.get(f'{way}: why', '')}")
     return 1 if different else 0
 
 

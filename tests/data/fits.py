@@ -21,29 +21,29 @@ from torch import nn
 from lightning_sparse.data.cache.store import owners
 from lightning_sparse.data.pipeline.sampler import EpochPlan, Indices, Sampler, SamplerConfig
 
-FLAVOURS = ["pytorch_lightning", "lightning"]
+PACKAGES = ["pytorch_lightning", "lightning"]
 TRAIN, VAL, BATCH = 120, 22, 5
 LABELS = np.arange(TRAIN) * 3 // TRAIN
 Results = list[dict[str, Any]]
 
 
-def lightning_of(flavour: str) -> Any:
-    return importlib.import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
+def lightning_of(package: str) -> Any:
+    return importlib.import_module("pytorch_lightning" if package == "pytorch_lightning" else "lightning.pytorch")
 
 
-def ours(flavour: str) -> Any:
-    return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
+def ours(package: str) -> Any:
+    return importlib.import_module(f"lightning_sparse.flavours.{package}")
 
 
-def data(flavour: str, folder: Path, **options: Any) -> Any:
+def data(package: str, folder: Path, **options: Any) -> Any:
     """Return a DataModule with one disk cache per node. Unnormalized pixels show the image's number."""
     cache = folder / f"cache{os.environ.get('NODE_RANK', '0')}"
     given = {"batch_size": BATCH, "image_size": 16, "mean": (0, 0, 0), "std": (1 / 255,) * 3, "memory_gb": 0.05}
-    return ours(flavour).CachedImageDataModule(str(folder / "source"), str(cache), **{**given, **options})
+    return ours(package).CachedImageDataModule(str(folder / "source"), str(cache), **{**given, **options})
 
 
-def module(flavour: str) -> Any:
-    pl = lightning_of(flavour)
+def module(package: str) -> Any:
+    pl = lightning_of(package)
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -80,34 +80,34 @@ def numbers(pixels: torch.Tensor) -> list[int]:
     return [round(each) for each in pixels[:, 0, 3, 3].tolist()]
 
 
-def trainer(flavour: str, **options: Any) -> Any:
+def trainer(package: str, **options: Any) -> Any:
     nodes, devices = int(os.environ.get("GROUP_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     defaults: dict[str, Any] = {
         "accelerator": "cpu", "devices": devices, "num_nodes": nodes, "max_epochs": 2, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "num_sanity_val_steps": 0, "strategy": "ddp" if nodes * devices > 1 else "auto",
     }  # fmt: skip
-    return lightning_of(flavour).Trainer(**{**defaults, **options})
+    return lightning_of(package).Trainer(**{**defaults, **options})
 
 
-def fitted(flavour: str, folder: Path, data_options: dict[str, Any] | None = None, **options: Any) -> Any:
+def fitted(package: str, folder: Path, data_options: dict[str, Any] | None = None, **options: Any) -> Any:
     """Return (module, trainer) after a fit; `ckpt_path` goes to fit."""
-    model, ckpt_path = module(flavour), options.pop("ckpt_path", None)
-    t = trainer(flavour, **options)
-    t.fit(model, data(flavour, folder, **(data_options or {})), ckpt_path=ckpt_path)
+    model, ckpt_path = module(package), options.pop("ckpt_path", None)
+    t = trainer(package, **options)
+    t.fit(model, data(package, folder, **(data_options or {})), ckpt_path=ckpt_path)
     return model, t
 
 
-def saver(flavour: str, folder: Path, name: str, **options: Any) -> Any:
-    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+def saver(package: str, folder: Path, name: str, **options: Any) -> Any:
+    callbacks = importlib.import_module(lightning_of(package).__name__ + ".callbacks")
     return callbacks.ModelCheckpoint(dirpath=folder, filename=name, save_top_k=-1, **options)
 
 
 class Metrics:
     """A logger for either Lightning package."""
 
-    def __new__(cls, flavour: str) -> Any:
-        loggers = importlib.import_module(lightning_of(flavour).__name__ + ".loggers.logger")
+    def __new__(cls, package: str) -> Any:
+        loggers = importlib.import_module(lightning_of(package).__name__ + ".loggers.logger")
 
         class Recorder(loggers.Logger):  # type: ignore[misc, name-defined]
             name, version = "recorder", 0

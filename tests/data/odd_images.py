@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from tests.helpers.data import picture
+from tests.helpers.data import make_image
 
 MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "I;16B", "F"]
 TIFF_COMPRESSIONS = [None, "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "group3", "group4", "zstd", "lzma"]
@@ -39,7 +39,7 @@ def odd_image(rng: random.Random, formats: Sequence[str] = ()) -> bytes:
 
 
 def _in_mode(rng: random.Random, mode: str) -> Image.Image:
-    image = picture(rng.randrange(1000), rng.randint(1, 70), rng.randint(1, 70))
+    image = make_image(rng.randrange(1000), rng.randint(1, 70), rng.randint(1, 70))
     if mode not in ("I", "I;16", "I;16B", "F"):
         converted = image.convert("L").convert(mode) if mode == "PA" else image.convert(mode)
         if mode in ("P", "L", "RGB") and rng.random() < 0.3:
@@ -74,7 +74,7 @@ def _options(rng: random.Random, format: str) -> dict[str, object]:
     elif format == "WEBP":
         options |= {"lossless": rng.random() < 0.5}
     if format in ("PNG", "GIF", "WEBP", "TIFF", "MPO", "AVIF") and rng.random() < 0.2:
-        options |= {"save_all": True, "append_images": [picture(rng.randrange(99))]}
+        options |= {"save_all": True, "append_images": [make_image(rng.randrange(99))]}
     return options
 
 

@@ -22,7 +22,7 @@ from tests.data.fits import data, fitted, module, saver, trainer
 from tests.helpers.data import jpeg, listed, make_folder, numbered_folder, write
 from tests.helpers.distributed import run_ranks
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 
 
 def config_of_node(folder: str) -> CacheConfig:
@@ -72,13 +72,13 @@ def test_ranks_agree_on_the_list_and_on_the_format(tmp_path: Path) -> None:
 def resumed(folder: str) -> list[Any]:
     """Train with little memory, then with much: resumed twice, from the start, and with an explicit format."""
     root = Path(folder)
-    callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
-    _, t = fitted(FLAVOUR, root, {"memory_gb": 0.0}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+    callback = saver(PACKAGE, root, "first", every_n_epochs=1)
+    _, t = fitted(PACKAGE, root, {"memory_gb": 0.0}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
     t.save_checkpoint(root / "after.ckpt")
     used, seen = [], []
     first, after = root / "first.ckpt", root / "after.ckpt"
     for path, options in ((first, {}), (after, {}), (None, {}), (first, {"sample_format": "decoded"})):
-        given = data(FLAVOUR, root, **options)
+        given = data(PACKAGE, root, **options)
         begin = given.train_dataloader
 
         def train_dataloader(given: Any = given, begin: Any = begin) -> Any:
@@ -86,8 +86,8 @@ def resumed(folder: str) -> list[Any]:
             return begin()
 
         given.train_dataloader = train_dataloader
-        model = module(FLAVOUR)
-        trainer(FLAVOUR, max_epochs=2).fit(model, given, ckpt_path=path)
+        model = module(PACKAGE)
+        trainer(PACKAGE, max_epochs=2).fit(model, given, ckpt_path=path)
         seen.append([samples for epoch, _, samples in model.train_seen if epoch == 1])
     assert all(each == seen[0] for each in seen)
     return used

@@ -16,7 +16,7 @@ from tests.data.test_pipelines import needs_dali
 from tests.helpers.data import numbered_folder
 from tests.helpers.distributed import run_ranks
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_dali_is_refused_if_it_is_not_installed() -> None:
 def chosen(folder: str) -> list[list[Any]]:
     """Return the backends of a run that resumes a DALI run, and of a new run; then with rank 1 lacking DALI."""
     root, rank = Path(folder), int(os.environ["RANK"])
-    callback = saver(FLAVOUR, root, "first", every_n_epochs=1)
-    fitted(FLAVOUR, root, {"backend": "dali"}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
+    callback = saver(PACKAGE, root, "first", every_n_epochs=1)
+    fitted(PACKAGE, root, {"backend": "dali"}, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
     found = []
     for without in ([], [1]):
         session.has_dali = lambda without=without: rank not in without  # type: ignore[misc]
         used: list[Any] = []
         for path in (root / "first.ckpt", None):
-            given = data(FLAVOUR, root)
+            given = data(PACKAGE, root)
             begin = given.train_dataloader
 
             def train_dataloader(given: Any = given, begin: Any = begin, used: list[Any] = used) -> Any:
@@ -64,7 +64,7 @@ def chosen(folder: str) -> list[list[Any]]:
                 return begin()
 
             given.train_dataloader = train_dataloader
-            trainer(FLAVOUR, max_epochs=2).fit(module(FLAVOUR), given, ckpt_path=path)
+            trainer(PACKAGE, max_epochs=2).fit(module(PACKAGE), given, ckpt_path=path)
         found.append(used)
     return found
 

@@ -17,7 +17,7 @@ import pytest
 from lightning_sparse.data.config import SHUFFLES
 from tests.data.fits import (
     BATCH,
-    FLAVOURS,
+    PACKAGES,
     TRAIN,
     VAL,
     Metrics,
@@ -50,54 +50,54 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return numbered_folder(tmp_path_factory.mktemp("numbered"), TRAIN, VAL)
 
 
-@pytest.fixture(scope="module", params=[FLAVOURS[0], pytest.param(FLAVOURS[1], marks=pytest.mark.slow)])
-def flavour(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=[PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.slow)])
+def package(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-one_flavour = pytest.mark.parametrize("flavour", FLAVOURS[:1], indirect=True)
+one_package = pytest.mark.parametrize("package", PACKAGES[:1], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def folder(pictures: Path, tmp_path_factory: pytest.TempPathFactory, flavour: str) -> Path:
+def folder(pictures: Path, tmp_path_factory: pytest.TempPathFactory, package: str) -> Path:
     """Return a folder with the images, and the caches and checkpoints of one Lightning package."""
-    root = tmp_path_factory.mktemp(flavour)
+    root = tmp_path_factory.mktemp(package)
     shutil.copytree(pictures, root / "source")
     shutil.copytree(pictures / "train", root / "only_train" / "train")
     return root
 
 
 @pytest.fixture(scope="module")
-def segments_before(flavour: str) -> set[str]:
+def segments_before(package: str) -> set[str]:
     return segments()
 
 
 @pytest.fixture(scope="module")
-def results(flavour: str, folder: Path, segments_before: set[str], request: pytest.FixtureRequest) -> Results:
+def results(package: str, folder: Path, segments_before: set[str], request: pytest.FixtureRequest) -> Results:
     """Return the results of all scenarios by rank. With the second Lightning package, slow scenarios are left out."""
-    names = list(SCENARIOS.wanted(request) if flavour == FLAVOURS[0] else SCENARIOS.quick)
-    return run_ranks(run_scenarios, flavour, str(folder), names, timeout=550, init=False)
+    names = list(SCENARIOS.wanted(request) if package == PACKAGES[0] else SCENARIOS.quick)
+    return run_ranks(run_scenarios, package, str(folder), names, timeout=550, init=False)
 
 
-def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]:
+def run_scenarios(package: str, folder: str, names: list[str]) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    logging.getLogger(lightning_of(flavour).__name__).setLevel(logging.ERROR)
-    return returned({name: SCENARIOS[name] for name in names}, flavour, Path(folder))
+    logging.getLogger(lightning_of(package).__name__).setLevel(logging.ERROR)
+    return returned({name: SCENARIOS[name] for name in names}, package, Path(folder))
 
 
 # -- epochs ------------------------------------------------------------------------------------------------------------
 
 
 @scenario
-def epochs(flavour: str, folder: Path) -> dict[str, Any]:
+def epochs(package: str, folder: Path) -> dict[str, Any]:
     lines = Lines()
     out: dict[str, Any] = {}
     runs = [("ddp", "ddp", "global"), ("sparse", "mstopk_hier", "global"), ("local", "ddp", "local")]
     for name, strategy, shuffle in runs:
-        recorder = Metrics(flavour)
+        recorder = Metrics(package)
         model, t = fitted(
-            flavour, folder, {"shuffle": shuffle}, strategy=strategy, logger=recorder, num_sanity_val_steps=2
+            package, folder, {"shuffle": shuffle}, strategy=strategy, logger=recorder, num_sanity_val_steps=2
         )
         out[name] = {
             "train": model.train_seen, "val": model.val_seen, "rows": recorder.rows, "len": t.num_training_batches,
@@ -165,20 +165,20 @@ def test_training_leaves_no_threads_processes_or_segments(results: Results, segm
 
 
 @SCENARIOS.slow
-def features(flavour: str, folder: Path) -> dict[str, Any]:
-    limited, _ = fitted(flavour, folder, limit_train_batches=4, limit_val_batches=1)
-    overfit, _ = fitted(flavour, folder, overfit_batches=2, limit_val_batches=0)
-    reloaded, _ = fitted(flavour, folder, reload_dataloaders_every_n_epochs=1, max_epochs=3)
-    often, _ = fitted(flavour, folder, val_check_interval=2, max_epochs=1)
-    growing, _ = fitted(flavour, folder, {"image_size": {0: 8, 1: 16}}, limit_val_batches=0)
+def features(package: str, folder: Path) -> dict[str, Any]:
+    limited, _ = fitted(package, folder, limit_train_batches=4, limit_val_batches=1)
+    overfit, _ = fitted(package, folder, overfit_batches=2, limit_val_batches=0)
+    reloaded, _ = fitted(package, folder, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    often, _ = fitted(package, folder, val_check_interval=2, max_epochs=1)
+    growing, _ = fitted(package, folder, {"image_size": {0: 8, 1: 16}}, limit_val_batches=0)
 
-    model, t, again = module(flavour), trainer(flavour, max_epochs=1), data(flavour, folder)
+    model, t, again = module(package), trainer(package, max_epochs=1), data(package, folder)
     t.fit(model, again)
     t.fit_loop.max_epochs = 3
     t.fit(model, again)
     t.validate(model, again)
-    tested = module(flavour)
-    trainer(flavour).test(tested, data(flavour, folder))
+    tested = module(package)
+    trainer(package).test(tested, data(package, folder))
     return {
         "limited": (limited.train_seen, limited.val_seen),
         "overfit": overfit.train_seen,
@@ -192,7 +192,7 @@ def features(flavour: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@one_flavour
+@one_package
 def test_trainer_limits_overfitting_reloading_and_a_second_fit(results: Results) -> None:
     for rank, each in enumerate(results):
         seen = each["features"]
@@ -208,16 +208,16 @@ def test_trainer_limits_overfitting_reloading_and_a_second_fit(results: Results)
 
 
 @scenario
-def exceptions(flavour: str, folder: Path) -> dict[str, Any]:
-    model = module(flavour)
+def exceptions(package: str, folder: Path) -> dict[str, Any]:
+    model = module(package)
     model.raises_at = 3
-    dm = data(flavour, folder)
+    dm = data(package, folder)
     with pytest.raises(KeyError, match="in training"):
-        trainer(flavour).fit(model, dm)
+        trainer(package).fit(model, dm)
     cache = folder / f"other{os.environ['NODE_RANK']}"
-    other = ours(flavour).CachedImageDataModule(str(folder / "only_train"), str(cache), batch_size=5, image_size=16)
+    other = ours(package).CachedImageDataModule(str(folder / "only_train"), str(cache), batch_size=5, image_size=16)
     with pytest.raises(ValueError, match=r"has no folder val/.*val_fraction=0.05"):
-        trainer(flavour).fit(module(flavour), other)
+        trainer(package).fit(module(package), other)
     return {"session": dm._session, "left": left_behind()}
 
 
@@ -229,42 +229,42 @@ def test_exception_closes_the_data_session(results: Results) -> None:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resumed_at(step: int, flavour: str, folder: Path) -> dict[str, Any]:
+def resumed_at(step: int, package: str, folder: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for shuffle in SHUFFLES:
         path = folder / f"{shuffle}-step={step}.ckpt"
-        resumed, t = fitted(flavour, folder, {"shuffle": shuffle}, max_epochs=3, ckpt_path=path)
+        resumed, t = fitted(package, folder, {"shuffle": shuffle}, max_epochs=3, ckpt_path=path)
         out[shuffle] = resumed.train_seen
         out[f"{shuffle} end"] = (t.global_step, len([1 for at, _ in resumed.val_seen if at == 2]))
     return out
 
 
 @scenario
-def stopped_in_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
+def stopped_in_an_epoch(package: str, folder: Path) -> dict[str, Any]:
     """Stop after 9 steps, the third step of the second epoch."""
     for shuffle in SHUFFLES:
-        callback = saver(flavour, folder, f"{shuffle}-{{step}}", every_n_train_steps=3)
+        callback = saver(package, folder, f"{shuffle}-{{step}}", every_n_train_steps=3)
         options = {"max_steps": 9, "callbacks": [callback], "enable_checkpointing": True}
-        fitted(flavour, folder, {"shuffle": shuffle}, **options)
-    return resumed_at(9, flavour, folder)
+        fitted(package, folder, {"shuffle": shuffle}, **options)
+    return resumed_at(9, package, folder)
 
 
 @SCENARIOS.slow
-def stopped_after_an_epoch(flavour: str, folder: Path) -> dict[str, Any]:
+def stopped_after_an_epoch(package: str, folder: Path) -> dict[str, Any]:
     """Resume from a checkpoint at the end of the first epoch."""
-    return resumed_at(6, flavour, folder)
+    return resumed_at(6, package, folder)
 
 
 @SCENARIOS.slow
-def resuming(flavour: str, folder: Path) -> dict[str, Any]:
+def resuming(package: str, folder: Path) -> dict[str, Any]:
     """Resume from checkpoints at the end of an epoch, before and after its validation."""
     out: dict[str, Any] = {}
-    callback = saver(flavour, folder, "validated-{epoch}", every_n_epochs=1, save_on_train_epoch_end=False)
-    fitted(flavour, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
-    callback = saver(flavour, folder, "ended-{epoch}", every_n_epochs=1, save_on_train_epoch_end=True)
-    fitted(flavour, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    callback = saver(package, folder, "validated-{epoch}", every_n_epochs=1, save_on_train_epoch_end=False)
+    fitted(package, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    callback = saver(package, folder, "ended-{epoch}", every_n_epochs=1, save_on_train_epoch_end=True)
+    fitted(package, folder, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
     for name in ("validated", "ended"):
-        resumed, _ = fitted(flavour, folder, max_epochs=3, ckpt_path=folder / f"{name}-epoch=0.ckpt")
+        resumed, _ = fitted(package, folder, max_epochs=3, ckpt_path=folder / f"{name}-epoch=0.ckpt")
         out[name] = resumed.train_seen
     return out
 
@@ -283,14 +283,14 @@ def test_run_resumed_within_an_epoch_gets_the_remaining_batches(results: Results
 
 
 @pytest.mark.slow
-@one_flavour
+@one_package
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_run_resumed_after_an_epoch_gets_the_remaining_batches(results: Results, shuffle: str) -> None:
     sees_the_rest(results, shuffle, "stopped_after_an_epoch", 6)
 
 
 @pytest.mark.slow
-@one_flavour
+@one_package
 def test_run_resumed_between_epochs_starts_the_next_epoch(results: Results) -> None:
     for rank, each in enumerate(results):
         mine = [[step[rank // 2][rank % 2] for step in expected("global", epoch)] for epoch in range(3)]
@@ -298,7 +298,7 @@ def test_run_resumed_between_epochs_starts_the_next_epoch(results: Results) -> N
             assert [samples for _, _, samples in each["resuming"][name]] == mine[1] + mine[2]
 
 
-def elsewhere(flavour: str, folder: str) -> dict[str, Any]:
+def elsewhere(package: str, folder: str) -> dict[str, Any]:
     """Resume a checkpoint of 2 x 2 ranks on one node of two devices."""
     os.chdir(folder)
     warnings.simplefilter("ignore")
@@ -306,15 +306,15 @@ def elsewhere(flavour: str, folder: str) -> dict[str, Any]:
     for shuffle, batch in [("global", 2 * BATCH), ("global", BATCH), ("local", BATCH)]:
         path = Path(folder) / f"{shuffle}-step=9.ckpt"
         options = {"shuffle": shuffle, "batch_size": batch}
-        resumed, t = fitted(flavour, Path(folder), options, max_epochs=3, ckpt_path=path)
+        resumed, t = fitted(package, Path(folder), options, max_epochs=3, ckpt_path=path)
         out[f"{shuffle} {batch}"] = (resumed.train_seen, t.num_training_batches, len(resumed.val_seen))
     return out
 
 
 @pytest.fixture(scope="module")
-def moved(flavour: str, folder: Path, results: Results) -> Results:
+def moved(package: str, folder: Path, results: Results) -> Results:
     assert results
-    return run_ranks(elsewhere, flavour, str(folder), nodes=1, devices=2, timeout=280, init=False)
+    return run_ranks(elsewhere, package, str(folder), nodes=1, devices=2, timeout=280, init=False)
 
 
 @pytest.mark.parametrize(("shuffle", "batch"), [("global", 10), ("global", 5), ("local", 5)])
@@ -349,17 +349,17 @@ BACKENDS = [
 ]
 
 
-def alone(flavour: str, folder: str, backend: str) -> dict[str, Any]:
+def alone(package: str, folder: str, backend: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     options = {"backend": backend}
-    model, _ = fitted(flavour, Path(folder), options, max_epochs=2)
-    split, _ = fitted(flavour, Path(folder), {**options, "val_fraction": 0.25}, max_epochs=1)
+    model, _ = fitted(package, Path(folder), options, max_epochs=2)
+    split, _ = fitted(package, Path(folder), {**options, "val_fraction": 0.25}, max_epochs=1)
     return {"train": model.train_seen, "val": model.val_seen, "split": (split.train_seen, split.val_seen)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_datamodule_in_a_single_process_needs_no_group(flavour: str, folder: Path, backend: str) -> None:
-    (seen,) = run_ranks(alone, flavour, str(folder), backend, nodes=1, devices=1, timeout=200, init=False)
+def test_datamodule_in_a_single_process_needs_no_group(package: str, folder: Path, backend: str) -> None:
+    (seen,) = run_ranks(alone, package, str(folder), backend, nodes=1, devices=1, timeout=200, init=False)
     for epoch in range(2):
         mine = [step[0][0] for step in expected("global", epoch, 1, 1)]
         assert [samples for at, _, samples in seen["train"] if at == epoch] == mine
@@ -369,11 +369,11 @@ def test_datamodule_in_a_single_process_needs_no_group(flavour: str, folder: Pat
     assert set(train) == set(range(TRAIN)) - set(val)
 
 
-@one_flavour
+@one_package
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_new_batch_size_applies_to_the_next_loader(flavour: str, folder: Path, backend: str) -> None:
+def test_new_batch_size_applies_to_the_next_loader(package: str, folder: Path, backend: str) -> None:
     """A search for the batch size sets it between fits."""
-    given = data(flavour, folder, backend=backend, val_fraction=0.25)
+    given = data(package, folder, backend=backend, val_fraction=0.25)
     given.setup("fit")
     sizes = []
     for size in (3, 7, 5):
@@ -387,7 +387,7 @@ def test_new_batch_size_applies_to_the_next_loader(flavour: str, folder: Path, b
 
 
 def test_subclass_may_set_the_batch_size_first(tmp_path: Path) -> None:
-    class Early(ours(FLAVOURS[0]).CachedImageDataModule):  # type: ignore[misc, name-defined]
+    class Early(ours(PACKAGES[0]).CachedImageDataModule):  # type: ignore[misc, name-defined]
         def __init__(self, batch_size: int) -> None:
             self.batch_size = batch_size
             super().__init__(str(tmp_path / "source"), str(tmp_path / "cache"), batch_size)
@@ -395,16 +395,16 @@ def test_subclass_may_set_the_batch_size_first(tmp_path: Path) -> None:
     assert Early(7).batch_size == 7
 
 
-def to_the_other(flavour: str) -> str:
+def to_the_other(package: str) -> str:
     warnings.simplefilter("ignore")
-    other = next(each for each in FLAVOURS if each != flavour)
+    other = next(each for each in PACKAGES if each != package)
     trainer = lightning_of(other).Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(TypeError) as caught:
-        trainer.fit(module(other), ours(flavour).CachedImageDataModule("/nfs", "/local"))
+        trainer.fit(module(other), ours(package).CachedImageDataModule("/nfs", "/local"))
     return str(caught.value)
 
 
-def test_trainer_of_the_other_lightning_package_names_the_right_import(flavour: str) -> None:
+def test_trainer_of_the_other_lightning_package_names_the_right_import(package: str) -> None:
     """Lightning's error ends with the description of the object, which contains our hint."""
-    (said,) = run_ranks(to_the_other, flavour, nodes=1, devices=1, init=False)
+    (said,) = run_ranks(to_the_other, package, nodes=1, devices=1, init=False)
     assert "there use lightning_sparse.flavours." in said

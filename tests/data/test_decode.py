@@ -18,13 +18,13 @@ from PIL import Image, ImageFile, ImageOps
 from lightning_sparse.data import decode as decode_module
 from lightning_sparse.data.decode import UndecodableError, _plain_jpeg, decode, decoder_id, probe, scaled
 from tests.data.programs import run
-from tests.helpers.data import encoded, jpeg, picture, write
+from tests.helpers.data import encoded, jpeg, make_image, write
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (41, 1), (1, 61), (256, 300), (900, 3)])
 @pytest.mark.parametrize("short_side", [None, 1, 24, 256])
 def test_decoded_pixels_are_a_contiguous_read_only_array(shape: tuple[int, int], short_side: int | None) -> None:
-    image = picture(2, *shape)
+    image = make_image(2, *shape)
     pixels = decode(encoded(image), short_side)
     assert pixels.flags.c_contiguous
     assert not pixels.flags.writeable
@@ -51,7 +51,7 @@ def test_large_jpeg_is_scaled_while_it_is_decoded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_cmyk_jpeg_keeps_its_colors() -> None:
-    difference = decode(jpeg(3, mode="CMYK")).astype(int) - np.asarray(picture(3), int)
+    difference = decode(jpeg(3, mode="CMYK")).astype(int) - np.asarray(make_image(3), int)
     assert np.abs(difference).mean() < 8
 
 
@@ -76,7 +76,7 @@ def test_decoder_gray_of_32_bits_follows_one_rule_for_all_images(kind: type, lar
 
 
 def test_decoder_png_with_a_flipped_bit_refused_wherever_pillow_refuses() -> None:
-    whole, refused = encoded(picture(4, 13, 17)), 0
+    whole, refused = encoded(make_image(4, 13, 17)), 0
     for place in range(len(whole)):
         data = bytearray(whole)
         data[place] ^= 1 << place % 8
@@ -101,7 +101,7 @@ def test_decoder_setting_for_truncated_images_refused(monkeypatch: pytest.Monkey
 
 def test_decoder_postscript_is_not_run() -> None:
     with pytest.raises(UndecodableError, match="PostScript program"):
-        decode(encoded(picture(1), "EPS"))
+        decode(encoded(make_image(1), "EPS"))
 
 
 @pytest.mark.parametrize(("format", "tags"), [("TIFF", "exif"), ("TIFF", "xmp"), ("PNG", "exif")])
@@ -110,7 +110,7 @@ def test_image_stored_on_its_side_is_turned_upright(format: str, tags: str) -> N
         exif = Image.Exif()
         exif[0x0112] = orientation
         options = {"exif": exif} if tags == "exif" else {"xmp": b'<x tiff:Orientation="%d"/>' % orientation}
-        data = encoded(picture(5), format, **options)
+        data = encoded(make_image(5), format, **options)
         with Image.open(io.BytesIO(data)) as image:
             upright = np.asarray(image if format == "TIFF" else ImageOps.exif_transpose(image))
         assert np.array_equal(decode(data), upright)
@@ -125,7 +125,7 @@ def test_image_stored_on_its_side_is_turned_upright(format: str, tags: str) -> N
         (b"no picture at all", "not an image"),
         (jpeg(8)[:400], "corrupt"),
         (jpeg(8)[:-200], "corrupt"),
-        (encoded(picture(8))[:200], "corrupt"),
+        (encoded(make_image(8))[:200], "corrupt"),
         (b"P6 100000 100000 255\n", "178,956,970|pixels"),
     ],
 )
@@ -140,7 +140,7 @@ def test_memory_error_does_not_mark_the_file_as_corrupt(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("lightning_sparse.data.decode._rgb", short)
     with pytest.raises(MemoryError):
-        decode(encoded(picture(1)))
+        decode(encoded(make_image(1)))
 
 
 def test_decoder_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_simplejpeg_gives_the_pixels_of_pillow(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], subsampling: int, progressive: bool, mode: str
 ) -> None:
     pytest.importorskip("simplejpeg", reason="it is compared with Pillow")
-    image = picture(1, *shape, mode)
+    image = make_image(1, *shape, mode)
     data = encoded(image, "JPEG", quality=85, subsampling=subsampling, progressive=progressive, restart_marker_blocks=2)
     for short_side in (10, 30, 60, 100, 1000):  # scaled to 1/8, 1/4 and 1/2 while they are decoded, or not
         assert decoded(data, short_side) == without_simplejpeg(monkeypatch, data, short_side)

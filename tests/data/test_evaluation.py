@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_sparse.data.datamodule import _ExactMeans
-from tests.data.fits import FLAVOURS, lightning_of, ours, trainer
+from tests.data.fits import PACKAGES, lightning_of, ours, trainer
 from tests.helpers.data import counted, numbered_folder
 from tests.helpers.distributed import RunRanks
 
@@ -35,11 +35,11 @@ class Case(NamedTuple):
     strategy: str
 
 
-def model_of(flavour: str, seed: int) -> Any:
+def model_of(package: str, seed: int) -> Any:
     """Return a model that logs a random value for each sample, chosen by the sample's number."""
     values = torch.from_numpy(np.random.default_rng(seed).random(300, np.float32))
 
-    class Model(lightning_of(flavour).LightningModule):  # type: ignore[misc, name-defined]
+    class Model(lightning_of(package).LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = torch.nn.Linear(1, 1)
@@ -55,9 +55,9 @@ def model_of(flavour: str, seed: int) -> Any:
     return Model()
 
 
-def evaluate(flavour: str, case: Case, data: Any) -> dict[str, float]:
-    t = trainer(flavour, strategy=case.strategy if int(os.environ["WORLD_SIZE"]) > 1 else "auto")
-    (metrics,) = t.validate(model_of(flavour, case.seed), data, verbose=False)
+def evaluate(package: str, case: Case, data: Any) -> dict[str, float]:
+    t = trainer(package, strategy=case.strategy if int(os.environ["WORLD_SIZE"]) > 1 else "auto")
+    (metrics,) = t.validate(model_of(package, case.seed), data, verbose=False)
     return dict(metrics)
 
 
@@ -66,8 +66,8 @@ def of_tokens(cases: list[Case], folder: str) -> list[dict[str, float]]:
     found = []
     for case in cases:
         val = Path(folder) / f"{case.samples}.bin"
-        data = ours(FLAVOURS[0]).TokenDataModule(val, val=val, context=CONTEXT, batch_size=case.batch_size)
-        found.append(evaluate(FLAVOURS[0], case, data))
+        data = ours(PACKAGES[0]).TokenDataModule(val, val=val, context=CONTEXT, batch_size=case.batch_size)
+        found.append(evaluate(PACKAGES[0], case, data))
     return found
 
 
@@ -78,9 +78,9 @@ def of_images(cases: list[Case], folder: str) -> list[dict[str, float]]:
         root = Path(folder) / str(case.samples)
         cache = root / f"cache{os.environ['WORLD_SIZE']}-{os.environ['GROUP_RANK']}"
         options = {"image_size": 16, "mean": (0, 0, 0), "std": (1 / 255,) * 3, "memory_gb": 0.05, "threads": 1}
-        for flavour in FLAVOURS:
-            made = ours(flavour).CachedImageDataModule(root, cache, batch_size=case.batch_size, **options)
-            found.append(evaluate(flavour, case, made))
+        for package in PACKAGES:
+            made = ours(package).CachedImageDataModule(root, cache, batch_size=case.batch_size, **options)
+            found.append(evaluate(package, case, made))
     return found
 
 
@@ -115,7 +115,7 @@ def test_evaluation_image_sets_of_uneven_size_equal_one_device(ranks: RunRanks, 
         numbered_folder(tmp_path / str(case.samples), train=8, val=case.samples, classes=1)
     expected = ranks(of_images, cases, str(tmp_path), nodes=1, devices=1)[0]
     for found in ranks(of_images, cases, str(tmp_path), nodes=1, devices=2):
-        check(found, expected, [each for each in cases for _ in FLAVOURS], 2)
+        check(found, expected, [each for each in cases for _ in PACKAGES], 2)
 
 
 def test_exact_means_other_reductions_keep_the_type() -> None:

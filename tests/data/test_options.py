@@ -14,7 +14,7 @@ from lightning_sparse.data.config import CacheConfig, ImageOptions
 from lightning_sparse.data.datamodule import CachedImageDataModuleMixin
 from lightning_sparse.data.pipeline.sampler import SamplerConfig
 from lightning_sparse.data.tokens import TokenDataModuleMixin
-from tests.data.fits import FLAVOURS, ours
+from tests.data.fits import PACKAGES, ours
 from tests.helpers.data import counted
 from tests.helpers.distributed import run_ranks
 
@@ -42,11 +42,11 @@ def test_options_of_the_image_module_have_types_that_can_be_parsed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_lightning_cli_accepts_the_options(flavour: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_lightning_cli_accepts_the_options(package: str) -> None:
     """The interpreter has only one Lightning package."""
     pytest.importorskip("jsonargparse")
-    cls = ours(flavour).__name__, "CachedImageDataModule"
+    cls = ours(package).__name__, "CachedImageDataModule"
     assert run_ranks(parse, *cls, nodes=1, devices=1, init=False, start_method="spawn") == [PARSED]
 
 
@@ -63,7 +63,7 @@ def images(folder: Path, **options: Any) -> None:
 
 
 def samples(folder: Path, **options: Any) -> None:
-    ours(FLAVOURS[0]).CachedDataModule(
+    ours(PACKAGES[0]).CachedDataModule(
         str(folder), str(folder.parent / "cache"), **{"decode": bytes, "batch_size": 3, **options}
     )
 
@@ -142,7 +142,7 @@ def test_unknown_option_is_refused_with_a_similar_name(
 
 
 def test_subclass_with_its_own_constructor_passes_options_on(tmp_path: Path) -> None:
-    class Own(ours(FLAVOURS[0]).CachedDataModule):  # type: ignore[misc]
+    class Own(ours(PACKAGES[0]).CachedDataModule):  # type: ignore[misc]
         def __init__(self, root: Path, **options: Any) -> None:
             super().__init__(root, tmp_path / "cache", len, 4, workers=0, shuffle="global", **options)
 

@@ -214,8 +214,8 @@ def test_image_stored_on_its_side_is_upright(backend: str, tmp_path: Path) -> No
         pixels = images[0].permute(1, 2, 0)
         corners = [pixels[5, 5], pixels[5, -5], pixels[-5, 5], pixels[-5, -5]]
         expected = [(200, 100, 200), (200, 200, 200), (0, 100, 0), (0, 0, 0)]
-        for corner, colour in zip(corners, expected, strict=True):
-            assert (corner - torch.tensor(colour)).abs().max() < 12, (store_format, corners)
+        for corner, color in zip(corners, expected, strict=True):
+            assert (corner - torch.tensor(color)).abs().max() < 12, (store_format, corners)
 
 
 @needs_dali

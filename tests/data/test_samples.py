@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from lightning_sparse.data.config import CorruptSampleError, DataError
-from tests.data.fits import FLAVOURS, left_behind, lightning_of, ours, saver, trainer
+from tests.data.fits import PACKAGES, left_behind, lightning_of, ours, saver, trainer
 from tests.helpers.data import write
 from tests.helpers.distributed import run_ranks
 
 BATCH, TRAIN = 3, 24
-FLAVOUR = FLAVOURS[0]
+PACKAGE = PACKAGES[0]
 Seen = dict[tuple[int, int], list[float]]  # (epoch, index) -> sample
 
 
@@ -57,11 +57,11 @@ def data_of(root: Path, **more: Any) -> Any:
     cache = root / f"cache{os.environ.get('NODE_RANK', '0')}"
     given = {"batch_size": BATCH, "transform": transform, "eval_transform": untransformed, "workers": 1, **more}
     given = {"decode": decode, "with_indices": True, "memory_gb": 0.01, **given}
-    return ours(FLAVOUR).CachedDataModule(str(root / "source"), str(cache), **given)
+    return ours(PACKAGE).CachedDataModule(str(root / "source"), str(cache), **given)
 
 
 def model_of() -> Any:
-    class Model(lightning_of(FLAVOUR).LightningModule):  # type: ignore[misc, name-defined]
+    class Model(lightning_of(PACKAGE).LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Linear(5, 1)
@@ -97,13 +97,13 @@ def runs(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for workers in (2, 0):
         model, data = model_of(), data_of(root, workers=workers)
-        callback = saver(FLAVOUR, root, f"{workers}-{{step}}", every_n_train_steps=2)
-        trainer(FLAVOUR, callbacks=[callback], enable_checkpointing=True).fit(model, data)
+        callback = saver(PACKAGE, root, f"{workers}-{{step}}", every_n_train_steps=2)
+        trainer(PACKAGE, callbacks=[callback], enable_checkpointing=True).fit(model, data)
         out[str(workers)] = (model.seen, model.val)
     resumed = model_of()
-    trainer(FLAVOUR).fit(resumed, data_of(root), ckpt_path=root / "2-step=6.ckpt")
+    trainer(PACKAGE).fit(resumed, data_of(root), ckpt_path=root / "2-step=6.ckpt")
     tested = model_of()
-    trainer(FLAVOUR).test(tested, data_of(root))
+    trainer(PACKAGE).test(tested, data_of(root))
     return {**out, "resumed": resumed.seen, "tested": tested.val, "left": left_behind()}
 
 
@@ -253,6 +253,6 @@ def test_splits_with_other_labels_are_refused_except_test_without_labels(folder:
     data.teardown("test")
     assert (samples[:, 0].tolist(), indices.tolist()) == ([1.0], [0])
     lists["train"] = lists["val"]
-    images = ours(FLAVOUR).CachedImageDataModule(str(folder / "source"), str(folder / "cache"), lists=lists)
+    images = ours(PACKAGE).CachedImageDataModule(str(folder / "source"), str(folder / "cache"), lists=lists)
     with pytest.raises(ValueError, match="the images of train have no labels"):
         images.setup("fit")

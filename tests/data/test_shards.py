@@ -20,7 +20,7 @@ from lightning_sparse.data.config import CacheConfig, CorruptSampleError, DataEr
 from lightning_sparse.data.sources.listing import classes_of, has_split, load_or_list
 from lightning_sparse.data.sources.manifest import Manifest
 from lightning_sparse.data.sources.storage import Storage, Unreadable
-from tests.data.fits import FLAVOURS, ours
+from tests.data.fits import PACKAGES, ours
 from tests.helpers.data import bytes_of, jpeg, needs_s3, read, s3_server, tar_of, upload, write
 
 
@@ -65,7 +65,7 @@ def test_shards_of_images_serve_the_image_module(tmp_path: Path) -> None:
         for n in range(count):
             members |= {f"{n}.jpg": jpeg(n), f"{n}.json": b"{}", f"{n}.cls": str(n % 2).encode()}
         shard(tmp_path / "source" / split / "0.tar", members)
-    data = ours(FLAVOURS[0]).CachedImageDataModule(
+    data = ours(PACKAGES[0]).CachedImageDataModule(
         str(tmp_path / "source"), str(tmp_path / "cache"), 6, 16, memory_gb=0.01, with_indices=True, backend="torch"
     )
     data.setup("fit")

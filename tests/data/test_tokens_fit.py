@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data.fits import FLAVOURS, lightning_of, ours, saver, trainer
+from tests.data.fits import PACKAGES, lightning_of, ours, saver, trainer
 from tests.helpers.data import counted
 from tests.helpers.distributed import run_ranks
 
@@ -20,8 +20,8 @@ CONTEXT, BATCH, WINDOWS = 4, 3, 30
 Seen = list[tuple[int, list[int]]]  # epoch, windows
 
 
-@pytest.fixture(scope="module", params=[FLAVOURS[0], pytest.param(FLAVOURS[1], marks=pytest.mark.slow)])
-def flavour(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=[PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.slow)])
+def package(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def model_of(flavour: str) -> Any:
-    class Model(lightning_of(flavour).LightningModule):  # type: ignore[misc, name-defined]
+def model_of(package: str) -> Any:
+    class Model(lightning_of(package).LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Embedding(1000, 1)
@@ -65,28 +65,28 @@ def windows(inputs: torch.Tensor) -> list[int]:
     return [each // CONTEXT for each in inputs[:, 0].tolist()]
 
 
-def fit(flavour: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> Any:
-    model = model_of(flavour)
+def fit(package: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> Any:
+    model = model_of(package)
     given = {"val": folder / "val.bin", "context": CONTEXT, "batch_size": BATCH, **options.pop("data", {})}
-    data = ours(flavour).TokenDataModule(folder / "train", **given)
-    trainer(flavour, **options).fit(model, data, ckpt_path=ckpt_path)
+    data = ours(package).TokenDataModule(folder / "train", **given)
+    trainer(package, **options).fit(model, data, ckpt_path=ckpt_path)
     return model
 
 
-def runs(flavour: str, folder: str) -> dict[str, Any]:
+def runs(package: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
     root = Path(folder)
-    callback = saver(flavour, root, "{step}", every_n_train_steps=2)
-    whole = fit(flavour, root, callbacks=[callback], enable_checkpointing=True)
-    resumed = fit(flavour, root, root / "step=8.ckpt")
-    split = fit(flavour, root, max_epochs=1, data={"val": None, "val_fraction": 0.2})
+    callback = saver(package, root, "{step}", every_n_train_steps=2)
+    whole = fit(package, root, callbacks=[callback], enable_checkpointing=True)
+    resumed = fit(package, root, root / "step=8.ckpt")
+    split = fit(package, root, max_epochs=1, data={"val": None, "val_fraction": 0.2})
     return {"whole": (whole.seen, whole.val), "resumed": resumed.seen, "split": (split.seen, split.val)}
 
 
 @pytest.fixture(scope="module")
-def results(flavour: str, folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(runs, flavour, str(folder), nodes=2, devices=1, timeout=200, init=False)
+def results(package: str, folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(runs, package, str(folder), nodes=2, devices=1, timeout=200, init=False)
 
 
 def test_windows_are_used_once_per_epoch(results: list[dict[str, Any]]) -> None:
@@ -115,7 +115,7 @@ def test_val_fraction_holds_out_random_windows(results: list[dict[str, Any]]) ->
 
 
 def test_loaders_without_a_trainer_need_setup_and_val(tmp_path: Path) -> None:
-    data = ours(FLAVOURS[0]).TokenDataModule(counted(tmp_path / "a.bin", 41), context=4, batch_size=2)
+    data = ours(PACKAGES[0]).TokenDataModule(counted(tmp_path / "a.bin", 41), context=4, batch_size=2)
     with pytest.raises(ValueError, match=r"no loaders before setup\(\)"):
         data.train_dataloader()
     assert data.vocab_size == 1000

@@ -17,8 +17,8 @@ from tests.strategy.test_fabric import STEPS, fabric_with, of_class
 ours = partial(of_class, "MSTopKFSDPStrategy")
 
 
-def prepared(flavour: str, strategy: Any, seed: int = 0) -> tuple[Any, Any, Any]:
-    fabric = fabric_with(flavour, strategy)
+def prepared(package: str, strategy: Any, seed: int = 0) -> tuple[Any, Any, Any]:
+    fabric = fabric_with(package, strategy)
     model = fabric.setup_module(Blocks(seed))
     return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
 
@@ -31,9 +31,9 @@ def train(fabric: Any, model: Any, optimizer: Any, begin: int, end: int) -> None
         optimizer.step()
 
 
-def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
+def by_name(package: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the global weights, this node's own weights, and the final weights."""
-    fabric, model, optimizer = prepared(flavour, "mstopk_fsdp")
+    fabric, model, optimizer = prepared(package, "mstopk_fsdp")
     train(fabric, model, optimizer, 0, STEPS)
     with fabric.strategy.global_weights():
         shared = whole(model).clone()
@@ -42,12 +42,12 @@ def by_name(flavour: str) -> tuple[Tensor, Tensor, Tensor]:
     return shared, own, whole(model).clone()
 
 
-def scheduled(flavour: str, folder: str) -> tuple[Tensor, Tensor, int]:
+def scheduled(package: str, folder: str) -> tuple[Tensor, Tensor, int]:
     """Return the weights of a run with a scheduler, the weights of a resumed run, and the loaded epoch."""
     os.chdir(folder)
     runs = []
     for seed in (0, 7):
-        fabric, model, optimizer = prepared(flavour, ours(flavour), seed)
+        fabric, model, optimizer = prepared(package, ours(package), seed)
         runs.append((fabric, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)))
     ends, loaded = [], 0
     for fabric, model, optimizer, scheduler in runs:
@@ -84,18 +84,18 @@ def test_fsdp_invalid_options_are_refused(options: dict[str, Any], said: str) ->
             make(**options)
 
 
-def made_before_sharding(flavour: str) -> dict[str, str]:
+def made_before_sharding(package: str) -> dict[str, str]:
     """Return the errors for optimizers created too early, and the log lines for a valid optimizer."""
     said = {}
     for send in ("gradients", "updates"):
         for together in (True, False):
-            fabric, model = fabric_with(flavour, ours(flavour, send=send)), Blocks()
+            fabric, model = fabric_with(package, ours(package, send=send)), Blocks()
             optimizer = torch.optim.AdamW(model.parameters())
             with pytest.raises(ValueError, match="16 of 16 parameters of AdamW are in no module") as error:
                 early(fabric, model, optimizer, together)
             said[f"{send} {together}"] = str(error.value)
     lines = Lines()
-    fabric, model, optimizer = prepared(flavour, ours(flavour, send="gradients"))
+    fabric, model, optimizer = prepared(package, ours(package, send="gradients"))
     fabric.strategy.set_epoch(3)
     train(fabric, model, optimizer, 0, 2)
     assert fabric.strategy.engines[0].epoch == 3
@@ -116,11 +116,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run_ranks(everything, request.param, folder, nodes=2, devices=2, timeout=120, init=False)
 
 
-def everything(flavour: str, folder: str) -> dict[str, Any]:
+def everything(package: str, folder: str) -> dict[str, Any]:
     return {
-        "by name": by_name(flavour),
-        "scheduled": scheduled(flavour, folder),
-        "early": made_before_sharding(flavour),
+        "by name": by_name(package),
+        "scheduled": scheduled(package, folder),
+        "early": made_before_sharding(package),
     }
 
 

@@ -20,7 +20,7 @@ from tests.helpers.training import results_in_one_start
 from tests.strategy.trainers import lightning_of, ours, plain_module
 from tests.updates.runs import adamw
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 
 
 SCENARIOS = Scenarios()
@@ -40,7 +40,7 @@ class Checkpointed(Blocks):
 def by_hand(configure: Callable[[Any], None]) -> Any:
     """Return a module with this ``configure_model``."""
 
-    class ByHand(type(module(FLAVOUR))):  # type: ignore[misc]
+    class ByHand(type(module(PACKAGE))):  # type: ignore[misc]
         def configure_model(self) -> None:
             configure(self)
 
@@ -77,7 +77,7 @@ def with_activation_checkpoints(trained: Any) -> None:
 
 
 def two_optimizers() -> Any:
-    class Two(type(plain_module(FLAVOUR, Blocks()))):  # type: ignore[misc]
+    class Two(type(plain_module(PACKAGE, Blocks()))):  # type: ignore[misc]
         automatic_optimization = False
 
         def configure_optimizers(self) -> Any:
@@ -110,11 +110,11 @@ def everything(_: str) -> dict[str, list[Tensor]]:
         trained = two_optimizers() if name == "two optimizers" else by_hand(CONFIGURED[name])
         began: list[Tensor] = []
 
-        class Begin(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+        class Begin(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
             def on_train_start(self, trainer: Any, trained: Any) -> None:
                 began.append(whole(trained).clone())  # noqa: B023
 
-        fitted(FLAVOUR, fsdp(FLAVOUR), trained, callbacks=[Begin()], max_steps=8)
+        fitted(PACKAGE, fsdp(PACKAGE), trained, callbacks=[Begin()], max_steps=8)
         found[name] = [began[0], whole(trained).clone()]
     return found
 
@@ -136,7 +136,7 @@ def with_a_teacher(folder: str) -> dict[str, list[Tensor]]:
     """Train with a sharded teacher that follows each node's own model, and resume halfway."""
     found: dict[str, list[Tensor]] = {"validated": [], "ended": []}
 
-    class Taught(type(module(FLAVOUR))):  # type: ignore[misc]
+    class Taught(type(module(PACKAGE))):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.teacher = Blocks(7).requires_grad_(False)
@@ -149,12 +149,12 @@ def with_a_teacher(folder: str) -> dict[str, list[Tensor]]:
         def on_validation_end(self) -> None:
             found["validated"].append(whole(self.teacher).clone())
 
-    saver = lightning_of(FLAVOUR).callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    saver = lightning_of(PACKAGE).callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
     options: dict[str, Any] = {"max_steps": 8, "callbacks": [saver], "enable_checkpointing": True}
     options |= {"limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None}
     for path in (None, f"{folder}/step=4.ckpt"):
         trained = Taught()
-        fitted(FLAVOUR, fsdp(FLAVOUR), trained, path, **options)
+        fitted(PACKAGE, fsdp(PACKAGE), trained, path, **options)
         found["ended"].append(whole(trained).clone())
     return found
 
@@ -178,19 +178,19 @@ class Tied(nn.Module):
 def refusals(_: str) -> dict[str, str]:
     found = {}
 
-    class Own(type(module(FLAVOUR))):  # type: ignore[misc]
+    class Own(type(module(PACKAGE))):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
 
-    class Sharing(type(module(FLAVOUR))):  # type: ignore[misc]
+    class Sharing(type(module(PACKAGE))):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             both = Tied()
             self.first, self.last = both.first, both.last
 
     for name, trained in (("own", Own()), ("tied", Sharing())):
-        found[name] = raised(fitted, FLAVOUR, fsdp(FLAVOUR), trained)
+        found[name] = raised(fitted, PACKAGE, fsdp(PACKAGE), trained)
         assert "configure_model" in found[name]
     topology = discover()
     mesh = mesh_of(topology)
@@ -219,8 +219,8 @@ def test_fsdp_options_that_the_strategy_sets_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"tensor_parallel_size=2 cannot be combined.*Omit it\. To define nodes, use node_name\.$"
     ):
-        fsdp(FLAVOUR, tensor_parallel_size=2)
-    for kind in (ours(FLAVOUR).MSTopKFSDPStrategy, ours(FLAVOUR).MSTopKElasticFSDPStrategy):
+        fsdp(PACKAGE, tensor_parallel_size=2)
+    for kind in (ours(PACKAGE).MSTopKFSDPStrategy, ours(PACKAGE).MSTopKElasticFSDPStrategy):
         with pytest.raises(ValueError, match="has no option.*find_unused_parameters.*its base class in Lightning"):
             kind(find_unused_parameters=True)
 

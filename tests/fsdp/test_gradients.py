@@ -24,7 +24,7 @@ from tests.helpers.training import results_in_one_start
 from tests.strategy.trainers import lightning_of, ours, plain_module
 from tests.updates.runs import adamw, mean_over_nodes, sgd
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 SLOW = pytest.mark.slow
 
 
@@ -132,7 +132,7 @@ def test_fsdp_gradients_on_one_device_per_node_lose_nothing() -> None:
 
 
 def attention(seed: int = 0) -> Any:
-    class Module(type(plain_module(FLAVOUR, Attention(seed), by_step=True))):  # type: ignore[misc]
+    class Module(type(plain_module(PACKAGE, Attention(seed), by_step=True))):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -148,10 +148,10 @@ def state_of(trainer: Any) -> Tensor:
 @SCENARIOS.add
 def in_a_trainer(_: str) -> tuple[Tensor, bool, dict[str, float]]:
     """Return the end of a fit, whether a second fit keeps the residuals, and the statistics."""
-    reports = ours(FLAVOUR).CommStatsCallback()
-    begin = fsdp(FLAVOUR, send="gradients", exchange="sparse")
+    reports = ours(PACKAGE).CommStatsCallback()
+    begin = fsdp(PACKAGE, send="gradients", exchange="sparse")
     t = fitted(
-        FLAVOUR, begin, attention(), callbacks=[reports], accumulate_grad_batches=2, gradient_clip_val=0.5, max_steps=7
+        PACKAGE, begin, attention(), callbacks=[reports], accumulate_grad_batches=2, gradient_clip_val=0.5, max_steps=7
     )
     logged = {name: float(value) for name, value in t.callback_metrics.items() if name.startswith("comm/")}
     ends, left = state_of(t), [each.residual_S for each in begin.engine.managed]
@@ -221,14 +221,14 @@ def test_fsdp_gradients_dropped_in_the_hook_are_recorded_for_the_allocator(resul
 @OF_TWO_RANKS.add
 def defaults_in_a_trainer(_: str) -> tuple[list[str], list[float], str]:
     """Return the log lines of a run with AdamW and default options, and the density of each step."""
-    densities, pl, lines = list[float](), lightning_of(FLAVOUR), Lines()
+    densities, pl, lines = list[float](), lightning_of(PACKAGE), Lines()
 
     class Note(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             densities.append(trainer.strategy.engine.exchange.stats.density)
 
-    strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", density=0.05)
-    fitted(FLAVOUR, strategy, max_steps=80, callbacks=[Note()])
+    strategy = ours(PACKAGE).MSTopKFSDPStrategy(send="gradients", density=0.05)
+    fitted(PACKAGE, strategy, max_steps=80, callbacks=[Note()])
     return list(lines.lines), densities, strategy.config.value_dtype
 
 
@@ -245,9 +245,9 @@ def test_fsdp_gradients_by_default_warm_up_in_bfloat16_and_warn_of_adamw(of_two_
     [({}, "2bit"), ({"send": "gradients"}, "bfloat16"), ({"send": "gradients", "value_dtype": "2bit"}, "2bit")],
 )
 def test_fsdp_value_dtype_default_depends_on_send(options: dict[str, Any], dtype: str) -> None:
-    assert fsdp(FLAVOUR, **options).config.value_dtype == dtype
+    assert fsdp(PACKAGE, **options).config.value_dtype == dtype
 
 
 def test_fsdp_warmup_of_updates_is_refused() -> None:
     with pytest.raises(ValueError, match="warmup_steps=3 applies to gradients, but send='updates'"):
-        fsdp(FLAVOUR, warmup_steps=3)
+        fsdp(PACKAGE, warmup_steps=3)

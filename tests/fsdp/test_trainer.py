@@ -29,32 +29,32 @@ scenario = SCENARIOS.add
 results = results_of(SCENARIOS)
 
 
-def module(flavour: str, seed: int = 0) -> Any:
-    class Module(type(plain_module(flavour, Blocks(seed), by_step=True))):  # type: ignore[misc]
+def module(package: str, seed: int = 0) -> Any:
+    class Module(type(plain_module(package, Blocks(seed), by_step=True))):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     return Module()
 
 
-def fsdp(flavour: str, **options: Any) -> Any:
-    return ours(flavour).MSTopKFSDPStrategy(**{"density": 0.05, **options})
+def fsdp(package: str, **options: Any) -> Any:
+    return ours(package).MSTopKFSDPStrategy(**{"density": 0.05, **options})
 
 
-def fitted(flavour: str, strategy: Any, trained: Any = None, path: str | None = None, **options: Any) -> Any:
-    trained = module(flavour) if trained is None else trained
-    t = trainer(flavour, strategy, **{"max_steps": 10, "max_epochs": -1, **ranks(), **options})
+def fitted(package: str, strategy: Any, trained: Any = None, path: str | None = None, **options: Any) -> Any:
+    trained = module(package) if trained is None else trained
+    t = trainer(package, strategy, **{"max_steps": 10, "max_epochs": -1, **ranks(), **options})
     t.fit(trained, ckpt_path=path)
     return t
 
 
 @scenario
-def beside_others(flavour: str) -> dict[str, Tensor]:
+def beside_others(package: str) -> dict[str, Tensor]:
     """Return the final weights of two strategies that send everything."""
     found, options = {}, {"accumulate_grad_batches": 2}
-    local = ours(flavour).MSTopKLocalStrategy(exchange="dense")
-    for name, strategy in (("fsdp", fsdp(flavour, exchange="dense")), ("local", local)):
-        found[name] = whole(fitted(flavour, strategy, **options).lightning_module).clone()
+    local = ours(package).MSTopKLocalStrategy(exchange="dense")
+    for name, strategy in (("fsdp", fsdp(package, exchange="dense")), ("local", local)):
+        found[name] = whole(fitted(package, strategy, **options).lightning_module).clone()
     return found
 
 
@@ -64,11 +64,11 @@ def test_fsdp_updates_with_everything_sent_equal_local_updates(results: Results)
 
 
 @scenario
-def around_evaluations(flavour: str) -> dict[str, Any]:
+def around_evaluations(package: str) -> dict[str, Any]:
     """Return the weights of a fit alone and of a fit between evaluations, and whether each phase leaves shards."""
-    alone = whole(fitted(flavour, fsdp(flavour)).lightning_module).clone()
+    alone = whole(fitted(package, fsdp(package)).lightning_module).clone()
     options = {"max_steps": 10, "max_epochs": -1, "limit_val_batches": 1, **ranks()}
-    t, trained = trainer(flavour, fsdp(flavour), **options), module(flavour)
+    t, trained = trainer(package, fsdp(package), **options), module(package)
     sharded = []
     for phase in (t.validate, t.test, t.fit, t.test):
         phase(trained)
@@ -82,10 +82,10 @@ def test_fsdp_fits_after_evaluations(results: Results) -> None:
         assert found["sharded"] == [True] * 4
 
 
-def on_one_node(flavour: str) -> tuple[Tensor, Tensor, list[str]]:
-    pl, lines = lightning_of(flavour), Lines()
+def on_one_node(package: str) -> tuple[Tensor, Tensor, list[str]]:
+    pl, lines = lightning_of(package), Lines()
 
-    class ByHand(type(module(flavour))):  # type: ignore[misc]
+    class ByHand(type(module(package))):  # type: ignore[misc]
         def configure_model(self) -> None:
             if any(isinstance(p, DTensor) for p in self.parameters()):
                 return
@@ -95,8 +95,8 @@ def on_one_node(flavour: str) -> tuple[Tensor, Tensor, list[str]]:
 
     plain = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     options = {"gradient_clip_val": 0.5}
-    theirs = fitted(flavour, plain, ByHand(), **options)
-    mine = fitted(flavour, fsdp(flavour), **options)
+    theirs = fitted(package, plain, ByHand(), **options)
+    mine = fitted(package, fsdp(package), **options)
     said = [each for each in lines.lines if "no optimizer step was made" in each]
     return whole(mine.lightning_module).clone(), whole(theirs.lightning_module).clone(), said
 
@@ -108,10 +108,10 @@ def test_fsdp_on_one_node_equals_lightnings_fsdp() -> None:
 
 
 @scenario
-def with_and_without_looks(flavour: str) -> dict[str, Any]:
+def with_and_without_looks(package: str) -> dict[str, Any]:
     """Return the weights of runs with and without evaluation and saves between steps."""
     seen: dict[str, Any] = {}
-    pl = lightning_of(flavour)
+    pl = lightning_of(package)
 
     class Look(pl.Callback):  # type: ignore[misc, name-defined]
         def on_validation_end(self, trainer: Any, trained: Any) -> None:
@@ -119,7 +119,7 @@ def with_and_without_looks(flavour: str) -> dict[str, Any]:
 
     looked = {"limit_val_batches": 1, "val_check_interval": 3, "check_val_every_n_epoch": None, "callbacks": [Look()]}
     for name, options in (("plain", {}), ("looked", looked)):
-        trained = fitted(flavour, fsdp(flavour), **options).lightning_module
+        trained = fitted(package, fsdp(package), **options).lightning_module
         seen[name] = whole(trained).clone()
     return seen
 
@@ -133,10 +133,10 @@ def test_fsdp_validation_sees_global_weights_and_changes_nothing(results: Result
 
 
 @scenario
-def read_by_others(flavour: str) -> dict[str, Tensor]:
+def read_by_others(package: str) -> dict[str, Tensor]:
     """Return the weights that plain DDP, Lightning's FSDP2 and a single device load from a full checkpoint."""
-    pl, path = lightning_of(flavour), "whole.ckpt"
-    t = fitted(flavour, fsdp(flavour, save_distributed_checkpoint=False))
+    pl, path = lightning_of(package), "whole.ckpt"
+    t = fitted(package, fsdp(package, save_distributed_checkpoint=False))
     t.save_checkpoint(path)
     found = {"saved": whole(t.lightning_module).clone()}
 
@@ -144,15 +144,15 @@ def read_by_others(flavour: str) -> dict[str, Tensor]:
         def on_train_start(self, trainer: Any, trained: Any) -> None:
             found[type(trainer.strategy).__name__] = whole(trained).clone()
 
-    class Sharded(type(module(flavour))):  # type: ignore[misc]
+    class Sharded(type(module(package))):  # type: ignore[misc]
         def configure_model(self) -> None:
             if not any(isinstance(p, DTensor) for p in self.parameters()):
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     world = int(os.environ["WORLD_SIZE"])
     plain = pl.strategies.ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
-    for strategy, trained in (("ddp", module(flavour, 5)), (plain, Sharded())):
-        fitted(flavour, strategy, trained, path, callbacks=[Begin()], max_steps=11)
+    for strategy, trained in (("ddp", module(package, 5)), (plain, Sharded())):
+        fitted(package, strategy, trained, path, callbacks=[Begin()], max_steps=11)
     alone = Blocks(5)
     weights = torch.load(path, weights_only=True)["state_dict"]
     alone.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
@@ -167,14 +167,14 @@ def test_fsdp_full_checkpoint_is_read_by_other_strategies(results: Results) -> N
 
 
 @scenario
-def gathered_in(flavour: str) -> dict[str, set[tuple[torch.dtype, torch.dtype]]]:
+def gathered_in(package: str) -> dict[str, set[tuple[torch.dtype, torch.dtype]]]:
     """Return the dtypes of a parameter in the forward pass and of its shard in the optimizer."""
     found = {}
     for precision in ("bf16-mixed", "32-true"):
         seen: set[torch.dtype] = set()
-        trained = module(flavour)
+        trained = module(package)
         trained.net.last.register_forward_pre_hook(lambda layer, _, seen=seen: seen.add(layer.weight.dtype))
-        t = fitted(flavour, fsdp(flavour), trained, max_steps=2, precision=precision)
+        t = fitted(package, fsdp(package), trained, max_steps=2, precision=precision)
         found[precision] = {(dtype, p.dtype) for dtype in seen for p in parameters_of(t.optimizers[0])}
     return found
 

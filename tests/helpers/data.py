@@ -44,7 +44,7 @@ def write(path: Path, content: bytes | str = b"") -> Path:
     return path
 
 
-def picture(number: int, height: int = 40, width: int = 60, mode: str = "RGB") -> Image.Image:
+def make_image(number: int, height: int = 40, width: int = 60, mode: str = "RGB") -> Image.Image:
     """Return an image of smooth random colors."""
     small = np.random.default_rng(number).integers(0, 256, (4, 5, 3), np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
@@ -57,7 +57,7 @@ def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
 
 
 def jpeg(number: int, height: int = 40, width: int = 60, mode: str = "RGB") -> bytes:
-    return encoded(picture(number, height, width, mode), "JPEG", quality=90)
+    return encoded(make_image(number, height, width, mode), "JPEG", quality=90)
 
 
 def make_folder(root: Path, per_class: int = 4, classes: int = 3, split: str = "train") -> Path:

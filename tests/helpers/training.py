@@ -74,7 +74,7 @@ class Case:
         """Return the options of the exchange."""
         return {"density": 0.05, **KINDS[self.kind][1], **self.options}
 
-    def strategy(self, flavour: str, **options: Any) -> Any:
+    def strategy(self, package: str, **options: Any) -> Any:
         """Return the strategy for a Trainer or for Fabric."""
         name = KINDS[self.kind][0]
         given = self.exchange_options()
@@ -84,7 +84,7 @@ class Case:
             given["bucket_cap_mb"] = 0.0005  # several buckets, which DDP rebuilds after the first round
             if self.host == "trainer":
                 given["warmup_steps"] = 0
-        module = import_module(f"lightning_sparse.flavours.{flavour}")
+        module = import_module(f"lightning_sparse.flavours.{package}")
         return getattr(module, CLASSES[name])(**{**given, **options})
 
     def net(self) -> nn.Module:
@@ -256,9 +256,9 @@ def cluster() -> dict[str, int]:
     return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
 
 
-def module_of(case: Case, flavour: str = "pytorch_lightning") -> Any:
+def module_of(case: Case, package: str = "pytorch_lightning") -> Any:
     """Return a LightningModule that makes its batches from the global step, so that a resumed run gets them, too."""
-    pl = import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
+    pl = import_module("pytorch_lightning" if package == "pytorch_lightning" else "lightning.pytorch")
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

@@ -43,19 +43,19 @@ def results(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]
     return run_ranks(run_scenarios, "pytorch_lightning", str(folder), names, **shape)
 
 
-def run_scenarios(flavour: str, folder: str, names: list[str]) -> dict[str, Any]:
+def run_scenarios(package: str, folder: str, names: list[str]) -> dict[str, Any]:
     import warnings
 
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    return returned({name: SCENARIOS[name] for name in names}, flavour)
+    return returned({name: SCENARIOS[name] for name in names}, package)
 
 
 # -- harness -----------------------------------------------------------------------------------------------------------
 
 
-def module_with(flavour: str, optimizers: Callable[[Any], Any], net: nn.Module | None = None) -> Any:
-    module = plain_module(flavour, net, by_step=True)
+def module_with(package: str, optimizers: Callable[[Any], Any], net: nn.Module | None = None) -> Any:
+    module = plain_module(package, net, by_step=True)
     module.configure_optimizers = lambda: optimizers(module)
     return module
 
@@ -69,13 +69,13 @@ def momentum(module: Any) -> Any:
 
 
 def fit(
-    flavour: str, module: Any, scope: str | None, strategy: Any = None, resume: str | None = None, **options: Any
+    package: str, module: Any, scope: str | None, strategy: Any = None, resume: str | None = None, **options: Any
 ) -> tuple[Any, Any]:
     """Return the trainer after a fit, and its callback, if any."""
-    pto = ours(flavour).PTOCallback(scope) if scope else None
+    pto = ours(package).PTOCallback(scope) if scope else None
     callbacks = [*options.pop("callbacks", []), *([pto] if pto else [])]
     given = {"max_steps": STEPS, "max_epochs": -1, **ranks(), "callbacks": callbacks, **options}
-    t = trainer(flavour, strategy or ddp(flavour), **given)
+    t = trainer(package, strategy or ddp(package), **given)
     t.fit(module, ckpt_path=resume)
     return t, pto
 
@@ -93,12 +93,12 @@ def loaded(path: str) -> Any:
     return {key: checkpoint[key] for key in KEYS if key in checkpoint}
 
 
-def equal(flavour: str, make: Callable[[], Any], scope: str = "node", **options: Any) -> str:
+def equal(package: str, make: Callable[[], Any], scope: str = "node", **options: Any) -> str:
     """Return the differences between the fits without and with the callback."""
     made = {name: value if callable(value) else (lambda value=value: value) for name, value in options.items()}
-    plain, _ = fit(flavour, make(), None, **{name: value() for name, value in made.items()})
+    plain, _ = fit(package, make(), None, **{name: value() for name, value in made.items()})
     expected = saved(plain)
-    t, pto = fit(flavour, make(), scope, **{name: value() for name, value in made.items()})
+    t, pto = fit(package, make(), scope, **{name: value() for name, value in made.items()})
     found = saved(t)
     wrong = [key for key in KEYS if not same(found.get(key), expected.get(key))]
     wrong += [f"{sum(map(shared, pto.steps))} is shared"] * (not all(map(shared, pto.steps)))
@@ -129,35 +129,35 @@ def shared(step: Any) -> bool:
 
 
 @scenario
-def plain(flavour: str) -> dict[str, str]:
+def plain(package: str) -> dict[str, str]:
     return {
-        "node": equal(flavour, lambda: module_with(flavour, adamw)),
-        "world": equal(flavour, lambda: module_with(flavour, momentum), scope="world"),
+        "node": equal(package, lambda: module_with(package, adamw)),
+        "world": equal(package, lambda: module_with(package, momentum), scope="world"),
     }
 
 
 @SCENARIOS.slow
-def in_16_bit(flavour: str) -> dict[str, str]:
+def in_16_bit(package: str) -> dict[str, str]:
     return {
-        precision: equal(flavour, lambda: module_with(flavour, adamw), precision=precision)
+        precision: equal(package, lambda: module_with(package, adamw), precision=precision)
         for precision in ("bf16-true", "bf16-mixed")
     }
 
 
 @SCENARIOS.slow
-def accumulation(flavour: str) -> dict[str, str]:
+def accumulation(package: str) -> dict[str, str]:
     def make() -> Any:
-        return module_with(flavour, adamw)
+        return module_with(package, adamw)
 
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     return {
-        "clipping": equal(flavour, make, accumulate_grad_batches=2, max_steps=10, gradient_clip_val=0.05),
-        "clipping by value": equal(flavour, make, strategy=lambda: "ddp", **by_value),
+        "clipping": equal(package, make, accumulate_grad_batches=2, max_steps=10, gradient_clip_val=0.05),
+        "clipping by value": equal(package, make, strategy=lambda: "ddp", **by_value),
     }
 
 
 @SCENARIOS.slow
-def half(flavour: str) -> dict[str, Any]:
+def half(package: str) -> dict[str, Any]:
     """Let the forward pass of one rank overflow in one step, which no rank may make."""
     from pytorch_lightning.plugins.precision import MixedPrecision
 
@@ -171,23 +171,23 @@ def half(flavour: str) -> dict[str, Any]:
         def overflow(_: Any, __: Any, out: Tensor) -> Tensor:
             return out * float("inf") if module.trainer.global_step == 5 and module.global_rank == 3 else out
 
-        module = module_with(flavour, optimizers)
+        module = module_with(package, optimizers)
         module.net.register_forward_hook(overflow)
         return module
 
     def hier() -> Any:
-        return sparse(flavour)
+        return sparse(package)
 
     return {
-        "scaler, fused": equal(flavour, lambda: make(fused=True), plugins=precision, scope="world"),
-        "scaler, hierarchical": equal(flavour, make, plugins=precision, strategy=hier, gradient_clip_val=0.1),
+        "scaler, fused": equal(package, lambda: make(fused=True), plugins=precision, scope="world"),
+        "scaler, hierarchical": equal(package, make, plugins=precision, strategy=hier, gradient_clip_val=0.1),
     }
 
 
 @SCENARIOS.slow
-def schedules(flavour: str) -> dict[str, Any]:
+def schedules(package: str) -> dict[str, Any]:
     """Train with parameter groups, a scheduler by step, and an average of the weights."""
-    averaging = lightning_of(flavour).callbacks.EMAWeightAveraging
+    averaging = lightning_of(package).callbacks.EMAWeightAveraging
 
     def optimizers(module: Any) -> Any:
         first, *rest = module.parameters()
@@ -196,15 +196,15 @@ def schedules(flavour: str) -> dict[str, Any]:
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     callbacks = {"callbacks": lambda: [averaging(decay=0.7)]}
-    return {"groups, scheduler and average": equal(flavour, lambda: module_with(flavour, optimizers), **callbacks)}
+    return {"groups, scheduler and average": equal(package, lambda: module_with(package, optimizers), **callbacks)}
 
 
 @SCENARIOS.slow
-def several(flavour: str) -> dict[str, Any]:
+def several(package: str) -> dict[str, Any]:
     """Train with two optimizers and closures in manual optimization, and unused parameters."""
 
     def closures() -> Any:
-        class Manual(type(plain_module(flavour))):  # type: ignore[misc]
+        class Manual(type(plain_module(package))):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
                 self.automatic_optimization = False
@@ -222,20 +222,20 @@ def several(flavour: str) -> dict[str, Any]:
 
         return Manual()
 
-    unused = {"strategy": lambda: ddp(flavour, find_unused_parameters=True)}
+    unused = {"strategy": lambda: ddp(package, find_unused_parameters=True)}
     return {
-        "two optimizers": equal(flavour, lambda: gan(flavour, toggled=True), **unused, scope="world"),
-        "closures": equal(flavour, closures),
-        "unused": equal(flavour, lambda: module_with(flavour, momentum, Branches()), **unused),
+        "two optimizers": equal(package, lambda: gan(package, toggled=True), **unused, scope="world"),
+        "closures": equal(package, closures),
+        "unused": equal(package, lambda: module_with(package, momentum, Branches()), **unused),
     }
 
 
 @scenario
-def hierarchical(flavour: str) -> dict[str, Any]:
+def hierarchical(package: str) -> dict[str, Any]:
     """Check that residuals equal the residuals of the run without the callback."""
     makes = {"node": adamw, "world": momentum}
     return {
-        scope: equal(flavour, partial(module_with, flavour, make), scope=scope, strategy=lambda: sparse(flavour))
+        scope: equal(package, partial(module_with, package, make), scope=scope, strategy=lambda: sparse(package))
         for scope, make in makes.items()
     }
 
@@ -260,19 +260,19 @@ def test_other_lightning_package_equals_the_run_without_the_callback(folder: Pat
 
 
 @scenario
-def checkpoints(flavour: str) -> dict[str, Any]:
+def checkpoints(package: str) -> dict[str, Any]:
     """Compare the checkpoints of a fit, and of a run that resumes twice: with, without and with the callback.
 
     The reference resumes, too, because DDP starts every fit with other buckets, which changes bits.
     """
-    saving = lightning_of(flavour).callbacks.ModelCheckpoint
+    saving = lightning_of(package).callbacks.ModelCheckpoint
 
     def chain(name: str, *scopes: str | None) -> tuple[Any, Any]:
         each = saving(dirpath=name, filename="{step}", every_n_train_steps=3, save_top_k=-1)
         first = {"callbacks": [each], "enable_checkpointing": True, "max_steps": 6}
         path = None
         for scope, last in zip(scopes, (first, {"max_steps": 9}, {"max_steps": STEPS}), strict=True):
-            t, pto = fit(flavour, module_with(flavour, adamw), scope, resume=path, **last)
+            t, pto = fit(package, module_with(package, adamw), scope, resume=path, **last)
             path = f"{name}.ckpt"
             found = saved(t, path)
         return found, pto
@@ -309,13 +309,13 @@ def on_fewer(folder: str) -> dict[str, Any]:
 
 
 @scenario
-def second_fit(flavour: str) -> dict[str, Any]:
+def second_fit(package: str) -> dict[str, Any]:
     """Fit twice with the same Trainer, callback and optimizer object."""
     out = []
     for scope in (None, "node"):
-        module = module_with(flavour, lambda module: module.own)
+        module = module_with(package, lambda module: module.own)
         module.own = momentum(module)
-        t, pto = fit(flavour, module, scope, max_steps=5)
+        t, pto = fit(package, module, scope, max_steps=5)
         t.fit_loop.epoch_loop.max_steps = 9
         t.fit(module)
         out.append(saved(t))
@@ -331,12 +331,12 @@ def test_second_fit_continues(results: list[dict[str, Any]]) -> None:
 
 
 @scenario
-def refusals(flavour: str) -> dict[str, Any]:
+def refusals(package: str) -> dict[str, Any]:
     said = {}
     for name, cls in (("lbfgs", torch.optim.LBFGS), ("adam", torch.optim.Adam)):
-        twice = [ours(flavour).PTOCallback("world")] if name == "adam" else []
-        module = module_with(flavour, lambda m, cls=cls: cls(m.parameters()))
-        said[name] = raised(fit, flavour, module, "node", callbacks=twice)
+        twice = [ours(package).PTOCallback("world")] if name == "adam" else []
+        module = module_with(package, lambda m, cls=cls: cls(m.parameters()))
+        said[name] = raised(fit, package, module, "node", callbacks=twice)
     return said
 
 

@@ -19,7 +19,7 @@ from lightning_sparse.checkpoint import side_files as saves
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.strategy.trainers import lightning_of, ranks, trainer
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 # Point -> the function that kills the rank when it is called. "before the main file" is a method of the strategy.
 POINTS: dict[str, tuple[Any, str]] = {
     "before its side file": (saves, "write_side_file"),
@@ -46,7 +46,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def killer(kill: Kill | None) -> Any:
-    class Killer(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Killer(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if kill is None or (trainer.global_step, trainer.global_rank) != (kill.step, kill.rank):
                 return
@@ -66,7 +66,7 @@ def patience(kill: Kill | None) -> timedelta:
 def stopper(stop_after: int | None) -> Any:
     """Return a callback that ends a fit after a number of steps, which the strategy cannot know in advance."""
 
-    class Stopper(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Stopper(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop |= trainer.global_step == stop_after
 
@@ -83,14 +83,14 @@ def fit_on(
     **options: Any,
 ) -> Any:
     """Train from the last checkpoint of the folder, if any, and save after every `every` steps (0: never)."""
-    pl = lightning_of(FLAVOUR)
+    pl = lightning_of(PACKAGE)
     saver = pl.callbacks.ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     if every:
         options |= {"callbacks": [saver, killer(kill), stopper(stop_after)], "enable_checkpointing": True}
     if options.get("precision") == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         options["plugins"] = [pl.plugins.MixedPrecision(options.pop("precision"), "cpu", scaler=scaler)]
-    t = trainer(FLAVOUR, strategy, max_epochs=-1, **ranks(), **options)
+    t = trainer(PACKAGE, strategy, max_epochs=-1, **ranks(), **options)
     path = Path(folder) / "last.ckpt"
     t.fit(module, ckpt_path=path if path.exists() else None)
     return t

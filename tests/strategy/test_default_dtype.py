@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
-from tests.strategy.test_signals import FLAVOUR, fit
+from tests.strategy.test_signals import PACKAGE, fit
 from tests.strategy.trainers import lightning_of
 
 
 def resumed(kind: str, folder: str) -> tuple[torch.dtype, bool]:
     """Return the dtype of the weights, and whether a resumed run ends with the weights of the uninterrupted run."""
     torch.set_default_dtype(torch.float64)
-    callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
+    callbacks = importlib.import_module(f"{lightning_of(PACKAGE).__name__}.callbacks")
     saver = callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     _, _, expected = fit(kind, max_steps=9, callbacks=[saver], enable_checkpointing=True)
     _, _, found = fit(kind, f"{folder}/step=4.ckpt", max_steps=9)

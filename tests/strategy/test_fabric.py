@@ -16,25 +16,25 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.lines import Lines
 from tests.strategy.models import batch, flat_parameters, mlp
 
-FLAVOURS = {"lightning_fabric": "lightning_fabric", "lightning.fabric": "fabric"}
+PACKAGES = {"lightning_fabric": "lightning_fabric", "lightning.fabric": "fabric"}
 STEPS = 8
 
 
-def fabric_with(flavour: str, strategy: Any, **options: Any) -> Any:
+def fabric_with(package: str, strategy: Any, **options: Any) -> Any:
     warnings.simplefilter("ignore")
-    fabric = import_module(flavour).Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)
+    fabric = import_module(package).Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, **options)
     fabric.launch()
     return fabric
 
 
-def of_class(name: str, flavour: str, **options: Any) -> Any:
-    return getattr(import_module(f"lightning_sparse.flavours.{FLAVOURS[flavour]}"), name)(
+def of_class(name: str, package: str, **options: Any) -> Any:
+    return getattr(import_module(f"lightning_sparse.flavours.{PACKAGES[package]}"), name)(
         **{"density": 0.05, **options}
     )
 
 
-def ours(flavour: str, **options: Any) -> Any:
-    return of_class("MSTopKHierStrategy", flavour, **{"exchange": "sparse", **options})
+def ours(package: str, **options: Any) -> Any:
+    return of_class("MSTopKHierStrategy", package, **{"exchange": "sparse", **options})
 
 
 def prepared(fabric: Any, lr: float = 0.1) -> tuple[Any, Any]:
@@ -52,27 +52,27 @@ def train(fabric: Any, model: Any, optimizer: Any, first: int, last: int, accumu
         optimizer.zero_grad()
 
 
-def run(flavour: str, strategy: Any, accumulate: int = 1, **options: Any) -> Tensor:
-    fabric = fabric_with(flavour, strategy, **options)
+def run(package: str, strategy: Any, accumulate: int = 1, **options: Any) -> Tensor:
+    fabric = fabric_with(package, strategy, **options)
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, STEPS, accumulate)
     return flat_parameters(model)
 
 
-def everything(flavour: str, folder: str) -> dict[str, Any]:
+def everything(package: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     exact = {"density": 1.0, "value_dtype": "float32"}
     found: dict[str, Any] = {
-        "accumulated": [run(flavour, each, accumulate=3) for each in ("ddp", ours(flavour, **exact))],
-        "bf16": run(flavour, ours(flavour), precision="bf16-mixed"),
-        "saves": saves(flavour),
-        "two": two_modules(flavour),
-        "skipped": skipped(flavour),
-        "again": set_up_again(flavour),
-        "gone": gone(flavour),
-        "weights": weights_alone(flavour),
+        "accumulated": [run(package, each, accumulate=3) for each in ("ddp", ours(package, **exact))],
+        "bf16": run(package, ours(package), precision="bf16-mixed"),
+        "saves": saves(package),
+        "two": two_modules(package),
+        "skipped": skipped(package),
+        "again": set_up_again(package),
+        "gone": gone(package),
+        "weights": weights_alone(package),
     }
-    by_string = fabric_with(flavour, "mstopk_hier")
+    by_string = fabric_with(package, "mstopk_hier")
     model, optimizer = prepared(by_string)
     train(by_string, model, optimizer, 0, STEPS)
     state = by_string.strategy.engines[0]
@@ -80,16 +80,16 @@ def everything(flavour: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def saves(flavour: str) -> bool:
+def saves(package: str) -> bool:
     """Save twice to one path, with and without optimizer, and load into a trained model. Return whether it resumed."""
-    fabric = fabric_with(flavour, ours(flavour))
+    fabric = fabric_with(package, ours(package))
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 5)
     for _ in range(2):  # the second save replaces the first
         fabric.save("saved.ckpt", {"model": model, "optimizer": optimizer, "step": 5})
     train(fabric, model, optimizer, 5, STEPS)
     whole = flat_parameters(model)
-    other = fabric_with(flavour, ours(flavour))
+    other = fabric_with(package, ours(package))
     model, optimizer = prepared(other)
     train(other, model, optimizer, 20, 25)
     rest = other.load("saved.ckpt", {"model": model, "optimizer": optimizer})
@@ -108,11 +108,11 @@ def saves(flavour: str) -> bool:
     return resumed
 
 
-def two_modules(flavour: str) -> list[Tensor]:
+def two_modules(package: str) -> list[Tensor]:
     """Step two modules and optimizers in turn, as a GAN does; return the weights of DDP and of ours at density 1."""
     ends = []
-    for strategy in ("ddp", ours(flavour, density=1.0, value_dtype="float32")):
-        fabric = fabric_with(flavour, strategy)
+    for strategy in ("ddp", ours(package, density=1.0, value_dtype="float32")):
+        fabric = fabric_with(package, strategy)
         pairs = [prepared(fabric), prepared(fabric)]
         for step in range(2 * STEPS):
             model, optimizer = pairs[step % 2]
@@ -121,11 +121,11 @@ def two_modules(flavour: str) -> list[Tensor]:
     return ends
 
 
-def skipped(flavour: str) -> bool:
+def skipped(package: str) -> bool:
     """Put an inf into the data of one rank. The scaler must skip the step, and no residual may change."""
-    precision = import_module(f"{flavour}.plugins.precision").MixedPrecision
+    precision = import_module(f"{package}.plugins.precision").MixedPrecision
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    fabric = fabric_with(flavour, ours(flavour), plugins=[precision("16-mixed", "cpu", scaler=scaler)])
+    fabric = fabric_with(package, ours(package), plugins=[precision("16-mixed", "cpu", scaler=scaler)])
     model, optimizer = prepared(fabric)
     train(fabric, model, optimizer, 0, 5)
     state = fabric.strategy.engines[0]
@@ -143,9 +143,9 @@ def skipped(flavour: str) -> bool:
     return kept and torch.equal(weights, flat_parameters(model)) and float(state.residual_norm()) > 0
 
 
-def set_up_again(flavour: str) -> dict[str, Any]:
+def set_up_again(package: str) -> dict[str, Any]:
     """Set up a module again, the second time after its optimizer. It keeps its residual."""
-    fabric = fabric_with(flavour, ours(flavour))
+    fabric = fabric_with(package, ours(package))
     model = mlp()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train(fabric, wrapped, optimizer, 0, 6)
@@ -170,9 +170,9 @@ def set_up_again(flavour: str) -> dict[str, Any]:
     return {"goes on": first_device_wants, "thrown away": bool(waited) and kept}
 
 
-def gone(flavour: str) -> dict[str, Any]:
+def gone(package: str) -> dict[str, Any]:
     """Deleted modules leave no state. A resumed module loads its own state, independent of the order of setup."""
-    fabric = fabric_with(flavour, ours(flavour))
+    fabric = fabric_with(package, ours(package))
     idle = nn.Linear(3, 2)
     fabric.setup(idle, torch.optim.SGD(idle.parameters(), lr=0.1))  # has had no round at the time of the save
     small = nn.Linear(13, 5)
@@ -184,11 +184,11 @@ def gone(flavour: str) -> dict[str, Any]:
     waits = fabric.strategy.engines[2].residual_norm()
     del small, wrapped, stepper
     pairs = [prepared(fabric), (model, optimizer), idle]
-    other = fabric_with(flavour, ours(flavour))
+    other = fabric_with(package, ours(package))
     resumed, _ = prepared(other)
     other.load("two.ckpt", {"model": resumed, "optimizers": []})
     (state,) = other.strategy.engines
-    lines, third = Lines(), fabric_with(flavour, ours(flavour))
+    lines, third = Lines(), fabric_with(package, ours(package))
     narrow = nn.Linear(13, 5, bias=False)
     unlike, stepper = third.setup(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
     third.load("two.ckpt", {"model": unlike, "optimizers": []}, strict=False)
@@ -201,9 +201,9 @@ def gone(flavour: str) -> dict[str, Any]:
     }
 
 
-def weights_alone(flavour: str) -> bool:
+def weights_alone(package: str) -> bool:
     """Load the weights of another run during training; the residuals must not change."""
-    fabric = fabric_with(flavour, ours(flavour))
+    fabric = fabric_with(package, ours(package))
     model, optimizer = prepared(fabric)
     fabric.save("early.ckpt", {"model": model, "optimizer": optimizer})
     train(fabric, model, optimizer, 0, 6)
@@ -247,15 +247,15 @@ def test_fabric_finds_the_strategy_by_name(results: list[dict[str, Any]]) -> Non
 
 
 def test_fabric_bad_options_are_refused() -> None:
-    for flavour in FLAVOURS:
+    for package in PACKAGES:
         for option, value, says in (
             ("density", 2, r"density=2 must be a number in \(0, 1\]"),
             ("desity", 0.1, r"has no option desity=0.1. Did you mean density\?"),
             ("ddp_comm_hook", len, "cannot be combined with MSTopKHierStrategy"),
         ):
             with pytest.raises(ValueError, match=says):
-                ours(flavour, **{option: value})
-        assert ours(flavour).config.warmup_epochs is None
+                ours(package, **{option: value})
+        assert ours(package).config.warmup_epochs is None
 
 
 def test_warmup_in_epochs_warns_once_if_the_epoch_is_unknown() -> None:

@@ -379,7 +379,7 @@ def test_momentum_of_a_run_without_correction_is_dropped_with_a_warning(caplog: 
 
 # -- in a Trainer: equals DDP if all is sent ---------------------------------------------------------------------------
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 STEPS = 24
 
 
@@ -403,34 +403,34 @@ def trained(folder: str) -> dict[str, Any]:
         return [optimizer], [{"scheduler": cycle, "interval": "step"}]
 
     def run(strategy: Any, **options: Any) -> tuple[Any, Tensor]:
-        module = plain_module(FLAVOUR, by_step=True)
+        module = plain_module(PACKAGE, by_step=True)
         type(module).configure_optimizers = optimizers
-        t = trainer(FLAVOUR, strategy, max_steps=STEPS, max_epochs=-1, **options)
+        t = trainer(PACKAGE, strategy, max_steps=STEPS, max_epochs=-1, **options)
         t.fit(module)
         return t, weights(module)
 
     def twice(strategy: Any) -> Tensor:
         """Fit twice; the second fit has a new optimizer."""
-        module = plain_module(FLAVOUR)
-        t = trainer(FLAVOUR, strategy, max_epochs=1, max_steps=-1)
+        module = plain_module(PACKAGE)
+        t = trainer(PACKAGE, strategy, max_epochs=1, max_steps=-1)
         t.fit(module)
         t.fit_loop.max_epochs = 2
         t.fit(module)
         return weights(module)
 
     exact = {"momentum_correction": True, "warmup_epochs": 0}
-    runs = {"second fit": [twice("ddp"), twice(dense_one(FLAVOUR, **exact))]}
+    runs = {"second fit": [twice("ddp"), twice(dense_one(PACKAGE, **exact))]}
     for name, make in {
         "plain": dict,
         "accumulated": lambda: {"accumulate_grad_batches": 2},
-        "shared step": lambda: {"callbacks": [ours(FLAVOUR).PTOCallback("node")]},
+        "shared step": lambda: {"callbacks": [ours(PACKAGE).PTOCallback("node")]},
     }.items():
-        runs[name] = [run("ddp", **make())[1], run(dense_one(FLAVOUR, **exact), **make())[1]]
-    t, _ = run(sparse(FLAVOUR, **exact))
+        runs[name] = [run("ddp", **make())[1], run(dense_one(PACKAGE, **exact), **make())[1]]
+    t, _ = run(sparse(PACKAGE, **exact))
     t.save_checkpoint("corrected.ckpt")
     group = torch.load("corrected.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]
-    shared = run(sparse(FLAVOUR, **exact), callbacks=[ours(FLAVOUR).PTOCallback("node")])[1]
-    alone = run(sparse(FLAVOUR, **exact))[1]
+    shared = run(sparse(PACKAGE, **exact), callbacks=[ours(PACKAGE).PTOCallback("node")])[1]
+    alone = run(sparse(PACKAGE, **exact))[1]
     return {
         "runs": runs,
         "saved": {name: group[name] for name in ("momentum", "weight_decay", "nesterov")},

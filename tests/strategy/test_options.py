@@ -21,7 +21,7 @@ from lightning_sparse.strategy.options import bucket_cap_mb
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import LocalUpdates
 from tests.helpers.distributed import run_ranks
-from tests.strategy.trainers import FLAVOURS, lightning_of, ours, plain_module
+from tests.strategy.trainers import PACKAGES, lightning_of, ours, plain_module
 
 BAD: list[tuple[str, Any]] = [
     *(("density", value) for value in (0.0, 1.5, float("nan"), "0.1", True, None)),
@@ -48,12 +48,12 @@ def test_hier_option_out_of_range_is_refused(option: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("option", "value", "says"), REFUSED)
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_hier_strategy_option_that_is_bad_or_unknown_is_refused(
-    flavour: str, option: str, value: Any, says: str
+    package: str, option: str, value: Any, says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        ours(flavour).MSTopKHierStrategy(**{option: value})
+        ours(package).MSTopKHierStrategy(**{option: value})
 
 
 def test_strategy_of_the_other_lightning_package_is_refused() -> None:
@@ -98,27 +98,27 @@ def test_ddp_receives_default_options() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_lightning_cli_accepts_options_of_the_strategy_and_of_ddp(flavour: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_lightning_cli_accepts_options_of_the_strategy_and_of_ddp(package: str) -> None:
     """LightningCLI reads a class's options from its constructor. The interpreter has only one Lightning package."""
     pytest.importorskip("jsonargparse")
     options = {"density": 0.05, "find_unused_parameters": True, "process_group_backend": "gloo"}
     expected = {**options, "gradient_as_bucket_view": True}
-    (parsed,) = run_ranks(parse_options, flavour, options, nodes=1, devices=1, init=False, start_method="spawn")
+    (parsed,) = run_ranks(parse_options, package, options, nodes=1, devices=1, init=False, start_method="spawn")
     assert parsed == {name: expected for name in STRATEGIES}
 
 
 STRATEGIES = ["MSTopKHierStrategy", "MSTopKLocalStrategy", "MSTopKElasticStrategy"]
 
 
-def parse_options(flavour: str, options: dict[str, Any]) -> dict[str, Any]:
+def parse_options(package: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that LightningCLI passes to each strategy: the given options, and an option with a default."""
     from jsonargparse import ArgumentParser
 
     found = {}
     for name in STRATEGIES:
         parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(getattr(ours(flavour), name), "strategy")
+        parser.add_class_arguments(getattr(ours(package), name), "strategy")
         parsed = parser.parse_object({"strategy": options}).strategy
         found[name] = {option: parsed[option] for option in [*options, "gradient_as_bucket_view"]}
     return found
@@ -149,16 +149,16 @@ class _Wrapped(Exception):
     """Raised where the host wraps the module, with the options for DDP."""
 
 
-@pytest.mark.parametrize("flavour", [*FLAVOURS, "fabric", "lightning_fabric"])
+@pytest.mark.parametrize("package", [*PACKAGES, "fabric", "lightning_fabric"])
 @pytest.mark.parametrize(("given", "size"), [({}, 100), ({"bucket_cap_mb": 7}, 7)])
 def test_bucket_size_is_set_only_while_ddp_wraps(
-    flavour: str, given: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+    package: str, given: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrap(self: Any, module: torch.nn.Module) -> None:
         raise _Wrapped(self._ddp_kwargs)
 
-    cls = ours(flavour).MSTopKHierStrategy
-    method = "setup_module" if "fabric" in flavour else "_setup_model"
+    cls = ours(package).MSTopKHierStrategy
+    method = "setup_module" if "fabric" in package else "_setup_model"
     monkeypatch.setattr(cls, "root_device", torch.device("cuda"))
     monkeypatch.setattr(cls.__bases__[1], method, wrap)
     strategy = cls(**given)
@@ -179,20 +179,20 @@ def test_sparse_exchange_larger_than_dense_is_logged(nodes: int, warned: bool) -
         assert "use exchange='regional'" in said
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(
     ("name", "option"), [("MSTopKFSDPStrategy", "cluster_environment"), ("MSTopKHierStrategy", "kwargs")]
 )
-def test_option_that_no_base_class_accepts_is_refused(flavour: str, name: str, option: str) -> None:
+def test_option_that_no_base_class_accepts_is_refused(package: str, name: str, option: str) -> None:
     """The options are not ignored, either."""
     with pytest.raises(ValueError, match=rf"{name} has no option {option}=2"):
-        getattr(ours(flavour), name)(**{option: 2})
+        getattr(ours(package), name)(**{option: 2})
 
 
-@pytest.mark.parametrize("flavour", [*FLAVOURS, "fabric"])
+@pytest.mark.parametrize("package", [*PACKAGES, "fabric"])
 @pytest.mark.parametrize("name", ["MSTopKHierStrategy", "MSTopKLocalStrategy"])
-def test_subclass_with_its_own_constructor_passes_on_options_of_all_base_classes(flavour: str, name: str) -> None:
-    base, timeout = getattr(ours(flavour), name), timedelta(seconds=77)
+def test_subclass_with_its_own_constructor_passes_on_options_of_all_base_classes(package: str, name: str) -> None:
+    base, timeout = getattr(ours(package), name), timedelta(seconds=77)
 
     class Own(base):  # type: ignore[misc]
         def __init__(self, **options: Any) -> None:
@@ -268,9 +268,9 @@ def test_missing_compiled_kernels_are_logged(monkeypatch: pytest.MonkeyPatch, ca
     assert [line for line in caplog.messages if "no compiled kernels for cpu" in line and "nothing was built" in line]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_strategy_warns_of_a_checkpoint_with_another_engine(flavour: str, caplog: pytest.LogCaptureFixture) -> None:
-    classes = ours(flavour)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_strategy_warns_of_a_checkpoint_with_another_engine(package: str, caplog: pytest.LogCaptureFixture) -> None:
+    classes = ours(package)
     made = {
         "gradients": classes.MSTopKHierStrategy(),
         "updates": classes.MSTopKLocalStrategy(),

@@ -21,17 +21,17 @@ from tests.strategy.test_fabric import fabric_with, of_class
 from tests.strategy.trainers import data, ddp, fitted, lightning_of, ours, trainer, weights
 from tests.strategy.trainers import ranks as cluster
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 LATE_AT = 4
 
 
 def local(**options: Any) -> Any:
-    return ours(FLAVOUR).MSTopKLocalStrategy(**{"density": 0.05, "bucket_cap_mb": 0.002, **options})
+    return ours(PACKAGE).MSTopKLocalStrategy(**{"density": 0.05, "bucket_cap_mb": 0.002, **options})
 
 
 def hier(**options: Any) -> Any:
     given = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "bucket_cap_mb": 0.002}
-    return ours(FLAVOUR).MSTopKHierStrategy(**{**given, **options})
+    return ours(PACKAGE).MSTopKHierStrategy(**{**given, **options})
 
 
 WHOLE = {"exchange": "dense", "delay": 0}
@@ -53,7 +53,7 @@ class Branching(nn.Module):
 
 
 def module(net: nn.Module, manual: bool = False, momentum: float = 0.0) -> Any:
-    class Module(lightning_of(FLAVOUR).LightningModule):  # type: ignore[misc]
+    class Module(lightning_of(PACKAGE).LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net, self.automatic_optimization = net, not manual
@@ -92,7 +92,7 @@ def one_device(_: str) -> dict[str, Tensor]:
         for option in ({"find_unused_parameters": True}, {"static_graph": True}, {}):
             net = mlp() if "static_graph" in option else Branching()
             strategy = local(**option)
-            found[f"{kind} {option}"] = weights(fitted(FLAVOUR, strategy, module(net, manual), **cluster()))
+            found[f"{kind} {option}"] = weights(fitted(PACKAGE, strategy, module(net, manual), **cluster()))
     strategy = of_class("MSTopKLocalStrategy", "lightning_fabric", static_graph=True)
     fabric = import_module("lightning_fabric").Fabric(accelerator="cpu", strategy=strategy, **cluster())
     fabric.launch()
@@ -121,7 +121,7 @@ def test_local_static_graph_with_accumulation_is_refused(results: Results) -> No
 
 @SCENARIOS.add
 def refused(_: str) -> str:
-    return raised(fitted, FLAVOUR, local(static_graph=True), module(mlp()), accumulate_grad_batches=2)
+    return raised(fitted, PACKAGE, local(static_graph=True), module(mlp()), accumulate_grad_batches=2)
 
 
 # -- layers that are added or unfrozen late ----------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Waking(Late):
 
 
 def late_run(strategy: Any, net: Late, **options: Any) -> Tensor:
-    pl, seen = lightning_of(FLAVOUR), list[int]()
+    pl, seen = lightning_of(PACKAGE), list[int]()
 
     class Wake(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -170,14 +170,14 @@ def late_run(strategy: Any, net: Late, **options: Any) -> Tensor:
             if isinstance(net, Waking) and trainer.global_step < LATE_AT:
                 net.first.zero_grad()
 
-    return weights(fitted(FLAVOUR, strategy, module(net), callbacks=[Wake()], **options))
+    return weights(fitted(PACKAGE, strategy, module(net), callbacks=[Wake()], **options))
 
 
 @SCENARIOS.add
 def late_runs(_: str) -> dict[str, Tensor]:
     found = {"refused": torch.zeros(1)}
     for name, options in {"clipped": {"gradient_clip_val": 0.1}, "accumulated": {"accumulate_grad_batches": 2}}.items():
-        found[f"{name} ddp"] = late_run(ddp(FLAVOUR), Waking(), **options)
+        found[f"{name} ddp"] = late_run(ddp(PACKAGE), Waking(), **options)
         found[f"{name} hier"] = late_run(hier(), Late(add=False), **options)
     found["accumulated local"] = late_run(local(**WHOLE), Late(add=False), accumulate_grad_batches=2)
     found["added hier"] = late_run(hier(), Late(add=True))
@@ -185,7 +185,7 @@ def late_runs(_: str) -> dict[str, Tensor]:
     corrected = module(Late(add=False), momentum=0.9)
     corrected.on_train_batch_start = lambda _, index: index == 2 and corrected.net.first.requires_grad_(True)
     with pytest.raises(ValueError, match=r"net\.first\.weight.*momentum_correction=True keeps momentum"):
-        trainer(FLAVOUR, hier(momentum_correction=True)).fit(corrected)
+        trainer(PACKAGE, hier(momentum_correction=True)).fit(corrected)
     return found
 
 

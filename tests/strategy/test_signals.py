@@ -21,7 +21,7 @@ from tests.helpers.streams import signaled_in_write
 from tests.strategy.trainers import lightning_of, ours, trainer
 from tests.updates.test_trainer import adamw_module
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 MORE = 7  # steps after a stop
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 150, "init": False}
 ACCUMULATED, EPOCHS_OF_ONE_BATCH = {"accumulate_grad_batches": 2}, {"limit_train_batches": 1}
@@ -30,7 +30,7 @@ ACCUMULATED, EPOCHS_OF_ONE_BATCH = {"accumulate_grad_batches": 2}, {"limit_train
 def by_step() -> Any:
     """Return a module whose batches depend on the step alone, so that a resumed run gets them, too."""
     torch.manual_seed(0)
-    module = adamw_module(FLAVOUR)
+    module = adamw_module(PACKAGE)
 
     def training_step(batch: Any, batch_idx: int) -> Any:
         seed = 100 * module.trainer.global_step + 10 * (batch_idx % 2) + module.global_rank
@@ -45,11 +45,11 @@ def fit(kind: str, path: str | None = None, **options: Any) -> tuple[int, bool, 
     """Return the number of steps, whether SIGTERM ended the fit, and the weights."""
     sparse: dict[str, Any] = {"density": 0.1}
     strategy = {
-        "hier": lambda: ours(FLAVOUR).MSTopKHierStrategy(**sparse, exchange="sparse", warmup_epochs=0),
-        "local": lambda: ours(FLAVOUR).MSTopKLocalStrategy(**sparse, sync_every=3),
-        "fsdp": lambda: ours(FLAVOUR).MSTopKFSDPStrategy(**sparse),
+        "hier": lambda: ours(PACKAGE).MSTopKHierStrategy(**sparse, exchange="sparse", warmup_epochs=0),
+        "local": lambda: ours(PACKAGE).MSTopKLocalStrategy(**sparse, sync_every=3),
+        "fsdp": lambda: ours(PACKAGE).MSTopKFSDPStrategy(**sparse),
     }[kind]()
-    t, module = trainer(FLAVOUR, strategy, **options), by_step()
+    t, module = trainer(PACKAGE, strategy, **options), by_step()
     try:
         t.fit(module, ckpt_path=path)
         stopped = False
@@ -61,7 +61,7 @@ def fit(kind: str, path: str | None = None, **options: Any) -> tuple[int, bool, 
 def signals(number: int, ranks: list[int], after: tuple[int, ...] = (3,)) -> Any:
     """Return a callback that signals these ranks, each time at a random time after a batch."""
 
-    class Signals(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+    class Signals(lightning_of(PACKAGE).Callback):  # type: ignore[misc, name-defined]
         batches = 0
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -75,7 +75,7 @@ def signals(number: int, ranks: list[int], after: tuple[int, ...] = (3,)) -> Any
 
 def stopped(kind: str, ranks: list[int], folder: str, options: dict[str, Any]) -> tuple[int, bool, bool]:
     """Return the steps before the stop, whether SIGTERM ended the fit, and whether the run resumes bit-identically."""
-    callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
+    callbacks = importlib.import_module(f"{lightning_of(PACKAGE).__name__}.callbacks")
     saver = {"callbacks": [signals(signal.SIGTERM, ranks), callbacks.OnExceptionCheckpoint(folder)]}
     steps, ended, _ = fit(kind, max_steps=100_000, enable_checkpointing=True, **saver, **options)
     _, _, expected = fit(kind, max_steps=steps + MORE, **options)
@@ -103,7 +103,7 @@ def test_sigterm_stops_all_ranks_after_the_same_step_and_the_run_resumes(
 
 
 def stopped_at_the_end() -> tuple[int, bool]:
-    class Signals(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+    class Signals(lightning_of(PACKAGE).Callback):  # type: ignore[misc, name-defined]
         def on_train_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_rank == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -123,7 +123,7 @@ def stopped_in_a_write(ranks: list[int], folder: str) -> tuple[bool, str]:
         sys.stderr = signaled_in_write(signal.SIGTERM, "step 5", file.fileno()) if rank in ranks else file
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
 
-        class Prints(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+        class Prints(lightning_of(PACKAGE).Callback):  # type: ignore[misc, name-defined]
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
                 print(f"step {trainer.global_step}", file=sys.stderr)
 
@@ -141,7 +141,7 @@ def test_sigterm_in_the_write_of_a_log_line_stops_all_ranks(tmp_path: Path) -> N
 
 
 def one_dies() -> None:
-    class Signals(lightning_of(FLAVOUR).Callback):  # type: ignore[misc, name-defined]
+    class Signals(lightning_of(PACKAGE).Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 5:
                 os.kill(os.getpid(), signal.SIGKILL if trainer.global_rank == 3 else signal.SIGTERM)

@@ -44,15 +44,15 @@ results = results_of(SCENARIOS)
 
 
 @scenario
-def life(flavour: str) -> dict[str, Any]:
+def life(package: str) -> dict[str, Any]:
     lines = Lines()
-    module = plain_module(flavour)
-    strategy = sparse(flavour)
+    module = plain_module(package)
+    strategy = sparse(package)
     views: list[bool] = []
-    look = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks").LambdaCallback(
+    look = importlib.import_module(lightning_of(package).__name__ + ".callbacks").LambdaCallback(
         on_train_start=lambda trainer, _: views.append(trainer.strategy.model.gradient_as_bucket_view)
     )
-    t = trainer(flavour, strategy, limit_val_batches=2, max_epochs=1, max_steps=-1, callbacks=[look])
+    t = trainer(package, strategy, limit_val_batches=2, max_epochs=1, max_steps=-1, callbacks=[look])
     t.validate(module, verbose=False)
     t.fit(module)
     first, rounds = weights(module).clone(), strategy.engine.round
@@ -83,25 +83,25 @@ def test_fit_validate_test_predict_and_a_second_fit(results: Results) -> None:
 
 
 @scenario
-def idle(flavour: str) -> list[str]:
-    lines, module = Lines(), plain_module(flavour)
+def idle(package: str) -> list[str]:
+    lines, module = Lines(), plain_module(package)
     first, *others = module.parameters()
     module.configure_optimizers = lambda: torch.optim.SGD(others, lr=0.05)
     for requires_grad in (True, False):
         first.requires_grad_(requires_grad)
-        fitted(flavour, sparse(flavour), module, max_steps=1)
+        fitted(package, sparse(package), module, max_steps=1)
     return [line for line in lines.lines if "in no optimizer" in line]
 
 
 @scenario
-def manual_batch_norm(flavour: str) -> list[str]:
+def manual_batch_norm(package: str) -> list[str]:
     lines = Lines()
     for automatic in (True, False):
-        module = plain_module(flavour, nn.Sequential(nn.Linear(13, 11), nn.BatchNorm1d(11)))
+        module = plain_module(package, nn.Sequential(nn.Linear(13, 11), nn.BatchNorm1d(11)))
         module.automatic_optimization = automatic
         if not automatic:
             module.training_step = lambda batch, batch_idx, on=module: on.manual_backward(on.net(batch).square().mean())
-        fitted(flavour, sparse(flavour), module, max_steps=-1, max_epochs=1, limit_train_batches=1)
+        fitted(package, sparse(package), module, max_steps=-1, max_epochs=1, limit_train_batches=1)
     return [line for line in lines.lines if "DDP does not broadcast buffers" in line]
 
 
@@ -116,14 +116,14 @@ def test_parameters_in_no_optimizer_are_logged(results: Results) -> None:
 
 
 @scenario
-def parity(flavour: str) -> dict[str, Tensor]:
+def parity(package: str) -> dict[str, Tensor]:
     pairs = {}
     for name, options in {
         "accumulation and clipping": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
         "bf16-mixed": {"precision": "bf16-mixed"},
     }.items():
-        pairs[name] = weights(fitted(flavour, dense_one(flavour), **options))
-        pairs[name + " ddp"] = weights(fitted(flavour, ddp(flavour), **options))
+        pairs[name] = weights(fitted(package, dense_one(package), **options))
+        pairs[name + " ddp"] = weights(fitted(package, ddp(package), **options))
     return pairs
 
 
@@ -135,10 +135,10 @@ def test_density_one_equals_ddp_in_a_trainer(results: Results, name: str) -> Non
 
 
 @SCENARIOS.slow
-def sparse_features(flavour: str) -> dict[str, Tensor]:
+def sparse_features(package: str) -> dict[str, Tensor]:
     return {
-        "string": weights(fitted(flavour, "mstopk_hier", accumulate_grad_batches=2, precision="bf16-mixed")),
-        "static_graph": weights(fitted(flavour, sparse(flavour, static_graph=True), precision="bf16-true")),
+        "string": weights(fitted(package, "mstopk_hier", accumulate_grad_batches=2, precision="bf16-mixed")),
+        "static_graph": weights(fitted(package, sparse(package, static_graph=True), precision="bf16-true")),
     }
 
 
@@ -153,13 +153,13 @@ def test_sparse_rounds_leave_all_ranks_equal(results: Results, name: str) -> Non
 
 
 @scenario
-def statistics(flavour: str) -> dict[str, Any]:
-    callback, lines = ours(flavour).CommStatsCallback(prog_bar=True), Lines()
+def statistics(package: str) -> dict[str, Any]:
+    callback, lines = ours(package).CommStatsCallback(prog_bar=True), Lines()
     # two epochs, each with a validation, which drops the gradients
     short = {"limit_train_batches": 5, "limit_val_batches": 1, "log_every_n_steps": 50}
-    t = trainer(flavour, sparse(flavour), callbacks=[callback], **short)
-    t.fit(plain_module(flavour))
-    refused = raised(trainer(flavour, ddp(flavour), callbacks=[callback]).fit, plain_module(flavour))
+    t = trainer(package, sparse(package), callbacks=[callback], **short)
+    t.fit(plain_module(package))
+    refused = raised(trainer(package, ddp(package), callbacks=[callback]).fit, plain_module(package))
     logged = {k: float(v) for k, v in t.callback_metrics.items()}
     return {"logged": logged, "refused": refused, "lines": list(lines.lines), "bar": sorted(t.progress_bar_metrics)}
 
@@ -190,10 +190,10 @@ def test_stats_callback_logs_a_summary_on_rank_0(results: Results) -> None:
 
 
 def test_stats_callback_forgets_the_norm_of_the_last_fit() -> None:
-    flavour = "pytorch_lightning"
-    callback = ours(flavour).CommStatsCallback()
+    package = "pytorch_lightning"
+    callback = ours(package).CommStatsCallback()
     callback._norms = {"comm/residual_norm": torch.ones(())}
-    fake = SimpleNamespace(strategy=ours(flavour).MSTopKHierStrategy())
+    fake = SimpleNamespace(strategy=ours(package).MSTopKHierStrategy())
     callback.on_fit_start(fake, None)
     assert callback._norms == {}
 
@@ -202,10 +202,10 @@ def test_stats_callback_forgets_the_norm_of_the_last_fit() -> None:
 
 
 @scenario
-def replaced_head(flavour: str) -> dict[str, Any]:
+def replaced_head(package: str) -> dict[str, Any]:
     lines = Lines()
-    module, strategy = plain_module(flavour), sparse(flavour)
-    t = trainer(flavour, strategy)
+    module, strategy = plain_module(package), sparse(package)
+    t = trainer(package, strategy)
     t.fit(module)
     module.net[4] = nn.Linear(29, 3)
     t.fit_loop.epoch_loop.max_steps, t.fit_loop.max_epochs = 20, 9
@@ -220,17 +220,17 @@ def test_layer_replaced_between_fits_starts_a_new_state(results: Results) -> Non
 
 
 @scenario
-def scaled(flavour: str) -> dict[str, Any]:
+def scaled(package: str) -> dict[str, Any]:
     """Fit in 16-mixed; in one step the forward pass of one rank overflows."""
-    plugin = importlib.import_module(lightning_of(flavour).__name__ + ".plugins").MixedPrecision
+    plugin = importlib.import_module(lightning_of(package).__name__ + ".plugins").MixedPrecision
     precision = plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    module, strategy = plain_module(flavour, by_step=True), sparse(flavour)
+    module, strategy = plain_module(package, by_step=True), sparse(package)
 
     def overflow(_: Any, __: Any, out: Tensor) -> Tensor:
         return out * float("inf") if module.trainer.global_step == 5 and module.global_rank == 3 else out
 
     module.net.register_forward_hook(overflow)
-    fitted(flavour, strategy, module, plugins=[precision])
+    fitted(package, strategy, module, plugins=[precision])
     norm = float(strategy.engine.residual_norm())
     return {"weights": weights(module), "scale": precision.scaler.get_scale(), "norm": norm}
 
@@ -247,15 +247,15 @@ def test_16_mixed_skips_an_overflow_on_all_ranks_and_keeps_residuals_unscaled(re
 
 
 @scenario
-def gans(flavour: str) -> dict[str, Any]:
+def gans(package: str) -> dict[str, Any]:
     lines = Lines()
     out: dict[str, Any] = {}
     for name, toggled, strategy in [
         ("toggled", True, dense_one), ("toggled ddp", True, ddp), ("untoggled", False, sparse),
         ("untoggled ddp", False, ddp), ("toggled sparse", True, sparse),
     ]:  # fmt: skip
-        chosen = strategy(flavour, find_unused_parameters=True)
-        out[name] = weights(fitted(flavour, chosen, gan(flavour, toggled), max_steps=24, max_epochs=9))
+        chosen = strategy(package, find_unused_parameters=True)
+        out[name] = weights(fitted(package, chosen, gan(package, toggled), max_steps=24, max_epochs=9))
         out[name + " density"] = getattr(chosen, "engine", None) and chosen.engine.exchange.stats.density
     return {**out, "lines": list(lines.lines)}
 
@@ -298,19 +298,19 @@ class Complex(nn.Module):
 
 
 @SCENARIOS.slow
-def models(flavour: str) -> dict[str, Any]:
-    plain = weights(fitted(flavour, sparse(flavour)))
-    checkpointed = weights(fitted(flavour, sparse(flavour), plain_module(flavour, Checkpointed())))
-    compiled = plain_module(flavour)
+def models(package: str) -> dict[str, Any]:
+    plain = weights(fitted(package, sparse(package)))
+    checkpointed = weights(fitted(package, sparse(package), plain_module(package, Checkpointed())))
+    compiled = plain_module(package)
     # torch's DDPOptimizer splits the graph at buckets and needs them at least as large as its first bucket
     large = {"bucket_cap_mb": 25}
-    trainer(flavour, dense_one(flavour, **large)).fit(torch.compile(compiled, backend="aot_eager"))
-    uncompiled = weights(fitted(flavour, dense_one(flavour, **large)))
-    module = plain_module(flavour, Complex())
-    strategy = dense_one(flavour)
-    fitted(flavour, strategy, module, max_steps=8)
-    reference = plain_module(flavour, Complex())
-    fitted(flavour, ddp(flavour), reference, max_steps=8)
+    trainer(package, dense_one(package, **large)).fit(torch.compile(compiled, backend="aot_eager"))
+    uncompiled = weights(fitted(package, dense_one(package, **large)))
+    module = plain_module(package, Complex())
+    strategy = dense_one(package)
+    fitted(package, strategy, module, max_steps=8)
+    reference = plain_module(package, Complex())
+    fitted(package, ddp(package), reference, max_steps=8)
     return {
         "checkpointed": torch.equal(plain, checkpointed),
         "uncompiled": uncompiled,

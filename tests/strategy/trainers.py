@@ -14,14 +14,14 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.scenarios import Scenarios, returned
 from tests.strategy.models import mlp
 
-FLAVOURS = ["pytorch_lightning", pytest.param("lightning", marks=pytest.mark.slow)]
+PACKAGES = ["pytorch_lightning", pytest.param("lightning", marks=pytest.mark.slow)]
 Results = list[dict[str, Any]]
 
 
 def results_of(scenarios: Scenarios) -> Any:
     """Return a fixture that runs all wanted scenarios with each Lightning package on 2 x 2 ranks: results by rank."""
 
-    @pytest.fixture(scope="module", params=FLAVOURS)
+    @pytest.fixture(scope="module", params=PACKAGES)
     def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
         folder = str(tmp_path_factory.mktemp("scenarios"))
         wanted = scenarios.wanted(request)
@@ -30,28 +30,28 @@ def results_of(scenarios: Scenarios) -> Any:
     return results
 
 
-def run_scenarios(scenarios: dict[str, Any], flavour: str, folder: str) -> dict[str, Any]:
+def run_scenarios(scenarios: dict[str, Any], package: str, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    return returned(scenarios, flavour)
+    return returned(scenarios, package)
 
 
-def lightning_of(flavour: str) -> Any:
-    return importlib.import_module("pytorch_lightning" if flavour == "pytorch_lightning" else "lightning.pytorch")
+def lightning_of(package: str) -> Any:
+    return importlib.import_module("pytorch_lightning" if package == "pytorch_lightning" else "lightning.pytorch")
 
 
-def ours(flavour: str) -> Any:
-    return importlib.import_module(f"lightning_sparse.flavours.{flavour}")
+def ours(package: str) -> Any:
+    return importlib.import_module(f"lightning_sparse.flavours.{package}")
 
 
-def plain_module(flavour: str, net: nn.Module | None = None, by_step: bool = False) -> Any:
+def plain_module(package: str, net: nn.Module | None = None, by_step: bool = False) -> Any:
     """Return a LightningModule around `net`.
 
     Args:
         by_step: Make each batch from the global step and ignore the loader. A plain DataLoader restarts its epoch when
             a run resumes, so only this option gives both runs the same batches.
     """
-    pl = lightning_of(flavour)
+    pl = lightning_of(package)
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -89,8 +89,8 @@ def data(count: int = 96) -> DataLoader[Tensor]:
     return DataLoader(torch.randn(count, 13, generator=torch.Generator().manual_seed(3)), batch_size=4)  # type: ignore
 
 
-def trainer(flavour: str, strategy: Any, **options: Any) -> Any:
-    pl = lightning_of(flavour)
+def trainer(package: str, strategy: Any, **options: Any) -> Any:
+    pl = lightning_of(package)
     defaults: dict[str, Any] = {
         "accelerator": "cpu", "devices": 2, "num_nodes": 2, "max_steps": 10, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
@@ -105,9 +105,9 @@ def ranks() -> dict[str, int]:
     return {"devices": devices, "num_nodes": int(os.environ["WORLD_SIZE"]) // devices}
 
 
-def fitted(flavour: str, strategy: Any, module: Any = None, **options: Any) -> Any:
-    module = plain_module(flavour) if module is None else module
-    trainer(flavour, strategy, **options).fit(module)
+def fitted(package: str, strategy: Any, module: Any = None, **options: Any) -> Any:
+    module = plain_module(package) if module is None else module
+    trainer(package, strategy, **options).fit(module)
     return module
 
 
@@ -115,19 +115,19 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-def dense_one(flavour: str, **options: Any) -> Any:
+def dense_one(package: str, **options: Any) -> Any:
     """Return a strategy whose sparse messages hold all entries, so that it must equal DDP up to rounding."""
     given = {"density": 1.0, "exchange": "sparse", "value_dtype": "float32", "bucket_cap_mb": 0.002}
-    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
+    return ours(package).MSTopKHierStrategy(**{**given, **options})
 
 
-def sparse(flavour: str, **options: Any) -> Any:
+def sparse(package: str, **options: Any) -> Any:
     given = {"density": 0.05, "exchange": "sparse", "warmup_epochs": 0, "bucket_cap_mb": 0.002}
-    return ours(flavour).MSTopKHierStrategy(**{**given, **options})
+    return ours(package).MSTopKHierStrategy(**{**given, **options})
 
 
-def ddp(flavour: str, **options: Any) -> Any:
-    strategies = importlib.import_module(lightning_of(flavour).__name__ + ".strategies")
+def ddp(package: str, **options: Any) -> Any:
+    strategies = importlib.import_module(lightning_of(package).__name__ + ".strategies")
     return strategies.DDPStrategy(**{"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, **options})
 
 
@@ -157,8 +157,8 @@ class Branches(nn.Module):
         return self.frozen(out)
 
 
-def gan(flavour: str, toggled: bool) -> Any:
-    pl = lightning_of(flavour)
+def gan(package: str, toggled: bool) -> Any:
+    pl = lightning_of(package)
 
     class Gan(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

@@ -71,9 +71,9 @@ def report(updates: Any, net: nn.Module, lr: float, is_zero: bool, **more: Any) 
         print(json.dumps({**more, **state, **updates.gauges()}), flush=True)
 
 
-def new_strategy(flavour: Any, name: str, lighthouse: str, options: dict[str, Any]) -> Any:
+def new_strategy(package: Any, name: str, lighthouse: str, options: dict[str, Any]) -> Any:
     """Return the strategy of a node, with the rest of the options."""
-    kind = flavour.MSTopKElasticFSDPStrategy if options.pop("fsdp", False) else flavour.MSTopKElasticStrategy
+    kind = package.MSTopKElasticFSDPStrategy if options.pop("fsdp", False) else package.MSTopKElasticStrategy
     return kind(lighthouse=lighthouse, node_name=options.pop("node", name), **options)
 
 

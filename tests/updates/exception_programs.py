@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.helpers.lines import Lines
 from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 WORLD = 4
 # Number of calls per fit; the minimum over all strategies.
 HOOKS = {
@@ -111,13 +111,13 @@ def callback_of(raiser: Raiser) -> Any:
     def meets(name: str) -> Callable[..., None]:
         return lambda *_: raiser.meet(name)
 
-    return type("Raises", (lightning_of(FLAVOUR).Callback,), {hook: meets(hook) for hook in HOOKS})()
+    return type("Raises", (lightning_of(PACKAGE).Callback,), {hook: meets(hook) for hook in HOOKS})()
 
 
 def module_of(raiser: Raiser) -> Any:
     """Return a module whose forward pass, backward pass, and optimizer raise."""
     torch.manual_seed(0)
-    base = type(plain_module(FLAVOUR, net := nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5))))
+    base = type(plain_module(PACKAGE, net := nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5))))
 
     class Optimizer(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
@@ -166,25 +166,25 @@ def strategy_of(program: Program) -> tuple[Any, list[Any]]:
     """Return a new strategy and its callbacks."""
     if program.strategy == "fsdp":
         options = {"density": 0.1, "save_distributed_checkpoint": False, **program.options}
-        return ours(FLAVOUR).MSTopKFSDPStrategy(**options), []
+        return ours(PACKAGE).MSTopKFSDPStrategy(**options), []
     options = {"density": 0.1, "bucket_cap_mb": 0.002, **program.options}
     if program.strategy == "local":
-        return ours(FLAVOUR).MSTopKLocalStrategy(**options), []
+        return ours(PACKAGE).MSTopKLocalStrategy(**options), []
     callbacks = (
-        [ours(FLAVOUR).PTOCallback(scope="world", trusted_optimizers=["Optimizer"])] if program.shards_step else []
+        [ours(PACKAGE).PTOCallback(scope="world", trusted_optimizers=["Optimizer"])] if program.shards_step else []
     )
-    return ours(FLAVOUR).MSTopKHierStrategy(**options), callbacks
+    return ours(PACKAGE).MSTopKHierStrategy(**options), callbacks
 
 
 def fit(program: Program, raiser: Raiser, folder: Path, **options: Any) -> tuple[Any, str]:
     """Train two epochs of six batches, with validation and checkpoints. Return the module and the visible error."""
-    pl, (strategy, callbacks) = lightning_of(FLAVOUR), strategy_of(program)
+    pl, (strategy, callbacks) = lightning_of(PACKAGE), strategy_of(program)
     module, resume = module_of(raiser), options.pop("ckpt_path", None)
     savers = [pl.callbacks.ModelCheckpoint(folder / "steps", every_n_train_steps=3)]
     if not resume:
         savers.append(pl.callbacks.OnExceptionCheckpoint(folder))
     train = {"max_epochs": 2, "max_steps": -1, "limit_val_batches": 2, **options}
-    t = trainer(FLAVOUR, strategy, callbacks=[callback_of(raiser), *callbacks, *savers], enable_checkpointing=True,
+    t = trainer(PACKAGE, strategy, callbacks=[callback_of(raiser), *callbacks, *savers], enable_checkpointing=True,
                 **train)  # fmt: skip
     seen = ""
     with collectives_that_raise(raiser):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.helpers.lines import raised
 from tests.strategy.trainers import ddp, dense_one, lightning_of, ours, plain_module, ranks, trainer, weights
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 BETWEEN_BATCHES = ["on_train_batch_start", "on_train_batch_end"]
 OUTSIDE_BATCHES = [
     "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
@@ -140,7 +140,7 @@ def callback_of(player: Player) -> Any:
     def plays(hook: str) -> Any:
         return lambda self, trainer, module, *_: player.play(hook, False, module, trainer)
 
-    return type("Plays", (lightning_of(FLAVOUR).Callback,), {hook: plays(hook) for hook in hooks})()
+    return type("Plays", (lightning_of(PACKAGE).Callback,), {hook: plays(hook) for hook in hooks})()
 
 
 class Swap:
@@ -173,7 +173,7 @@ def swapping() -> Any:
     """Return a callback that runs `Swap`."""
     swap = Swap()
 
-    class Swaps(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Swaps(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             swap.follow(module)
 
@@ -190,7 +190,7 @@ def module_of(player: Player) -> Any:
     """Return a module whose hooks run the player."""
     torch.manual_seed(0)
     base = type(
-        plain_module(FLAVOUR, net := nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)), by_step=True)
+        plain_module(PACKAGE, net := nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)), by_step=True)
     )
 
     def plays(hook: str) -> Any:
@@ -215,15 +215,15 @@ def play(given: Program, name: str, folder: str) -> dict[str, Any]:
         callbacks.append(swapping())
     options: dict[str, Any] = {**given.trainer, "callbacks": callbacks}
     if given.save_every:
-        pl = lightning_of(FLAVOUR)
+        pl = lightning_of(PACKAGE)
         saver = pl.callbacks.ModelCheckpoint(f"{folder}/{name}", every_n_train_steps=given.save_every, save_top_k=1)
         options |= {"callbacks": [*callbacks, saver], "enable_checkpointing": True}
-    strategy = ddp(FLAVOUR)
+    strategy = ddp(PACKAGE)
     if name == "hier":
-        strategy = dense_one(FLAVOUR)
+        strategy = dense_one(PACKAGE)
     elif name == "local":
-        strategy = ours(FLAVOUR).MSTopKLocalStrategy(bucket_cap_mb=0.002, **given.options)
-    error = raised(trainer(FLAVOUR, strategy, **options, **ranks()).fit, module)
+        strategy = ours(PACKAGE).MSTopKLocalStrategy(bucket_cap_mb=0.002, **given.options)
+    error = raised(trainer(PACKAGE, strategy, **options, **ranks()).fit, module)
     return {"seen": player.seen, "weights": weights(module), "error": error}
 
 

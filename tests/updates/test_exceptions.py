@@ -17,7 +17,7 @@ from tests.strategy.trainers import lightning_of, ours, plain_module, trainer
 from tests.updates.exception_programs import ERRORS, WORLD, Program, play_all, program_of
 from tests.updates.test_trainer import adamw_module, local
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 STARTS = int(os.environ.get("EXCEPTION_PROGRAMS", 20)) // 4  # starts of the slow test; each start runs four programs
 MANY: dict[str, Any] = {"nodes": 2, "devices": 2, "timeout": 100, "init": False}
 GRACE_S = 30.0  # ranks wait at most 10 s for each other before they end; more for a busy machine
@@ -33,13 +33,13 @@ class StopError(Exception):
 
 
 def saver(folder: str) -> Any:
-    callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
+    callbacks = importlib.import_module(f"{lightning_of(PACKAGE).__name__}.callbacks")
     return callbacks.OnExceptionCheckpoint(folder)
 
 
 def stopped_in(place: str, folder: str, strategy: Any, module: Any, *more: Any) -> dict[str, Any]:
     """Raise in the sixth batch. Return the visible error, whether shapes are unchanged, and the log lines."""
-    pl, lines = lightning_of(FLAVOUR), Lines()
+    pl, lines = lightning_of(PACKAGE), Lines()
 
     class Stop(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -51,14 +51,14 @@ def stopped_in(place: str, folder: str, strategy: Any, module: Any, *more: Any) 
         def stop(self, *_: Any) -> None:
             raise StopError("out of memory, say")
 
-    t = trainer(FLAVOUR, strategy, callbacks=[Stop(), saver(folder), *more], enable_checkpointing=True)
+    t = trainer(PACKAGE, strategy, callbacks=[Stop(), saver(folder), *more], enable_checkpointing=True)
     error = ""
     try:
         t.fit(module)
     except StopError as raised:
         error = str(raised)
     shapes = [tuple(p.shape) for p in module.parameters()]
-    whole = [tuple(p.shape) for p in plain_module(FLAVOUR, nn.Linear(13, 5)).parameters()]
+    whole = [tuple(p.shape) for p in plain_module(PACKAGE, nn.Linear(13, 5)).parameters()]
     return {"error": error, "shapes": shapes == whole, "lines": list(lines.lines)}
 
 
@@ -67,10 +67,10 @@ def stopped(folder: str) -> dict[str, dict[str, Any]]:
     """Stop in an optimizer step or between batches, with updates, and with gradients and PTOCallback."""
     found = {}
     for place in ("optimizer", "batch"):
-        found[f"{place} local"] = stopped_in(place, f"{folder}/{place} local", local(FLAVOUR), adamw_module(FLAVOUR))
-        strategy = ours(FLAVOUR).MSTopKHierStrategy(density=0.1, exchange="sparse", warmup_epochs=0)
-        shares = ours(FLAVOUR).PTOCallback(scope="world")
-        found[f"{place} hier"] = stopped_in(place, f"{folder}/{place} hier", strategy, adamw_module(FLAVOUR), shares)
+        found[f"{place} local"] = stopped_in(place, f"{folder}/{place} local", local(PACKAGE), adamw_module(PACKAGE))
+        strategy = ours(PACKAGE).MSTopKHierStrategy(density=0.1, exchange="sparse", warmup_epochs=0)
+        shares = ours(PACKAGE).PTOCallback(scope="world")
+        found[f"{place} hier"] = stopped_in(place, f"{folder}/{place} hier", strategy, adamw_module(PACKAGE), shares)
     return found
 
 
@@ -94,7 +94,7 @@ def test_exception_between_batches_on_all_ranks_is_saved(results: Results, kind:
 
 
 def one_rank_alone(folder: str) -> None:
-    module = adamw_module(FLAVOUR)
+    module = adamw_module(PACKAGE)
     step = module.training_step
 
     def training_step(batch: Any, batch_idx: int) -> Any:
@@ -103,7 +103,7 @@ def one_rank_alone(folder: str) -> None:
         return step(batch, batch_idx)
 
     module.training_step = training_step
-    trainer(FLAVOUR, local(FLAVOUR), callbacks=[saver(folder)], enable_checkpointing=True).fit(module)
+    trainer(PACKAGE, local(PACKAGE), callbacks=[saver(folder)], enable_checkpointing=True).fit(module)
 
 
 def test_exception_on_one_rank_ends_all_and_shows_the_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.helpers.lines import Lines, raised
 from tests.helpers.scenarios import Scenarios
 from tests.helpers.training import results_in_one_start
 from tests.strategy.trainers import ddp, fitted, lightning_of, ours, plain_module, ranks, trainer, weights
-from tests.updates.hook_programs import FLAVOUR, Program, play_all, program
+from tests.updates.hook_programs import PACKAGE, Program, play_all, program
 from tests.updates.test_trainer import adamw_module, local
 
 SCENARIOS = Scenarios()
@@ -72,7 +72,7 @@ def changed_at_start(_: str) -> list[Tensor]:
     """Return the weights of fits in which a hook sets the initial weights, and of a fit that starts with them."""
     results = []
     for hook in ("on_fit_start", "on_train_start", None):
-        module = adamw_module(FLAVOUR)
+        module = adamw_module(PACKAGE)
 
         def set_weights(module: Any = module) -> None:
             nn.utils.vector_to_parameters(torch.linspace(-1, 1, weights(module).numel()), module.parameters())
@@ -81,7 +81,7 @@ def changed_at_start(_: str) -> list[Tensor]:
             set_weights()
         else:
             setattr(module, hook, set_weights)
-        fitted(FLAVOUR, local(FLAVOUR), module, devices=1)
+        fitted(PACKAGE, local(PACKAGE), module, devices=1)
         results.append(weights(module))
     return results
 
@@ -94,8 +94,8 @@ def test_weights_that_a_hook_sets_before_training_are_global_at_once(results: Re
 @scenario
 def exported_and_final(folder: str) -> dict[str, Any]:
     """Return the difference between weights in a save hook and in the file, the last saved and the final weights."""
-    pl = lightning_of(FLAVOUR)
-    module, differences = adamw_module(FLAVOUR), []
+    pl = lightning_of(PACKAGE)
+    module, differences = adamw_module(PACKAGE), []
 
     def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
         held = dict(module.named_parameters())
@@ -104,7 +104,7 @@ def exported_and_final(folder: str) -> dict[str, Any]:
     module.on_save_checkpoint = on_save_checkpoint
     savers = [pl.callbacks.ModelCheckpoint(folder, str(every), every_n_train_steps=every) for every in (2, 7)]
     options = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 7, "enable_checkpointing": True}
-    trainer(FLAVOUR, local(FLAVOUR), callbacks=savers, devices=1, **options).fit(module)
+    trainer(PACKAGE, local(PACKAGE), callbacks=savers, devices=1, **options).fit(module)
     last = torch.load(f"{folder}/7.ckpt", weights_only=False)["state_dict"]
     return {"differences": differences, "last": torch.cat([last[n].flatten() for n, _ in module.named_parameters()]),
             "end": weights(module)}  # fmt: skip
@@ -120,8 +120,8 @@ def test_save_hook_sees_the_saved_weights_and_the_last_save_is_final(results: Re
 @scenario
 def pruned(_: str) -> tuple[int, int]:
     """Return the number of pruned weights that are zero after a fit with sparse messages, and the number pruned."""
-    callbacks = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks")
-    module, masks = adamw_module(FLAVOUR, nn.Linear(13, 29)), []
+    callbacks = importlib.import_module(f"{lightning_of(PACKAGE).__name__}.callbacks")
+    module, masks = adamw_module(PACKAGE, nn.Linear(13, 29)), []
 
     class Prune(callbacks.ModelPruning):  # type: ignore[misc, name-defined]
         def make_pruning_permanent(self, pruned: Any) -> None:
@@ -130,7 +130,7 @@ def pruned(_: str) -> tuple[int, int]:
 
     options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 5, "devices": 1}
     pruning = Prune("l1_unstructured", parameters_to_prune=[(module.net, "weight")], amount=0.3)
-    fitted(FLAVOUR, local(FLAVOUR), module, callbacks=[pruning], **options)
+    fitted(PACKAGE, local(PACKAGE), module, callbacks=[pruning], **options)
     return int((module.net.weight[masks[0] == 0] == 0).sum()), int((masks[0] == 0).sum())
 
 
@@ -144,7 +144,7 @@ def averaged_by_a_callback(_: str) -> tuple[Tensor, list[Tensor]]:
     """Return a callback's average over steps, and the weights that it saw in each step."""
     seen: list[Tensor] = []
 
-    class Average(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Average(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         mean: Tensor | None = None
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -152,7 +152,7 @@ def averaged_by_a_callback(_: str) -> tuple[Tensor, list[Tensor]]:
             self.mean = seen[-1] if self.mean is None else self.mean.lerp(seen[-1], 0.1)
 
     average = Average()
-    fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=[average], devices=1)
+    fitted(PACKAGE, local(PACKAGE), adamw_module(PACKAGE), callbacks=[average], devices=1)
     assert average.mean is not None
     return average.mean, seen
 
@@ -172,7 +172,7 @@ def changed_unlike(_: str) -> dict[str, tuple[str, list[str], Tensor]]:
 
 def changed_unlike_in(hook: str) -> tuple[str, list[str], Tensor]:
     """Add noise that differs by node in a hook. Return the error, the warnings and the weights."""
-    lines, module = Lines(), adamw_module(FLAVOUR)
+    lines, module = Lines(), adamw_module(PACKAGE)
 
     def add_noise(*_: Any) -> None:
         chance = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -181,7 +181,7 @@ def changed_unlike_in(hook: str) -> tuple[str, list[str], Tensor]:
 
     setattr(module, hook, add_noise)
     options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 4, "devices": 1}
-    error = raised(fitted, FLAVOUR, local(FLAVOUR), module, **options)
+    error = raised(fitted, PACKAGE, local(PACKAGE), module, **options)
     return error, [line for line in lines.lines if "a hook changed the weights" in line], weights(module)
 
 
@@ -196,7 +196,7 @@ def test_change_that_differs_between_nodes_is_averaged_with_a_warning(results: R
 @scenario
 def switched_for_validation(folder: str) -> dict[str, Any]:
     """Train a module that validates with other weights on each node. Return the weights that it sees and saves."""
-    seen, module = {}, adamw_module(FLAVOUR)
+    seen, module = {}, adamw_module(PACKAGE)
 
     def move(sign: float) -> None:
         for parameter in module.parameters():
@@ -211,7 +211,7 @@ def switched_for_validation(folder: str) -> dict[str, Any]:
     module.validation_step = lambda *args: (seen.setdefault("validated", weights(module)), validate(*args))[1]
     module.on_validation_end = lambda: module.trainer.save_checkpoint(f"{folder}/validated.ckpt")
     module.on_validation_model_train = lambda: (move(-1.0), train())
-    fitted(FLAVOUR, local(FLAVOUR), module, devices=1, limit_val_batches=1, max_steps=4, val_check_interval=2)
+    fitted(PACKAGE, local(PACKAGE), module, devices=1, limit_val_batches=1, max_steps=4, val_check_interval=2)
     saved = torch.load(f"{folder}/validated.ckpt", weights_only=True)["state_dict"]
     return {**seen, "saved": torch.cat([each.flatten() for each in saved.values()]), "after": weights(module)}
 
@@ -266,11 +266,11 @@ def test_shown_weights_that_no_hook_changed_are_put_back_exactly(results: Result
 def with_a_callback_of_rank_0(_: str) -> Tensor:
     """Train with a callback that only one rank has, such as a callback that prints."""
 
-    class Prints(lightning_of(FLAVOUR).Callback):  # type: ignore[misc]
+    class Prints(lightning_of(PACKAGE).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None: ...
 
     callbacks = [Prints()] if os.environ["RANK"] == "0" else []
-    return weights(fitted(FLAVOUR, local(FLAVOUR), adamw_module(FLAVOUR), callbacks=callbacks, **ranks()))
+    return weights(fitted(PACKAGE, local(PACKAGE), adamw_module(PACKAGE), callbacks=callbacks, **ranks()))
 
 
 def test_callback_on_one_rank_keeps_collectives_in_order(results: Results, shards: Results) -> None:
@@ -282,7 +282,7 @@ def test_callback_on_one_rank_keeps_collectives_in_order(results: Results, shard
 @scenario
 def saved_after_a_search(folder: str) -> list[float]:
     """Return how far each checkpoint is from the global weights in a fit that starts with a learning-rate search."""
-    callbacks, module = importlib.import_module(f"{lightning_of(FLAVOUR).__name__}.callbacks"), adamw_module(FLAVOUR)
+    callbacks, module = importlib.import_module(f"{lightning_of(PACKAGE).__name__}.callbacks"), adamw_module(PACKAGE)
     module.lr, differences = 0.01, []
 
     class Saver(callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
@@ -295,7 +295,7 @@ def saved_after_a_search(folder: str) -> list[float]:
 
     search, saver = callbacks.LearningRateFinder(num_training_steps=8), Saver(folder, every_n_train_steps=2)
     options = {"enable_checkpointing": True, "default_root_dir": folder, "devices": 1}
-    trainer(FLAVOUR, local(FLAVOUR), callbacks=[search, saver], **options).fit(module)
+    trainer(PACKAGE, local(PACKAGE), callbacks=[search, saver], **options).fit(module)
     return differences
 
 
@@ -307,7 +307,7 @@ def test_saves_after_a_search_for_a_learning_rate_have_the_global_weights(result
 
 def scaled_after_validation(name: str) -> Tensor:
     """Return the weights of a fit with a hook that scales the weights after each validation."""
-    module = plain_module(FLAVOUR, nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)), by_step=True)
+    module = plain_module(PACKAGE, nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)), by_step=True)
 
     @torch.no_grad()
     def scale(*_: Any) -> None:
@@ -315,15 +315,15 @@ def scaled_after_validation(name: str) -> Tensor:
             parameter.mul_(0.9)
 
     module.on_validation_end = scale
-    strategy = ddp(FLAVOUR)
+    strategy = ddp(PACKAGE)
     if name == "updates":
-        strategy = ours(FLAVOUR).MSTopKFSDPStrategy(density=1.0, value_dtype="float32", delay=0)
+        strategy = ours(PACKAGE).MSTopKFSDPStrategy(density=1.0, value_dtype="float32", delay=0)
     elif name == "gradients":
-        strategy = ours(FLAVOUR).MSTopKFSDPStrategy(send="gradients", exchange="dense")
+        strategy = ours(PACKAGE).MSTopKFSDPStrategy(send="gradients", exchange="dense")
     torch.manual_seed(0)
     for layer in (module.net[0], module.net[2]):
         layer.reset_parameters()
-    fitted(FLAVOUR, strategy, module, **ranks(), max_steps=-1, max_epochs=2, limit_train_batches=3, limit_val_batches=1)
+    fitted(PACKAGE, strategy, module, **ranks(), max_steps=-1, max_epochs=2, limit_train_batches=3, limit_val_batches=1)
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
     return torch.cat([p.detach().flatten() for p in whole])
 

@@ -397,8 +397,8 @@ def test_node_that_others_cannot_reach_is_advised_to_use_an_ip_address(
 
 
 def test_unknown_fields_of_a_status_are_ignored() -> None:
-    assert _status_of({"token": "t", "colour": "red"}) == NodeStatus(token="t")
-    assert _status_of({"progress": {"end": 3, "colour": "red"}}) == NodeStatus(progress=SampleProgress(3))
+    assert _status_of({"token": "t", "color": "red"}) == NodeStatus(token="t")
+    assert _status_of({"progress": {"end": 3, "color": "red"}}) == NodeStatus(progress=SampleProgress(3))
     assert _status_of(None) == NodeStatus()
 
 

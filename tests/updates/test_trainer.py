@@ -29,8 +29,8 @@ scenarios = Scenarios()
 results = results_of(scenarios)
 
 
-def local(flavour: str, **options: Any) -> Any:
-    return ours(flavour).MSTopKLocalStrategy(**{"density": 0.05, **options})
+def local(package: str, **options: Any) -> Any:
+    return ours(package).MSTopKLocalStrategy(**{"density": 0.05, **options})
 
 
 class Net(nn.Module):
@@ -47,8 +47,8 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)).relu()) * self.constant
 
 
-def adamw_module(flavour: str, net: nn.Module | None = None, **options: Any) -> Any:
-    base = type(plain_module(flavour, net or nn.Linear(13, 5)))
+def adamw_module(package: str, net: nn.Module | None = None, **options: Any) -> Any:
+    base = type(plain_module(package, net or nn.Linear(13, 5)))
 
     class Module(base):  # type: ignore[misc, valid-type]
         def configure_optimizers(self) -> Any:
@@ -60,11 +60,11 @@ def adamw_module(flavour: str, net: nn.Module | None = None, **options: Any) -> 
 
 
 @scenarios.add
-def views(flavour: str) -> dict[str, Any]:
+def views(package: str) -> dict[str, Any]:
     """Return the weights that each hook and each phase sees."""
     seen: dict[str, list[Tensor]] = {}
 
-    class See(lightning_of(flavour).Callback):  # type: ignore[misc]
+    class See(lightning_of(package).Callback):  # type: ignore[misc]
         def note(self, where: str, module: Any) -> None:
             seen.setdefault(where, []).append(torch.cat([weights(module), module.net.norm.running_mean]))
 
@@ -87,9 +87,9 @@ def views(flavour: str) -> dict[str, Any]:
                 assert state["net.first.weight"].data_ptr() == state["net.last.weight"].data_ptr()
                 seen.setdefault("mid-epoch checkpoint", []).append(state["net.first.weight"].flatten())
 
-    module = adamw_module(flavour, Net())
+    module = adamw_module(package, Net())
     options: dict[str, Any] = {"limit_val_batches": 1, "max_steps": -1, "max_epochs": 2, "limit_train_batches": 6}
-    trainer(flavour, local(flavour), callbacks=[See()], **options).fit(module)
+    trainer(package, local(package), callbacks=[See()], **options).fit(module)
     seen["end"] = [torch.cat([weights(module), module.net.norm.running_mean])]
     return {**seen, "constant": module.net.constant}
 
@@ -105,17 +105,17 @@ def test_hooks_and_phases_see_the_global_weights(results: Results) -> None:
 
 
 @scenarios.add
-def everything_sent(flavour: str) -> dict[str, Any]:
+def everything_sent(package: str) -> dict[str, Any]:
     exact = {"density": 1.0, "value_dtype": "float32", "delay": 0, "bucket_cap_mb": 0.002}
 
-    class Plain(type(plain_module(flavour))):  # type: ignore[misc]
+    class Plain(type(plain_module(package))):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
     options = {"accumulate_grad_batches": 2}
     return {
-        "ours": weights(fitted(flavour, local(flavour, **exact), Plain(), **options)),
-        "ddp": weights(fitted(flavour, ddp(flavour), Plain(), **options)),
+        "ours": weights(fitted(package, local(package, **exact), Plain(), **options)),
+        "ddp": weights(fitted(package, ddp(package), Plain(), **options)),
     }
 
 
@@ -126,31 +126,31 @@ def test_updates_with_everything_sent_equal_ddp_with_accumulation(results: Resul
 
 
 @scenarios.add
-def ways_to_train(flavour: str) -> dict[str, Tensor]:
-    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+def ways_to_train(package: str) -> dict[str, Tensor]:
+    callbacks = importlib.import_module(lightning_of(package).__name__ + ".callbacks")
     runs: dict[str, Any] = {
         "by name": (
-            adamw_module(flavour),
+            adamw_module(package),
             {"strategy": "mstopk_local", "gradient_clip_val": 0.1, "precision": "bf16-mixed"},
         ),
-        "gan": (gan(flavour, True), {"strategy": local(flavour, find_unused_parameters=True)}),
+        "gan": (gan(package, True), {"strategy": local(package, find_unused_parameters=True)}),
         "averaging at epochs": (
-            adamw_module(flavour, Net()),
+            adamw_module(package, Net()),
             {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 4,
              "callbacks": [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2)]},
         ),
-        "frozen, then unfrozen": (adamw_module(flavour), {"callbacks": [unfreezing(flavour)]}),
-        "fused": (adamw_module(flavour, fused=True), {"strategy": local(flavour, sync_every=3)}),
-        "muon": (muon_module(flavour), {}),
+        "frozen, then unfrozen": (adamw_module(package), {"callbacks": [unfreezing(package)]}),
+        "fused": (adamw_module(package, fused=True), {"strategy": local(package, sync_every=3)}),
+        "muon": (muon_module(package), {}),
     }  # fmt: skip
     if hasattr(callbacks, "WeightAveraging"):
         averaging = callbacks.WeightAveraging(use_buffers=True)
-        runs["averaging at steps"] = (adamw_module(flavour, Net()), {"limit_val_batches": 1, "callbacks": [averaging]})
+        runs["averaging at steps"] = (adamw_module(package, Net()), {"limit_val_batches": 1, "callbacks": [averaging]})
     found = {}
     for name, (module, options) in runs.items():
-        strategy = options.pop("strategy", None) or local(flavour)
+        strategy = options.pop("strategy", None) or local(package)
         begin = weights(module).clone()
-        trainer(flavour, strategy, **options).fit(module)
+        trainer(package, strategy, **options).fit(module)
         found[name] = weights(module).float()
         assert not torch.equal(begin.float(), found[name]), name
         assert found[name].isfinite().all(), name
@@ -158,35 +158,35 @@ def ways_to_train(flavour: str) -> dict[str, Tensor]:
 
 
 @scenarios.add
-def shown_at_the_end_of_steps(flavour: str) -> dict[str, Tensor]:
+def shown_at_the_end_of_steps(package: str) -> dict[str, Tensor]:
     """Stop a training by its number of steps, during an epoch."""
     seen = {}
 
-    class See(lightning_of(flavour).Callback):  # type: ignore[misc]
+    class See(lightning_of(package).Callback):  # type: ignore[misc]
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             seen["weights"] = weights(module).clone()
 
-    fitted(flavour, local(flavour), adamw_module(flavour), callbacks=[See()], max_steps=7)
+    fitted(package, local(package), adamw_module(package), callbacks=[See()], max_steps=7)
     return seen
 
 
 @scenarios.add
-def buffers_that_come_late(flavour: str) -> dict[str, Tensor]:
+def buffers_that_come_late(package: str) -> dict[str, Tensor]:
     """Train with pruning, which adds masks as buffers while callbacks see the global weights."""
-    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
-    module = adamw_module(flavour, nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5)))
+    callbacks = importlib.import_module(lightning_of(package).__name__ + ".callbacks")
+    module = adamw_module(package, nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5)))
     pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
-    fitted(flavour, local(flavour), module, callbacks=[pruning], max_steps=-1, max_epochs=3, limit_train_batches=4)
+    fitted(package, local(package), module, callbacks=[pruning], max_steps=-1, max_epochs=3, limit_train_batches=4)
     return {"weights": weights(module)}
 
 
 @scenarios.add
-def no_optimizers(flavour: str) -> dict[str, Tensor]:
-    class Module(type(plain_module(flavour, Net()))):  # type: ignore[misc]
+def no_optimizers(package: str) -> dict[str, Tensor]:
+    class Module(type(plain_module(package, Net()))):  # type: ignore[misc]
         def configure_optimizers(self) -> None: ...
 
     module = Module()
-    fitted(flavour, local(flavour), module, max_steps=-1, max_epochs=1, limit_train_batches=3)
+    fitted(package, local(package), module, max_steps=-1, max_epochs=1, limit_train_batches=3)
     return {"weights": weights(module)}
 
 
@@ -196,14 +196,14 @@ def test_fit_leaves_the_global_weights_on_all_ranks(results: Results, scenario: 
 
 
 @scenarios.add
-def communication_hook(flavour: str) -> list[int]:
+def communication_hook(package: str) -> list[int]:
     """Return the group size that a communication hook gets. Lightning registers the hook only on CUDA."""
     hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks")
     hook = hooks.default_hooks.fp16_compress_hook
     sizes = []
     for state in (None, hooks.powerSGD_hook.PowerSGDState(process_group=None)):
-        strategy = local(flavour, ddp_comm_hook=hook, ddp_comm_state=state)
-        fitted(flavour, strategy, adamw_module(flavour), max_steps=1)
+        strategy = local(package, ddp_comm_hook=hook, ddp_comm_state=state)
+        fitted(package, strategy, adamw_module(package), max_steps=1)
         group = strategy._ddp_comm_state if state is None else strategy._ddp_comm_state.process_group
         sizes.append(group.size())
     return sizes
@@ -213,8 +213,8 @@ def test_communication_hook_stays_inside_the_node(results: Results) -> None:
     assert all(each["communication_hook"] == [2, 2] for each in results)
 
 
-def unfreezing(flavour: str) -> Any:
-    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+def unfreezing(package: str) -> Any:
+    callbacks = importlib.import_module(lightning_of(package).__name__ + ".callbacks")
 
     class Unfreeze(callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
         def freeze_before_training(self, module: Any) -> None:
@@ -232,8 +232,8 @@ def unfreezing(flavour: str) -> Any:
     return Unfreeze()
 
 
-def muon_module(flavour: str) -> Any:
-    base = type(plain_module(flavour, nn.Linear(13, 5, bias=False)))
+def muon_module(package: str) -> Any:
+    base = type(plain_module(package, nn.Linear(13, 5, bias=False)))
 
     class Module(base):  # type: ignore[misc, valid-type]
         def configure_optimizers(self) -> Any:
@@ -255,16 +255,16 @@ def test_fit_with_other_features_leaves_equal_weights_on_all_ranks(results: Resu
 
 
 @scenarios.add
-def averaged(flavour: str) -> dict[str, float]:
+def averaged(package: str) -> dict[str, float]:
     """Return the distance between a fit's final weights and the weights that a callback averaged."""
-    callbacks = importlib.import_module(lightning_of(flavour).__name__ + ".callbacks")
+    callbacks = importlib.import_module(lightning_of(package).__name__ + ".callbacks")
     kinds = [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2)]
     kinds += [callbacks.WeightAveraging()] if hasattr(callbacks, "WeightAveraging") else []
     off = {}
     for each in kinds:
-        module = adamw_module(flavour)
-        strategy = local(flavour, density=1.0, value_dtype="float32", delay=0, outer_lr=1.5)
-        trainer(flavour, strategy, max_steps=-1, max_epochs=4, limit_train_batches=4, callbacks=[each]).fit(module)
+        module = adamw_module(package)
+        strategy = local(package, density=1.0, value_dtype="float32", delay=0, outer_lr=1.5)
+        trainer(package, strategy, max_steps=-1, max_epochs=4, limit_train_batches=4, callbacks=[each]).fit(module)
         average = nn.utils.parameters_to_vector(each._average_model.parameters())
         off[type(each).__name__] = float((weights(module) - average).abs().max())
     return off
@@ -276,9 +276,9 @@ def test_fit_with_averaging_ends_with_the_average(results: Results) -> None:
 
 
 @scenarios.add
-def with_pto(flavour: str) -> str:
-    t = trainer(flavour, local(flavour), callbacks=[ours(flavour).PTOCallback()])
-    return raised(t.fit, adamw_module(flavour))
+def with_pto(package: str) -> str:
+    t = trainer(package, local(package), callbacks=[ours(package).PTOCallback()])
+    return raised(t.fit, adamw_module(package))
 
 
 def test_pto_callback_is_refused(results: Results) -> None:
@@ -288,9 +288,9 @@ def test_pto_callback_is_refused(results: Results) -> None:
 
 
 @scenarios.add
-def statistics(flavour: str) -> dict[str, float]:
-    module = adamw_module(flavour)
-    t = trainer(flavour, local(flavour), callbacks=[ours(flavour).CommStatsCallback()])
+def statistics(package: str) -> dict[str, float]:
+    module = adamw_module(package)
+    t = trainer(package, local(package), callbacks=[ours(package).CommStatsCallback()])
     t.fit(module)
     return {name: float(value) for name, value in t.callback_metrics.items()}
 
@@ -318,17 +318,17 @@ class Teacher(nn.Module):
 
 
 @scenarios.add
-def teacher(flavour: str) -> dict[str, Any]:
-    class Follow(lightning_of(flavour).Callback):  # type: ignore[misc]
+def teacher(package: str) -> dict[str, Any]:
+    class Follow(lightning_of(package).Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             for taught, own in zip(module.net.teacher.parameters(), module.net.net.parameters(), strict=True):
                 taught.data.lerp_(own.data, 0.1)
 
     net, seen = Teacher(), []
-    module = adamw_module(flavour, net)
+    module = adamw_module(package, net)
     module.validation_step = lambda batch, batch_idx: seen.append(weights(net.teacher).clone())
     before = weights(net.frozen).clone()
-    trainer(flavour, local(flavour), callbacks=[Follow()], limit_val_batches=1).fit(module)
+    trainer(package, local(package), callbacks=[Follow()], limit_val_batches=1).fit(module)
     return {"seen": seen, "end": weights(net.teacher), "frozen": torch.equal(before, weights(net.frozen))}
 
 

@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader
 
 from tests.strategy.trainers import ddp, ours, ranks, trainer
 
-FLAVOUR = "pytorch_lightning"
+PACKAGE = "pytorch_lightning"
 BATCHES, EPOCHS, SAVED_AT = 8, 3, 10
 # "all": all entries are sent at once, so the weights must equal the weights of DDP. With `mstopk_local`, this holds
 # only if all ranks have equal batches, because each node has its own optimizer.
 STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ddp": lambda: ddp(FLAVOUR),
-    "mstopk_hier": lambda: ours(FLAVOUR).MSTopKHierStrategy(density=0.1, exchange="sparse", warmup_epochs=0),
-    "mstopk_local": lambda: ours(FLAVOUR).MSTopKLocalStrategy(density=0.1),
-    "mstopk_hier, all": lambda: ours(FLAVOUR).MSTopKHierStrategy(density=1.0, exchange="sparse", value_dtype="float32"),
-    "mstopk_local, all": lambda: ours(FLAVOUR).MSTopKLocalStrategy(density=1.0, value_dtype="float32", delay=0),
+    "ddp": lambda: ddp(PACKAGE),
+    "mstopk_hier": lambda: ours(PACKAGE).MSTopKHierStrategy(density=0.1, exchange="sparse", warmup_epochs=0),
+    "mstopk_local": lambda: ours(PACKAGE).MSTopKLocalStrategy(density=0.1),
+    "mstopk_hier, all": lambda: ours(PACKAGE).MSTopKHierStrategy(density=1.0, exchange="sparse", value_dtype="float32"),
+    "mstopk_local, all": lambda: ours(PACKAGE).MSTopKLocalStrategy(density=1.0, value_dtype="float32", delay=0),
 }
 
 
@@ -138,7 +138,7 @@ def fit(make: Callable[[bool], Task], strategy: str, folder: Path, *, alike: boo
         "max_steps": -1, "max_epochs": EPOCHS, "limit_val_batches": 2, "val_check_interval": BATCHES // 2,
         "use_distributed_sampler": False,
     }  # fmt: skip
-    run = trainer(FLAVOUR, STRATEGIES[strategy](), **options, **ranks())
+    run = trainer(PACKAGE, STRATEGIES[strategy](), **options, **ranks())
     run.fit(module, ckpt_path=resume or None)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     errors = [*module.export_errors, difference(module.exported, state)]

@@ -39,7 +39,7 @@ RESERVE_BYTES = 64 << 20
 LOCK_S = 2.0
 # Without probed files: bytes of an average photograph whose shorter side is 1, measured on ImageNet: 271,617 at 256.
 PHOTOGRAPH = 271_617 / 256**2
-MAX_COMPRESSION = 60  # upper bound of decoded size / JPEG size, reached by images of one colour
+MAX_COMPRESSION = 60  # upper bound of decoded size / JPEG size, reached by images of one color
 DEFAULT_SHARE = 0.5  # of the available memory
 UNKNOWN_BYTES = 1 << 20  # of a file whose size storage does not list
 _SLOTS_AT = 4096

@@ -187,7 +187,7 @@ class TorchPipeline:
         count, size = len(request.indices), request.size
         if self._device is None:
             images = torch.from_numpy(self._buffers.take((count, 3, size, size)))
-            put: Callable[[NDArray[np.uint8], NDArray[Any]], None] = self._normalise
+            put: Callable[[NDArray[np.uint8], NDArray[Any]], None] = self._normalize
         else:
             # the device normalizes: uint8 is a quarter of the bytes of float32
             images, put = torch.empty((count, size, size, 3), dtype=torch.uint8, pin_memory=self._pin), _copy
@@ -196,7 +196,7 @@ class TorchPipeline:
             put(image[:, ::-1] if prepared.crops.flip[position] else image, target)
         return images, prepared.labels.pin_memory() if self._pin else prepared.labels
 
-    def _normalise(self, image: NDArray[np.uint8], target: NDArray[np.float32]) -> None:
+    def _normalize(self, image: NDArray[np.uint8], target: NDArray[np.float32]) -> None:
         # in numpy: torch would start a team of OpenMP threads for each of these threads
         for plane, scale, shift, out in zip(
             image.transpose(2, 0, 1).copy(), self._scale, self._shift, target, strict=True

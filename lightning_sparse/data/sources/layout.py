@@ -409,14 +409,14 @@ class TarShards(Layout):
         samples = self._found(shards)
         if not samples:
             raise ValueError(f"the shards {shards[0]}, ... contain no samples.")
-        labelled = [sample for sample in samples if sample.label]
-        if labelled and len(labelled) < len(samples):
+        labeled = [sample for sample in samples if sample.label]
+        if labeled and len(labeled) < len(samples):
             without = next(sample for sample in samples if not sample.label)
             raise ValueError(
                 f"{without.path} has no .cls member, and other samples have one: give all of them a label."
             )
         try:
-            labels = np.array([[int(sample.label)] for sample in labelled], np.int64)
+            labels = np.array([[int(sample.label)] for sample in labeled], np.int64)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"a .cls member of {shards[0]}, ... is not a whole number: {error}.") from error
         shard_of, offsets, sizes = (np.array(values, np.int64) for values in list(zip(*samples, strict=True))[1:4])

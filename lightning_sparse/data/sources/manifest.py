@@ -202,8 +202,8 @@ class Manifest:
         numbers = np.array([number[name] for name in self.classes], np.int64)
         labels = self.labels.copy()
         first = labels if labels.ndim == 1 else labels[:, 0]
-        labelled = first >= 0  # -1: it has no label, in data sets of Hugging Face
-        first[labelled] = numbers[first[labelled].astype(np.int64)]
+        labeled = first >= 0  # -1: it has no label, in data sets of Hugging Face
+        first[labeled] = numbers[first[labeled].astype(np.int64)]
         return replace(self, classes=classes, labels=labels, fingerprint="")
 
     def with_labels_like(self, whole: bool) -> Manifest:

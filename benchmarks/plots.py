@@ -1,6 +1,6 @@
 """The style of plots, and plots of result files without new measurements.
 
-    python -m benchmarks.pictures [FOLDER]      # default: benchmarks/results
+    python -m benchmarks.plots [FOLDER]      # default: benchmarks/results
 
 All plots are `WIDTH` inches wide, with the legend below the axes. The background is transparent, and text is gray,
 which is readable on white and on black; so no curve is drawn in white or black.
@@ -21,15 +21,15 @@ from lightning_sparse.cli import import_optional
 WIDTH = 10.0
 LEGEND = 130
 """Characters that fit into a line of a legend, of which a mark takes five."""
-GREY = "#808080"
+GRAY = "#808080"
 STYLE: dict[str, Any] = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GRAY),
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlecolor": GREY,
+    "axes.titlecolor": GRAY,
     "axes.titlesize": "medium",
     "font.size": 10,
-    "grid.color": GREY,
+    "grid.color": GRAY,
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "legend.fontsize": "small",
@@ -43,19 +43,19 @@ LIGHT = ("#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b
 PALETTE = (*DARK, *LIGHT)
 
 
-def colour(index: int) -> str:
+def color(index: int) -> str:
     """Return the color of a curve, in order. Gray is reserved for text and baselines."""
     return PALETTE[index % len(PALETTE)]
 
 
 @contextmanager
-def picture(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool = False) -> Iterator[Sequence[Any]]:
-    """Draw on these axes, side by side; the file is written at the end. Equal rows give an equal SVG.
+def figure(file: Path, *, height: float = 4.5, columns: int = 1, sharey: bool = False) -> Iterator[Sequence[Any]]:
+    """Yield axes, side by side, and write the file at the end. Equal rows give an equal SVG.
 
     Raises:
         ValueError: if matplotlib is not installed.
     """
-    mpl = import_optional("matplotlib", "a picture")
+    mpl = import_optional("matplotlib", "a plot")
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
@@ -96,7 +96,7 @@ def draw(file: Path, record: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the pictures of result files again.")
+    parser = argparse.ArgumentParser(description="Draw the plots of result files again.")
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "results")
     for record in sorted(parser.parse_args().folder.glob("*.json")):
         for file in (record.with_name(record.stem + suffix) for suffix in SUFFIXES):
