@@ -110,8 +110,8 @@ def compare(ours: Digests, other: Digests, titles: list[str]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the .json file to write")
-    parser.add_argument("--compare", type=Path, metavar="OTHER", help="an earlier one")
-    parser.add_argument("--only", default="", metavar="NAME", help="cases whose names begin so")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="compare with this earlier .json file")
+    parser.add_argument("--only", default="", metavar="NAME", help="only cases whose names begin with NAME")
     given = parser.parse_args()
     # DDP warns of find_unused_parameters in the ranks' first step
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

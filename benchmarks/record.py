@@ -39,7 +39,9 @@ def parser_of(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
 def add_clusters(parser: argparse.ArgumentParser, clusters: list[str], gbps: list[float]) -> None:
     """Add options for emulated clusters and the rates of their links; all combinations are measured."""
     parser.add_argument("--clusters", nargs="+", default=clusters, metavar="MxL", help="nodes x devices to emulate")
-    parser.add_argument("--gbps", type=float, nargs="+", default=gbps, metavar="R", help="Gbit/s of a link each way")
+    parser.add_argument(
+        "--gbps", type=float, nargs="+", default=gbps, metavar="R", help="rate of a link in Gbit/s, per direction"
+    )
 
 
 def command() -> str:

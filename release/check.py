@@ -78,10 +78,12 @@ def check(python: Path, folder: Path, kernels: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Try the files of a release.")
+    parser = argparse.ArgumentParser(description="Install and test the files of a release.")
     parser.add_argument("dist", type=Path, nargs="?", default=Path("dist"))
-    parser.add_argument("--fresh", action="store_true", help="with dependencies from the package index, 6 GB a file")
-    parser.add_argument("--torch", default="torch", help="with --fresh: the one to install, torch==2.11.0 for example")
+    parser.add_argument("--fresh", action="store_true", help="download all dependencies, 6 GB per file")
+    parser.add_argument(
+        "--torch", default="torch", help="with --fresh: the torch to install, for example torch==2.11.0"
+    )
     words = parser.parse_args()
     dist, fresh = words.dist.resolve(), words.fresh
     (pure,) = dist.glob("*-none-any.whl")

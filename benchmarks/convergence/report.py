@@ -159,7 +159,7 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
                 against_bytes.plot(megabytes, curve, **style)
             against_steps.plot(mean_curve(records, config, "step"), curve, label=config, **style)
         against_steps.set(xlabel="steps", ylabel=metric.axis)
-        against_bytes.set(xlabel="MB that a node has received", xscale="log")
+        against_bytes.set(xlabel="MB received per node", xscale="log")
         for axes in (against_steps, against_bytes):
             axes.grid()
 

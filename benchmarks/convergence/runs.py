@@ -278,7 +278,7 @@ def tune(task: Task, data_file: Path, out: Path, epochs: int) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser, task: Task, out: str) -> None:
     """Add the options of all convergence benchmarks; `out` is the default folder of the results."""
-    parser.add_argument("--out", type=Path, default=Path(out), help="results, and the data as it is read by the ranks")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder for the results and the prepared data")
     parser.add_argument(
         "--configs",
         nargs="+",
@@ -291,8 +291,8 @@ def add_options(parser: argparse.ArgumentParser, task: Task, out: str) -> None:
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
     parser.add_argument("--cluster", default="2x2", help="nodes x devices that share each batch")
     parser.add_argument("--lr", type=float, help="learning rate; default: the result of --tune")
-    parser.add_argument("--tune", action="store_true", help="find the learning rate on dense training, and stop")
-    parser.add_argument("--report-only", action="store_true", help="run nothing: report on the finished runs")
+    parser.add_argument("--tune", action="store_true", help="only find the learning rate, on dense training")
+    parser.add_argument("--report-only", action="store_true", help="report on the finished runs, without new runs")
 
 
 def run_command(

@@ -261,7 +261,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = read_library()
-    parser.add_argument("--batch", type=int, default=TextSettings.global_batch, help="windows, of all ranks together")
+    parser.add_argument("--batch", type=int, default=TextSettings.global_batch, help="windows per step, over all ranks")
     batch = parser.parse_known_args()[0].batch
     task = replace(TASK, settings=partial(TextSettings, text=described(text), global_batch=batch))
     run_command(task, parser, OUT, lambda options: save_corpus(text, options.out))

@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="train on images: folder with {train,val}/<class>/*.jpg")
     parser.add_argument("--grace", type=Path, metavar="PATH", help="a checkout of sands-lab/grace")
     parser.add_argument("--demo", type=Path, metavar="PATH", help="a checkout of bloc97/DeMo")
-    parser.add_argument("--ways", nargs="+", metavar="NAME", help="default: all that can run")
+    parser.add_argument("--ways", nargs="+", metavar="NAME", help="methods to compare; default: all that are installed")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     race = OF_TEXT if options.pictures is None else OF_PICTURES

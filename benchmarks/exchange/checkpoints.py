@@ -115,8 +115,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parameters", type=float, default=100e6, metavar="N")
     parser.add_argument("--strategy", default="mstopk_local", choices=list(STRATEGIES))
-    parser.add_argument("--folder", action="store_true", help="a folder that all ranks write")
-    parser.add_argument("--clusters", nargs="+", default=["2x2", "4x1"], metavar="MxL", help="to restore on")
+    parser.add_argument("--folder", action="store_true", help="save a folder that all ranks write")
+    parser.add_argument(
+        "--clusters", nargs="+", default=["2x2", "4x1"], metavar="MxL", help="clusters that load the checkpoint"
+    )
     options = parser.parse_args()
     layers = max(1, round(options.parameters / SIDE**2))
     folder = (options.out / "files").resolve()

@@ -312,11 +312,11 @@ def main() -> None:
     parser = parser_of(__doc__, quick="1 M gradients, and seconds instead of minutes")
     add_clusters(parser, ["2x1", "4x1", "2x2"], [0.1, 1.0, 10.0])
     parser.add_argument(
-        "--rtt-ms", type=float, default=0.0, metavar="T", help="ms to another node and back (default 0)"
+        "--rtt-ms", type=float, default=0.0, metavar="T", help="round-trip time between nodes in ms (default 0)"
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="time limit per rate, after three repeats")
-    beside = ", ".join(ALWAYS).replace("%", "%%")
-    parser.add_argument("--ways", nargs="+", default=[], help=f"only these methods, and {beside}")
+    always = ", ".join(ALWAYS).replace("%", "%%")
+    parser.add_argument("--ways", nargs="+", default=[], help=f"measure only these methods and {always}")
     parser.add_argument(
         "--model", default="resnet50", metavar="NAME", help="a torchvision or timm model (default resnet50)"
     )

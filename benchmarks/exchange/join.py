@@ -50,7 +50,9 @@ def main() -> None:
         device(Path(sys.argv[2]), int(sys.argv[3]))
         return
     parser = parser_of(__doc__)
-    parser.add_argument("--millions", type=int, nargs="+", default=[25, 50, 100], help="parameters of the models")
+    parser.add_argument(
+        "--millions", type=int, nargs="+", default=[25, 50, 100], help="sizes of the models in millions of parameters"
+    )
     parser.add_argument("--gbps", type=float, default=1.0, help="rate of each node's link in Gbit/s")
     options = parser.parse_args()
     with exit_on_signals():

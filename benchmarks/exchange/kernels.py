@@ -281,7 +281,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
             line = [(row["numel"], row["ms"]) for row in shown if row["method"] == name]
             style = ":" if name in BASELINES else "-"
             axes.loglog(*zip(*line, strict=True), style, marker="o", label=name)
-        axes.set(xlabel="elements", ylabel="ms (median)", title="Selecting 1 % of a Gaussian vector")
+        axes.set(xlabel="elements", ylabel="ms (median)", title="Selecting 1% of a Gaussian vector")
 
 
 def main() -> None:
@@ -289,13 +289,13 @@ def main() -> None:
 
     parser = parser_of(__doc__, quick="three small cases")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="number of threads of torch, on the CPU")
-    parser.add_argument("--seconds", type=float, default=5.0, help="spent at most on one method of one case")
+    parser.add_argument("--threads", type=int, default=1, help="number of torch threads on the CPU")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time limit per method and case")
     parser.add_argument("--sizes", type=int, nargs="+", help=f"default: {SIZES}, and 10^9 on a GPU")
     parser.add_argument("--densities", type=float, nargs="+", default=(1e-4, 1e-3, 1e-2, 1e-1))
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=tuple(DISTRIBUTIONS))
-    parser.add_argument("--slow-up-to", type=int, help=f"leave {SLOW} out where x has more elements than this")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--slow-up-to", type=int, help=f"measure {SLOW} only up to this number of elements")
+    parser.add_argument("--no-compile", action="store_true", help="do not measure torch.compile")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     repeats, seconds = (11, min(1.0, options.seconds)) if options.quick else (21, options.seconds)

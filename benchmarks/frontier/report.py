@@ -169,7 +169,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
     small = [row for row in rows if row["size"] == "0.1M"]
     with figure(file, height=5.5) as (axes,):
         _points(axes, small, lambda row: row["bits_per_parameter"])
-        axes.set(xlabel="bits that a worker sends, a parameter and step", xscale="log", ylabel="bits per character")
+        axes.set(xlabel="bits sent per worker, parameter and step", xscale="log", ylabel="bits per character")
     alike = [row for row in small if not row["row"].startswith("PowerSGD")]
     with figure(file.with_stem(f"{file.stem}-seconds"), height=5, columns=len(GBPS), sharey=True) as each:
         for axes, gbps in zip(each, GBPS, strict=True):

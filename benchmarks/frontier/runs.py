@@ -317,17 +317,23 @@ QUICK = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="six rows at known settings, one seed")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ALL), metavar="ROW", help="only these")
+    parser.add_argument(
+        "--rows", nargs="+", default=list(ROWS), choices=list(ALL), metavar="ROW", help="methods to train"
+    )
     parser.add_argument("--size", default="0.1M", choices=list(SIZES), help="size of the model (%(default)s)")
-    parser.add_argument("--carry", type=int, metavar="N", help="only the N best of the size below, seed 0")
-    parser.add_argument("--lr", type=float, help="this learning rate alone, without trials, seed 0")
-    parser.add_argument("--steps", type=int, default=0, help="number of steps; default: of the size")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="seeds after 0, for the best settings")
-    parser.add_argument("--workers", type=int, default=4, help="M (%(default)s)")
+    parser.add_argument(
+        "--carry", type=int, metavar="N", help="only the N best methods of the next smaller size, with seed 0"
+    )
+    parser.add_argument("--lr", type=float, help="use this learning rate without trials, with seed 0")
+    parser.add_argument("--steps", type=int, default=0, help="number of steps; default: depends on the size")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[1, 2], help="more seeds for the best settings, in addition to 0"
+    )
+    parser.add_argument("--workers", type=int, default=4, help="number of simulated workers (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1, help="number of threads of torch (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="number of torch threads (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     text, device = read_library(SIZES[options.size].whole), torch.device(options.device)

@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
     parser.add_argument("--files", nargs="+", default=FILES)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
-    parser.add_argument("--seconds", type=float, default=120, help="for one test")
+    parser.add_argument("--seconds", type=float, default=120, help="time limit per test")
     parser.add_argument("--jobs", type=int, default=1, help="parallel tests; each may start two processes")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
