@@ -69,8 +69,10 @@ def compare(options: Sequence[Mapping[str, Any]]) -> None:
     for rank, rank_options in enumerate(options):
         different = [name for name in {**first, **rank_options} if rank_options.get(name) != first.get(name)]
         if different:
-            said = ", ".join(f"{name}={rank_options.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different)
-            raise ValueError(f"ranks differ in their options: rank {rank} has {said}. Give all ranks the same.")
+            differences = ", ".join(
+                f"{name}={rank_options.get(name)!r}, rank 0 has {first.get(name)!r}" for name in different
+            )
+            raise ValueError(f"ranks differ in their options: rank {rank} has {differences}. Give all ranks the same.")
 
 
 def is_distributed() -> bool:

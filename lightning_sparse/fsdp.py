@@ -312,8 +312,8 @@ class ShardedGradients(Engine):
         """Warn about optimizers that do not tolerate gradients with missing entries."""
         objected = sparse_gradient_objection(optimizers) if self.active and self.config.leaves_entries_out else ""
         if objected:
-            way_out = "exchange='dense16', which sends everything, or exchange updates (send='updates')"
-            self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
+            alternative = "exchange='dense16', which sends everything, or exchange updates (send='updates')"
+            self.log_once(sparse_gradient_warning(self.config.exchange, objected, alternative), logging.WARNING)
 
     @torch.no_grad()
     def swap_in_global_weights(self, wait: bool = True) -> None:

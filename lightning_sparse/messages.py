@@ -89,9 +89,9 @@ def class_repr(cls: type, options: Mapping[str, Any]) -> str:
     # Lightning prints the repr in its error about an object of the other package. So the repr names the right class if
     # the other package is imported.
     other, root = _OTHER.get(cls.__module__.rpartition(".")[2], ("", ""))
-    way_out = f", not for {other}: there use lightning_sparse.flavours.{other}.{cls.__name__}"
-    said = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return f"<{cls.__module__}.{cls.__name__}({said}){way_out if root in sys.modules else ''}>"
+    hint = f", not for {other}: there use lightning_sparse.flavours.{other}.{cls.__name__}"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return f"<{cls.__module__}.{cls.__name__}({arguments}){hint if root in sys.modules else ''}>"
 
 
 class LogOnce:

@@ -44,8 +44,8 @@ def sparse_gradient_objection(optimizers: Iterable[Optimizer]) -> str:
     return ""
 
 
-def sparse_gradient_warning(exchange: str, objected: str, way_out: str) -> str:
-    return f"exchange={exchange!r}: {objected}. Compare the loss with the single-node baseline, or use {way_out}"
+def sparse_gradient_warning(exchange: str, objected: str, alternative: str) -> str:
+    return f"exchange={exchange!r}: {objected}. Compare the loss with the single-node baseline, or use {alternative}"
 
 
 # -- whose step can be sharded -----------------------------------------------------------------------------------------

@@ -109,10 +109,10 @@ def with_options_of(*configs: type, without: Sequence[str] = (), takes_others: b
                     parameters.setdefault(field.name, option.replace(annotation=types[field.name]))
         tail = [others] if takes_others else []
         init.__signature__ = inspect.Signature([*parameters.values(), *tail])  # type: ignore[attr-defined]
-        said: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for described in (base for config in reversed(configs) for base in reversed(config.__mro__)):
-            said.update(descriptions(described))  # a subclass describes an option better
-        lines = [f"    {name}: {said[name]}" for name in parameters if name in said]
+            texts.update(descriptions(described))  # a subclass describes an option better
+        lines = [f"    {name}: {texts[name]}" for name in parameters if name in texts]
         init.__doc__ = "\n".join(["Set the options. The class describes the other arguments.", "", "Args:", *lines])
         # Python's errors about arguments then name the public class.
         init.__qualname__ = re.sub("(Fabric)?Mixin", "Strategy" if takes_others else "", init.__qualname__)
@@ -131,7 +131,7 @@ def descriptions(cls: type) -> dict[str, str]:
     text = re.split(r"\n    \*\*\w+: ", inspect.getdoc(cls) or "")[0]
     match = re.search(r"^Args:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
     entries = re.findall(r"^    ([\w, ]+): ((?:.|\n(?!    \w[\w, ]*: |\n))*)", match[1] if match else "", re.MULTILINE)
-    return {name.strip(): said.strip() for names, said in entries for name in names.split(",")}
+    return {name.strip(): text.strip() for names, text in entries for name in names.split(",")}
 
 
 class UnknownOptionError(TypeError, ValueError):

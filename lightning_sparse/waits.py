@@ -34,15 +34,15 @@ def waiting(place: str) -> Iterator[None]:
 
 
 def _watch(over: threading.Event, published: threading.Event, place: str) -> None:
-    said, passed = "", 0.0
+    logged, passed = "", 0.0
     while not over.wait(SLOW_AFTER.total_seconds()) and dist.is_initialized():
         passed += SLOW_AFTER.total_seconds()
         published.set()
         others = _others(place)
-        if others != said:
+        if others != logged:
             rank = dist.get_rank()
             log.warning("rank %d has waited %.0f s for other ranks, %s. %s", rank, passed, place, others)
-        said = others
+        logged = others
 
 
 def _others(place: str) -> str:

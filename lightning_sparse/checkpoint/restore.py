@@ -72,13 +72,13 @@ def _restore(
     if plan is not Plan.RESHARD:
         engine.load(metadata, own)
         if own is None:
-            line = f"rank {topology.rank}: no readable residual beside {saved.path}; it starts from zero"
+            line = f"rank {topology.rank}: no readable residual of {saved.path}; it starts from zero"
             engine.log_once(f"{line}, so {engine.loss_message}", logging.WARNING, every_rank=True)
         return saved.side if plan is Plan.EXACT else None
     nodes = saved.read_all(device)
     missing = sum(map(len, metadata["nodes"])) - sum(map(len, nodes))
     if missing and engine.requires_all_ranks:
-        engine.log_once(f"no readable files of all ranks beside {saved.path}: {engine.loss_message}", logging.WARNING)
+        engine.log_once(f"{saved.path} lacks readable files of some ranks: {engine.loss_message}", logging.WARNING)
         return None
     engine.load_from(metadata, nodes)
     engine.log_once(f"{len(nodes)} node(s) were saved and {topology.num_nodes} resume: {engine.reshard_message}")

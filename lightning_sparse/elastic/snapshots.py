@@ -126,7 +126,7 @@ class Download(Generic[Kind]):
     def __init__(self, address: str, name: str, make_receiver: Callable[[], Kind]) -> None:
         self.address, self.name = address, name
         # The reason that the snapshot is incomplete, and the monotonic times of the last answer and of the last bytes.
-        self.problem, self.heard, self.advanced = "no answer", time.monotonic(), 0.0
+        self.problem, self.last_answer, self.advanced = "no answer", time.monotonic(), 0.0
         self._make_receiver = make_receiver
         self._begin(0)
 
@@ -170,7 +170,7 @@ class Download(Generic[Kind]):
     def _receive(self, timeout: float, pause: float, end: float) -> None:
         headers = {"Range": f"bytes={self._received}-"} if self._received else {}
         with answer_of(f"{self.address}/{self.name}", timeout, pause, headers) as answer:
-            self.heard = time.monotonic()
+            self.last_answer = time.monotonic()
             if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
                 self.problem = "it does not offer its weights yet"
                 return
@@ -180,7 +180,7 @@ class Download(Generic[Kind]):
                 self._begin(size)
             while not self.complete and time.monotonic() < end and (chunk := answer.read1(CHUNK)):
                 self._store(memoryview(chunk))
-                self.heard = self.advanced = time.monotonic()
+                self.last_answer = self.advanced = time.monotonic()
         self.problem = "the connection was closed"
 
     def _store(self, chunk: memoryview) -> None:

@@ -16,7 +16,7 @@ class Wait:
     """Limits and logs a wait for other nodes."""
 
     def __init__(self) -> None:
-        self._began = self._said = time.monotonic()
+        self._began = self._logged = time.monotonic()
 
     def check(self, download: Download[Any] | None, timeout: float, unanswered: bool) -> None:
         """Log the wait of a joining node.
@@ -28,7 +28,7 @@ class Wait:
         cause = UNANSWERED if unanswered else "no node offers its weights"
         if download is not None:
             cause = f"the node at {download.address} sends no weights ({download.problem})"
-        unreached = download is not None and now - download.heard > UNREACHED_TIMEOUTS * max(timeout, 10.0)
+        unreached = download is not None and now - download.last_answer > UNREACHED_TIMEOUTS * max(timeout, 10.0)
         since = max(self._began, 0.0 if download is None else download.advanced)
         if unreached or now - since > LONGEST_SECONDS:
             raise RuntimeError(
@@ -40,6 +40,6 @@ class Wait:
     def warn(self, aim: str, cause: str) -> None:
         """Log the wait every 10 s."""
         now = time.monotonic()
-        if now - self._said > SLOW_AFTER.total_seconds():
-            self._said = now
+        if now - self._logged > SLOW_AFTER.total_seconds():
+            self._logged = now
             log.warning("this node has waited %.0f s to %s: %s", now - self._began, aim, cause)

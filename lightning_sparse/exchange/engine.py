@@ -46,9 +46,9 @@ class Exchange:
         self.runner = runner_of(topology, device) if config.overlap else Runner()
         self.stats = CommStats()
         self._numel = numel
-        for said in (_without_kernels(device), _more_than_dense(self.choice, config, numel), _all_of(config)):
-            if said:
-                log_once(said, logging.WARNING)
+        for warning in (_without_kernels(device), _more_than_dense(self.choice, config, numel), _all_of(config)):
+            if warning:
+                log_once(warning, logging.WARNING)
 
     def volume(self, density: float, sync_every: int = 1) -> str:
         """Describe the bytes per step that a node receives, and DDP's."""

@@ -68,19 +68,19 @@ class MomentumCorrection:
             ValueError: for anything but one SGD with momentum and without dampening.
         """
         optimizers = list(optimizers)
-        way_out = "Leave momentum_correction out."
+        fix = "Leave momentum_correction out."
         if len(optimizers) != 1:
-            raise ValueError(f"momentum_correction=True with {len(optimizers)} optimizers; it needs one. {way_out}")
+            raise ValueError(f"momentum_correction=True with {len(optimizers)} optimizers; it needs one. {fix}")
         (optimizer,) = optimizers
         if type(optimizer).step is not torch.optim.SGD.step:
             raise ValueError(
                 f"momentum_correction=True with {type(optimizer).__name__}: the correction applies to torch.optim.SGD. "
-                f"{way_out}"
+                f"{fix}"
             )
         if not any(group["momentum"] for group in optimizer.param_groups):
-            raise ValueError(f"momentum_correction=True with SGD(momentum=0), which must be more than 0. {way_out}")
+            raise ValueError(f"momentum_correction=True with SGD(momentum=0), which must be more than 0. {fix}")
         if any(group["dampening"] for group in optimizer.param_groups):
-            raise ValueError(f"momentum_correction=True with SGD(dampening=...), which must be 0. {way_out}")
+            raise ValueError(f"momentum_correction=True with SGD(dampening=...), which must be 0. {fix}")
         self.unwatch()
         if self._optimizer not in (None, optimizer):
             self.store.clear()  # a new optimizer has no momentum

@@ -217,8 +217,8 @@ class HierState(Engine):
                 f"exchange='sparse', or SGD"
             )
         elif objected and self.config.leaves_entries_out:
-            way_out = "exchange='auto', which sends everything here"
-            self.log_once(sparse_gradient_warning(self.config.exchange, objected, way_out), logging.WARNING)
+            alternative = "exchange='auto', which sends everything here"
+            self.log_once(sparse_gradient_warning(self.config.exchange, objected, alternative), logging.WARNING)
 
     def close(self) -> None:
         # The last round stays open until the next one begins: only then is it known whether its gradient was stepped,

@@ -102,7 +102,7 @@ class SharedSignal:
         self._store = default_store()
         # Each fit has its own key.
         number = self._store.add(f"lightning_sparse/signals/{dist.get_rank()}", 1)
-        self.action, self.received, self._told = action, 0, False
+        self.action, self.received, self._logged = action, 0, False
         self._key = f"lightning_sparse/signal {number}"
         self._ended = 0  # number of steps
         self._state: Literal["no signal", "deciding", "over"] = "no signal"
@@ -119,8 +119,8 @@ class SharedSignal:
 
     def tell(self) -> None:
         """Log a received signal, once."""
-        if self.received and not self._told:
-            self._told = True
+        if self.received and not self._logged:
+            self._logged = True
             log.info("received %s: all ranks %s after the same step", signal.Signals(self.received).name, self.action)
 
     def end_step(self) -> bool:

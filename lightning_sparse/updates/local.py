@@ -354,8 +354,8 @@ class LocalUpdates(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         if not self.active:
-            said = "with a single node, state_dict() has no optimizer state: save optimizer.state_dict(), too"
-            self.log_once(said, logging.WARNING)
+            message = "with a single node, state_dict() has no optimizer state: save optimizer.state_dict(), too"
+            self.log_once(message, logging.WARNING)
         return super().state_dict()
 
     def device_state(self) -> dict[str, Any]:

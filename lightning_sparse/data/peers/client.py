@@ -130,7 +130,7 @@ class _Connections:
         self._open: dict[int, zmq.Socket[bytes]] = {}
         self._numbers = itertools.count(1)
         self._requests: dict[bytes, _Request] = {}  # sent, by number
-        self._heard: dict[int, float] = {}  # when a node was last heard, or sent the first request after a pause
+        self._last_answer: dict[int, float] = {}  # per node: time of the last answer, or of the first request
         self._to_send: deque[_Request] = deque()
         self._lock = threading.Lock()
         self._closed = False
@@ -196,7 +196,7 @@ class _Connections:
                 self._open[node] = self._connected(node)
                 poller.register(self._open[node], zmq.POLLIN)
             if sum(request.node == node for request in self._requests.values()) == 1:
-                self._heard[node] = time.monotonic()
+                self._last_answer[node] = time.monotonic()
             self._open[node].send_multipart((b"get", number, request.indices), zmq.NOBLOCK)
         except zmq.Again:  # it refused this process, or has not read for long
             self._drop(node, "does not respond", poller)
@@ -223,7 +223,7 @@ class _Connections:
             frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return
-        self._heard[node] = time.monotonic()
+        self._last_answer[node] = time.monotonic()
         request = None if frames[0].bytes == b"pong" else self._requests.pop(frames[1].bytes, None)
         if request is not None:
             request.answers.put((node, frames))
@@ -232,7 +232,7 @@ class _Connections:
         import zmq
 
         for node in {request.node for request in self._requests.values()}:
-            if time.monotonic() - self._heard[node] > DEAD_S:
+            if time.monotonic() - self._last_answer[node] > DEAD_S:
                 self._drop(node, "does not respond", poller)
                 continue
             try:
