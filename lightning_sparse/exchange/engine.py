@@ -46,7 +46,7 @@ class Exchange:
         self.runner = runner_of(topology, device) if config.overlap else Runner()
         self.stats = CommStats()
         self._numel = numel
-        for warning in (_without_kernels(device), _more_than_dense(self.choice, config, numel), _all_of(config)):
+        for warning in (_without_kernels(device), _all_of(config) or _more_than_dense(self.choice, config, numel)):
             if warning:
                 log_once(warning, logging.WARNING)
 

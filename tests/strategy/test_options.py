@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_sparse.checkpoint.side_files import EngineCheckpoint
 from lightning_sparse.exchange import engine
-from lightning_sparse.exchange.cost import PathChoice
-from lightning_sparse.exchange.engine import _more_than_dense
+from lightning_sparse.exchange.engine import Exchange
 from lightning_sparse.kernels import KernelReport
+from lightning_sparse.messages import LogOnce
 from lightning_sparse.strategy import HierConfig, HierState
 from lightning_sparse.strategy.options import bucket_cap_mb
 from lightning_sparse.topology import Topology
@@ -169,14 +169,18 @@ def test_bucket_size_is_set_only_while_ddp_wraps(
     assert strategy._ddp_kwargs.get("bucket_cap_mb") == given.get("bucket_cap_mb"), "the user's options changed"
 
 
-@pytest.mark.parametrize(("nodes", "warned"), [(4, False), (64, False), (128, True)])
-def test_sparse_exchange_larger_than_dense_is_logged(nodes: int, warned: bool) -> None:
-    config = HierConfig(exchange="sparse", density=0.01)
-    choice = PathChoice(config, Topology(tuple((rank,) for rank in range(nodes)), 0), 10**8, print)
-    said = _more_than_dense(choice, config, 10**8)
-    assert bool(said) == warned
-    if warned:
-        assert "use exchange='regional'" in said
+@pytest.mark.parametrize(
+    ("nodes", "density", "advice"),
+    [(4, 0.01, ""), (64, 0.01, ""), (128, 0.01, "use exchange='regional'"), (4, 1.0, "use exchange='dense'")],
+)
+def test_sparse_exchange_larger_than_dense_is_logged_once(
+    nodes: int, density: float, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = HierConfig(exchange="sparse", density=density)
+    topology = Topology(tuple((rank,) for rank in range(nodes)), 0)
+    Exchange(config, topology, torch.device("cpu"), 10**8, LogOnce(0))
+    warnings = [line for line in caplog.messages if not line.startswith("no compiled kernels")]
+    assert [advice in line for line in warnings] == [True] * bool(advice)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
