@@ -159,7 +159,8 @@ def test_gpu_tests_run_in_the_session_or_the_data_check() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_session_parts_run_on_a_cpu(tmp_path: Path) -> None:
-    parts = gpu_session.PARTS
+    # On a CPU, `loss_124M` trains the models of `loss`.
+    parts = {name: part for name, part in gpu_session.PARTS.items() if name != "loss_124M"}
     words = ["--cpu", "--parts", *parts, "--minutes", "18"]
     command = [sys.executable, "-m", "benchmarks.gpu.session", str(tmp_path), *words]
     lines = subprocess.run(
