@@ -202,10 +202,12 @@ def alone(what: str, work: Callable[..., Any], *arguments: object) -> Any:
 def _end(process: BaseProcess) -> str:
     code = process.exitcode
     if code is None or code >= 0:
-        return f"(pid {process.pid}) ended with status {code}: what it printed above says why."
+        return f"(pid {process.pid}) ended with status {code}. Its output above has the reason."
     end = f"(pid {process.pid}) was ended by {signal.Signals(-code).name}."
     if code == -signal.SIGKILL:
-        end += " The kernel does that where memory is short (`dmesg | grep -i kill` tells): free some, or measure less."
+        end += (
+            " The kernel kills processes if memory is short (see `dmesg | grep -i kill`). Free memory, or measure less."
+        )
     return end
 
 

@@ -94,7 +94,7 @@ def _log_changes(engine: Engine, metadata: Mapping[str, Any]) -> None:
     changes = [f"{name}: {was!r} -> {now!r}" for name, (was, now) in differences]
     if changes:
         engine.log_once(
-            f"options differ from the saved run's, the new ones hold ({', '.join(changes)})", logging.WARNING
+            f"options differ from the saved run, and the new options apply ({', '.join(changes)})", logging.WARNING
         )
 
 

@@ -291,7 +291,7 @@ class Session:
         num_repeated = sampler.epoch(0).num_repeated
         self.log_once(
             f"{len(self.train.samples):,} samples, global batch {config.global_batch:,}, shuffle={config.shuffle!r}: "
-            f"{sampler.steps:,} steps per epoch, with {num_repeated:,} samples repeated to fill the last ones"
+            f"{sampler.steps:,} steps per epoch, with {num_repeated:,} samples repeated to fill the last steps"
         )
         if config.global_batch > len(self.train.samples) and self.topology.rank == 0:
             log.warning("each batch has some samples more than once: use a smaller batch_size, or fewer ranks")

@@ -103,7 +103,9 @@ class HierState(Engine):
         if not self.active:
             self.log_once("momentum_correction: nothing is left out here, so the optimizer keeps its own momentum")
             return None
-        self.log_once("SGD's momentum is kept with the residuals: what callbacks see as gradient is the velocity")
+        self.log_once(
+            "SGD's momentum is kept with the residuals, so callbacks see the velocity instead of the gradient"
+        )
         return MomentumCorrection(self.parameters, self.topology, self.log_once)
 
     # -- the life of a round ------------------------------------------------------------------------------------------
