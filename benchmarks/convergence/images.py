@@ -51,7 +51,12 @@ from benchmarks.convergence.runs import ALONE, SPARSE, Arguments, Learner, Run, 
 OUT = "runs/convergence"
 
 ACCURACY = Metric(
-    key="val_accuracy", name="accuracy", heading="val %", axis="validation accuracy, %", digits=1, higher_is_better=True
+    key="val_accuracy",
+    name="accuracy",
+    heading="validation accuracy, %",
+    axis="validation accuracy, %",
+    digits=1,
+    higher_is_better=True,
 )
 
 CONFIGS: dict[str, Arguments] = {

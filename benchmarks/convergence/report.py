@@ -110,13 +110,16 @@ def verdict(records: Sequence[dict[str, Any]], metric: Metric) -> list[str]:
     lost = [f"- {by(config)}" for config, (gain, _) in gains.items() if gain < 0]
     if lost:
         return [
-            "**Worse than one node alone**, which costs no network at all, over the seeds that both have:",
+            "**Worse than the single-node baseline**, which needs no network, over the seeds that both have:",
             "",
             *lost,
             "",
         ]
     least = min(gains, key=lambda config: gains[config][0])
-    return [f"Every row is better than one node alone, which costs no network at all; the closest is {by(least)}.", ""]
+    return [
+        f"Every row is better than the single-node baseline, which needs no network. The closest row is {by(least)}.",
+        "",
+    ]
 
 
 def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list[float]:
@@ -128,8 +131,8 @@ def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list
 def table(rows: Sequence[dict[str, Any]], metric: Metric) -> str:
     digits = metric.digits
     lines = [
-        f"| configuration | seeds | {metric.heading} | difference to dense (95 %) | train loss | KB a node and step "
-        "| s a run |",
+        f"| configuration | seeds | {metric.heading} | difference to dense (95% interval) | training loss "
+        "| KB received per node and step | seconds per run |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -177,9 +180,9 @@ def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric) -
         "",
         table(rows, metric),
         "",
-        f"{metric.name.capitalize()} after the last epoch; {better} is better. The difference is taken seed by seed; ±",
-        "is half of the 95 % t-interval of its mean. Bytes are what the devices of a node together receive from other",
-        "nodes; for dense, the 2-D exchange.",
+        f"{metric.name.capitalize()} after the last epoch; {better} is better. Differences are computed per seed, and ±",
+        "is half of the 95% t-interval of their mean. The bytes are all that the devices of a node receive from other",
+        "nodes; for dense, with the 2-D exchange.",
         "",
         *verdict(records, metric),
     ]

@@ -160,7 +160,7 @@ def table(rows: Rows, race: Race) -> str:
             seconds = ["-" if each is None else f"{each:.0f}" for each in reached]
             results = [last[metric.key], last[metric.key] if equal is None else equal]
             lines.append((way, *step, *(f"{each:.{metric.digits}f}" for each in results), *seconds))
-        head = (f"{place[0]}, {place[1]} Gbit/s", "ms a step", "KB a step", metric.heading)
+        head = (f"{place[0]}, {place[1]} Gbit/s", "ms per step", "KB per step", metric.heading)
         blocks.append(format_table((*head, f"at the bytes of {race.budget}", *goals), lines))
     return "\n\n".join(blocks)
 

@@ -351,13 +351,13 @@ def table(record: dict[str, Any]) -> str:
                 f"{row['different']} of {row['compared']}" if "compared" in row else "-",
             )
         )
-    head = ("way", "seed", text.BITS.heading, "kills", "s lost a kill", "s lost a return")
-    losses = format_table((*head, "rounds lost", "different weights"), lines)
+    head = ("method", "seed", text.BITS.heading, "kills", "s lost per kill", "s lost per return")
+    losses = format_table((*head, "rounds lost", "differing rounds"), lines)
     several: dict[tuple[str, float], list[float]] = {}
     for row in record["times"]:
         several.setdefault((row["way"], row["gbps"]), []).append(1e3 * row["step s"])
     times = [(*of, shown(each)) for of, each in several.items()]
-    return f"{losses}\n\n{format_table(('way', 'Gbit/s', 'step ms'), times)}"
+    return f"{losses}\n\n{format_table(('method', 'Gbit/s', 'ms per step'), times)}"
 
 
 def shown(seconds: list[float]) -> str:

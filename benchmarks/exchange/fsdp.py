@@ -157,7 +157,8 @@ def table(rows: Rows) -> str:
             )
             for row in here
         ]
-        head = (f"{place[0]}, {place[1]} Gbit/s", "MB a rank", "step ms", "speed-up over DDP", "MB received by a node")
+        link = f"{place[0]}, {place[1]} Gbit/s"
+        head = (link, "MB per rank", "ms per step", "speedup over DDP", "MB received per node")
         blocks.append(f"{here[0]['numel'] / 1e6:.1f} M parameters\n\n{format_table(head, lines)}")
     return "\n\n".join(blocks)
 

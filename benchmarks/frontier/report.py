@@ -96,8 +96,8 @@ def _setting(record: dict[str, Any]) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown table, the lowest loss first."""
     lines = [
-        "| method | sent bits per parameter and step | received bits | bits per character | above dense | % | seeds "
-        "| trials | best setting |",
+        "| method | bits sent per parameter and step | bits received per parameter and step | bits per character "
+        "| above dense | above dense, % | seeds | trials | best setting |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda each: float(each["val_bits"])):
@@ -139,7 +139,7 @@ def agreement(records: Sequence[dict[str, Any]]) -> str:
     real = {
         (each["config"], each["seed"]): each["history"][-1]["val_bits"] for each in json.loads(REAL.read_text())["runs"]
     }
-    lines = ["| way, lr 0.004, seed 0 | simulated | four processes | difference |", "|---|---|---|---|"]
+    lines = ["| method, lr 0.004, seed 0 | simulated | four processes | difference |", "|---|---|---|---|"]
     for record in records:
         key = (record["row"], record["seed"])
         if key in real and record["lr"] == 0.004 and _is_usual(record):

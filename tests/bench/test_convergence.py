@@ -36,7 +36,7 @@ def test_report_takes_differences_of_equal_seeds(tmp_path: Path) -> None:
     pairs = {("dense", 0): 2.0, ("1%", 0): 2.25, ("dense", 1): 3.0, ("1%", 1): 3.25, ("1%", 2): 9.0}
     written = write_report([a_record(*key, bits) for key, bits in pairs.items()], tmp_path, BITS)
     assert "| 1% | 3 | 4.833 | +0.250 ± 0.000 |" in written
-    assert "val bits/char" in written
+    assert "validation loss, bits per character" in written
     assert "Bits after the last epoch; lower is better." in (tmp_path / "results.md").read_text()
     assert (tmp_path / "results.svg").exists()
 
