@@ -1,6 +1,6 @@
 // Sums M messages block by block. A block of 65,536 floats stays in the L2 cache while this code adds the pairs of all
-// messages to it, in row order. With alpha, it does not clear the block before. It never reads past the sections of a
-// malformed message.
+// messages to it, in row order. With alpha, it does not clear the block first. It never reads outside a message, even
+// if the message is malformed.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -69,8 +69,8 @@ bool add(const Values& values, const uint16_t* positions, int64_t first, int64_t
   return true;
 }
 
-// Writes the positions in a span of the pairs in its cells. Few cells have more than four pairs, so it writes four
-// without a branch. The section of values follows the section of indices, so it may read a few bytes past the indices.
+// Writes the position within the span of each of its pairs. Few cells have more than four pairs, so it always writes
+// four entries without a branch. It may read a few bytes past the indices, because the values follow them.
 void expand(const uint8_t* cells, const uint8_t* indices, uint16_t* positions) {
   int64_t n = 0;
   for (int cell = 0; cell < kCells; ++cell) {
@@ -128,7 +128,7 @@ auto adder_of(Dtype dtype) {
 // This is not worth it if pairs are few, or if each message has pairs in most lines and so reads them in order anyway.
 void fetch(const std::vector<Message>& messages, int64_t block, const float* here, int64_t size) {
   constexpr int64_t kLine = 64 / sizeof(float);  // elements
-  constexpr int64_t kFew = 8 * kLine;            // elements that are read in the time of one wait
+  constexpr int64_t kFew = 8 * kLine;            // elements that the CPU reads in order in the time of one cache miss
   int64_t pairs = 0;
   for (const Message& message : messages) pairs += message.starts[block + 1] - message.starts[block];
   if (pairs * kFew < size || pairs * kLine > size * static_cast<int64_t>(messages.size())) return;

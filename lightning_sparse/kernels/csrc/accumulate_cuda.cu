@@ -1,12 +1,12 @@
 // Sums M messages in one launch. A shard of several regions has a row of CUDA blocks per region. A block owns
-// consecutive pieces of 4,096 elements. It adds the pairs of all messages to a piece in shared memory, and writes the
-// piece once. It adds one message at a time, in row order, so no two threads add to one element concurrently. With
-// alpha, a piece begins with the values of the shard instead of zeros. If pairs are few, a block adds them to the shard
-// directly, in this order, and does not touch other elements.
+// consecutive pieces of 4,096 elements. It adds the pairs of up to kTogether messages to a piece in shared memory, then
+// writes the piece. It adds one message at a time, in row order, so no two threads add to one element concurrently.
+// With alpha, a piece begins with the values of the shard instead of zeros. With alpha and few pairs, a block adds the
+// pairs to the shard directly, in the same order, and does not touch other elements.
 //
-// Each block computes from the counts where its pairs begin in each message, and whether the message is valid. So
-// blocks need nothing of each other. Only indices out of order are found later, by one block. Then the last block to
-// finish makes the whole region NaN.
+// Each block finds on its own where its pairs begin in each message, and whether the header and the counts are valid.
+// So blocks need no data from each other. Invalid indices and cell counts are found later, perhaps by a single block.
+// This block sets `damaged`. Then the last block to finish fills the whole region with NaN.
 #include <cuda_runtime.h>
 
 #include "tile.cuh"
@@ -16,7 +16,9 @@ namespace {
 
 constexpr int kPiece = kTile;
 constexpr int kTogether = 64;  // messages that a block has open at a time
-constexpr int kSparse = 8;     // elements per pair from which a sector per pair is less memory traffic than the shard
+// With at least this many elements per pair, reading and writing one sector (32 bytes, 8 floats) per pair moves fewer
+// bytes than reading and writing the whole shard.
+constexpr int kSparse = 8;
 
 struct Flags {
   Count finished;  // blocks
@@ -108,9 +110,10 @@ __device__ float value_at(const Sum& sum, const uint8_t* message, const Piece& p
 __device__ void damage(const Sum& sum) { atomicExch(&sum.flags->damaged, 1u); }
 
 // One warp calls it. Returns the first pair of a wire block whose index is `start` or higher. Earlier pairs belong to
-// pieces of another CUDA block, which stops at this pair, even if indices are out of order. So each pair has one owner.
+// pieces of another CUDA block. If indices ascend, that block stops at this pair, so each pair has one owner. If they
+// do not, at least one block finds the wrong order, and calls `damage`.
 __device__ int64_t skip(const Sum& sum, const uint16_t* indices, int64_t begin, int64_t end, int start) {
-  constexpr int kLoads = 4;  // per wait for memory
+  constexpr int kLoads = 4;  // loads that each lane issues before it waits for memory
   int64_t next = begin;
   for (int below = 32 * kLoads; below == 32 * kLoads; next += below) {
     below = 0;
@@ -150,7 +153,7 @@ __device__ void count_cells(const Sum& sum, const uint8_t* message, const Piece&
   if (lane() < kCells) ends[lane()] = static_cast<uint16_t>(pairs);
 }
 
-// One warp calls it. Returns false if the header or the counts are invalid.
+// One warp calls it. Sets the cursor to the first pair of piece `first`. Returns false if header or counts are invalid.
 __device__ bool open_message(const Sum& sum, const uint8_t* message, const Piece& first, Cursor& cursor) {
   const Header& header = *reinterpret_cast<const Header*>(message);
   const uint32_t* counts = counts_of(sum, message);
@@ -234,7 +237,7 @@ __device__ void add_cells(const Sum& sum, const uint8_t* message, const Piece& p
   cursor.next = next + count;
 }
 
-// Each thread always moves the same elements.
+// A thread loads and stores the same elements, so store_piece and the next load_piece need no barrier between them.
 __device__ void load_piece(const Sum& sum, const Piece& piece, bool clear, float* acc) {
   const float* from = sum.shard + piece.base;
   for (int i = 4 * threadIdx.x; i < piece.size; i += 4 * kThreads) {
@@ -303,7 +306,7 @@ __device__ void poison(const Sum& sum, int64_t begin, int64_t end) {
 
 template <bool in_place>
 __global__ void __launch_bounds__(kThreads, in_place ? 2 : 4) accumulate_kernel(Sums sums) {
-  // Divisions are function calls. They come before the constructor of `sum`, so that they spill no registers.
+  // 64-bit divisions are function calls. They come before the constructor of `sum`, whose registers would be spilled.
   const int64_t num_pieces = (sums.regions.numel(blockIdx.y) + kPiece - 1) / kPiece;
   const int64_t first = num_pieces * blockIdx.x / gridDim.x, last = num_pieces * (blockIdx.x + 1) / gridDim.x;
   const Sum sum(sums, blockIdx.y);

@@ -1,8 +1,8 @@
 // Collects the candidates, the elements that may be among the k largest, in one pass over memory.
 //
-// The source is split into ranges of whole 65,536-element blocks. So the candidates of each range are ascending, and
-// each block count of a message belongs to one range. A worker appends the candidates of its ranges to its own buffer,
-// and each range records its start there. The results do not depend on the assignment of ranges to workers.
+// The source is split into ranges of consecutive 65,536-element blocks. So the candidates of a range are ascending, and
+// no two ranges add to the same block count of a message. A worker appends the candidates of its ranges to its own
+// buffer, and each range records its start there. The results do not depend on the assignment of ranges to workers.
 //
 // If acc is stored, the pass also settles the elements that will probably be sent: while their chunk is in the L1
 // cache, it writes acc - decoded(acc) instead of acc. Afterwards, only wrong guesses are corrected, because a random
@@ -18,20 +18,20 @@
 
 namespace lightning_sparse::cpu {
 
-constexpr int64_t kSortBelow = 4096;
-constexpr int kLowBits = 15;  // keys have 31 bits: 16 high bits, 15 low bits
+constexpr int64_t kSortBelow = 4096;  // up to this many elements: no sample, and nth_element instead of histograms
+constexpr int kLowBits = 15;          // keys have 31 bits: 16 high bits, 15 low bits
 constexpr int64_t kHighBins = (kNanKey >> kLowBits) + 1;
 constexpr uint32_t kNever = 0xFFFFFFFFu;  // above every key
 constexpr int64_t kRangesPerThread = 8;
-constexpr size_t kSpareBytes = size_t{64} << 20;
+constexpr size_t kSpareBytes = size_t{64} << 20;  // larger buffers are freed after a call
 
-// Takes n elements, at most kChunk. Writes acc and the position of each element that reaches the threshold, and returns
-// their number. The position of the first of the n elements is `first`. Stores acc of all elements if needed.
+// Takes n elements from `begin` on, at most kChunk. Writes acc and position of each element that reaches the threshold,
+// and returns their number. `first` is the position of element `begin`. Stores acc of all elements if needed.
 int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
              float* values);
 
 struct Tally {
-  int64_t above = 0, ties = 0, nonfinite = 0;  // numbers of keys; ties equal the k-th largest key
+  int64_t above = 0, ties = 0, nonfinite = 0;  // numbers of keys above the k-th key, equal to it, and not finite
 };
 
 struct Range {
@@ -110,7 +110,7 @@ struct Population {
   std::vector<Range> ranges;
   Loan workers;
   bool whole = false;
-  bool tied = false;     // the k-th key is threshold - 1; the candidates are the fewer than k elements above it
+  bool tied = false;     // the k-th key is probably threshold - 1; candidates are the elements above it, fewer than k
   bool counted = false;  // the workers' bins hold a histogram of the candidates' high bits
   uint32_t threshold = 0;
   uint32_t settled_from = kNever;  // candidates with at least this key are settled
@@ -149,7 +149,7 @@ struct Population {
 struct Sample {
   uint32_t threshold;  // slightly more than k elements should reach it
   uint32_t middle;     // about k elements should reach it
-  int64_t capacity;    // maximum number of candidates
+  int64_t capacity;    // limit for the candidates of each worker
   bool tied = false;   // probably, the k-th key is threshold - 1
 };
 
@@ -172,7 +172,8 @@ void scan_sample(const Source& source, int64_t pieces, const Visit& visit) {
   }
 }
 
-// Returns the key of most of the sampled keys in one bin, if there is such a key (Boyer and Moore's majority vote).
+// Returns the key that more than half of the sampled keys in the bin have, if there is such a key, otherwise any key of
+// the bin (Boyer and Moore's majority vote).
 inline uint32_t usual_key(const Source& source, int64_t pieces, uint32_t bin, int shift) {
   uint32_t usual = bin << shift;
   int64_t lead = 0;
@@ -206,12 +207,14 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
   const auto middle = static_cast<uint32_t>(bin << shift);
   while (bin > 0 && reached < plan.target) reached += bins[--bin];
   const auto threshold = static_cast<uint32_t>(bin << shift);
-  // If too many elements reach the threshold, many of them are probably equal. Then the candidates are the elements
-  // above this key.
+  // If too many elements would be candidates, many of them are probably equal. Then only the elements above the most
+  // frequent key become candidates.
   if (static_cast<double>(reached) * source.numel > static_cast<double>(plan.capacity) * size && threshold < kInfKey) {
     const uint32_t tie = usual_key(source, pieces, static_cast<uint32_t>(bin), shift);
     if (tie < kInfKey) return {tie + 1, kNever, plan.capacity, true};
   }
+  // Thresholds are at most kInfKey, so that all non-finite elements are candidates: only candidates are counted, and
+  // their residuals must become zero.
   return {std::min(threshold, kInfKey), std::min(middle, kInfKey), plan.capacity};
 }
 
@@ -224,8 +227,8 @@ float left_of(float acc) {
   return acc - decode_value(encode_value(acc, dtype), dtype);
 }
 
-// Settles the candidates of one chunk. `store` holds acc of the range. It uses masks, because branches would be
-// mispredicted. MessageSink corrects non-finite elements later.
+// For candidates of one chunk whose key is at least `from`, replaces acc by the residual. `store` points to acc of the
+// range. The loop uses masks, because branches would be mispredicted. MessageSink corrects non-finite elements later.
 template <Dtype dtype>
 void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
   for (int64_t i = 0; i < n; ++i) {
@@ -287,6 +290,7 @@ inline Population gather(const Source& source, int64_t k, Dtype value_dtype, boo
   const Sample chosen = sample(source, k, workers[0].bins);
   population.threshold = chosen.threshold;
   if (source.store && value_dtype != Dtype::two_bit) population.settled_from = chosen.middle;
+  // Room for one more chunk, because pack_range requires room for all elements of a chunk before it packs.
   const int64_t capacity = chosen.capacity + kChunk;
   for (Worker& worker : workers) worker.make_room(capacity + kPackSlack);
   population.counted = k > kSortBelow;
@@ -299,6 +303,7 @@ inline Population gather(const Source& source, int64_t k, Dtype value_dtype, boo
   population.tied = chosen.tied && !overflow && found < k && !use_whole;
   population.whole = !population.tied && (overflow || found < k || use_whole);
   if (population.whole && population.settled_from != kNever) unsettle(population, source, parallel);
+  // The pass has stored acc, so later steps read acc instead of computing it again.
   population.source = source.store ? Source{source.store, Dtype::fp32, source.numel} : without_store(source);
   return population;
 }

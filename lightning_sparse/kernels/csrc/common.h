@@ -17,7 +17,7 @@
 
 namespace lightning_sparse {
 
-// The codes of wire.py. Gradients are fp32, bf16 or fp16. The values of a message are fp32, bf16 or two_bit.
+// 0, 1 and 3 are the value codes of wire.py. Gradients are fp32, bf16 or fp16; message values are never fp16.
 enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2, two_bit = 3 };
 
 constexpr uint32_t kInfKey = 0x7F800000u;
@@ -50,10 +50,9 @@ LS_HD uint32_t key_of(float x) {
 
 // ------------------------------------------------------------------------------------------------------ the sample
 
-constexpr int64_t kSampleAll = 65536;  // sample size in elements; a smaller input is its own sample
-constexpr int64_t kSamplePiece = 32;   // elements per sampled piece of a larger input
-constexpr int kSampleShift = 15;       // keys have 31 bits; the histogram uses the exponent and 8 bits of mantissa
-constexpr int64_t kSampleBins = 1 << 16;
+constexpr int64_t kSampleAll = 65536;  // largest sample, in elements; the CPU samples numel / 16, CUDA kSample
+constexpr int64_t kSamplePiece = 32;   // consecutive elements per sampled piece
+constexpr int kSampleShift = 15;       // thresholds keep 16 of a key's 31 bits: the exponent and 8 bits of mantissa
 
 // Returns the start of the i-th piece: a pseudo-random place in the i-th of `pieces` equal parts.
 LS_HD int64_t sample_piece(int64_t numel, int64_t i, int64_t pieces = kSampleAll / kSamplePiece) {
@@ -92,7 +91,8 @@ LS_HD float from_fp16(uint16_t h) {
   return float_of(sign | bits_of(denormal));
 }
 
-// Rounds to nearest even. Magnitudes beyond the largest finite bf16 become infinite. x is not NaN.
+// Rounds to nearest even. Magnitudes that round beyond the largest finite bf16 become infinite. For NaN, the result is
+// meaningless.
 LS_HD uint32_t nearest_bf16(float x) {
   const uint32_t bits = bits_of(x);
   return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -116,7 +116,7 @@ LS_HD float lost_to_bf16(float x, uint16_t rounded) {
   return float_of(bits_of(x - from_bf16(rounded)) & -finite);
 }
 
-// Rounds to nearest even. |x| < 65,536.
+// Rounds to nearest even. Requires |x| < 65,536.
 LS_HD uint16_t to_fp16(float x) {
   const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   if (magnitude < 0x38800000u) {  // below 2^-14, a denormal: adding 1/2 leaves |x| / 2^-24, rounded, in the low bits
@@ -168,7 +168,7 @@ LS_HD double power_of_two(int exponent) {
 }
 
 // Divides a shard into regions of nearly equal sizes: region r begins at floor(r * numel / count).
-constexpr int64_t kMostRegions = 65535;  // the product of two such numbers has 32 bits
+constexpr int64_t kMostRegions = 65535;  // limit of gridDim.y; also, rest * region must fit into 32 bits
 
 struct Regions {
   int64_t each;          // elements of the smallest region
@@ -219,14 +219,14 @@ struct Model {
   const Piece* end() const { return pieces + count; }
 };
 
-// Returns the weight that the optimizer steps. It lies between `shared`, the global weight, and `own`, the global
-// weight with all pending updates of this node.
+// Returns the weight that the optimizer steps: exactly `own` if ahead = 1, otherwise a weight between `shared` and
+// `own`. `shared` is the global weight. `own` also contains the updates of this node that the global weight lacks.
 LS_HD float interpolate(float shared, float own, float ahead) {
   return ahead == 1.0f ? own : shared + (own - shared) * ahead;
 }
 
-// Returns `own` plus the change of a parameter from `before` to `now`. In fp32 with ahead = 1, the parameter equals
-// `own`, so the result is `now`.
+// Returns `own` plus the change of a parameter from `before` to `now`. In fp32 with ahead = 1, `before` equals `own`.
+// So the result is exactly `now`, without the rounding of own + (now - before).
 template <Dtype dtype>
 LS_HD float with_change(float own, float before, float now, float ahead) {
   return dtype == Dtype::fp32 && ahead == 1.0f ? now : own + (now - before);
@@ -235,10 +235,13 @@ LS_HD float with_change(float own, float before, float now, float ahead) {
 // --------------------------------------------------------------------------------------------------- the message
 
 constexpr uint32_t kMagic = 0x3250534Cu;
+// Each wire block has a pair count. With 8-bit indices, a span has kCells cells, each with its own pair count
+// (wire.py). A cell has fewer than 256 elements, so its pair count fits into a byte.
 constexpr int64_t kBlock = 65536, kSpan = 4096, kCell = 241;
 constexpr int kCells = 17;  // per span; the last cell has 240 elements
 constexpr int64_t kHeaderBytes = 64;
 
+// The first 32 of kHeaderBytes bytes. wire.py then writes the number of the exchange, which the kernels ignore.
 struct Header {
   uint32_t magic;
   int32_t nonfinite;
@@ -270,7 +273,8 @@ struct MessageLayout {
   LS_HD int64_t index_bytes() const { return num_cells > 0 ? 1 : 2; }
 
  private:
-  // Compares sizes with padding, so that the message of a larger shard is never smaller.
+  // Returns 0 if 16-bit indices need fewer bytes. Compares sizes with padding, so that the message of a larger shard is
+  // never smaller.
   LS_HD static int64_t cells_of(int64_t numel, int64_t k) {
     const int64_t cells = (numel + kSpan - 1) / kSpan * kCells;
     return round_up16(cells) + round_up16(k) < round_up16(2 * k) ? cells : 0;

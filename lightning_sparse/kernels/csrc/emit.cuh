@@ -28,6 +28,7 @@ __device__ Sums look_back(const Problem& p, int64_t group) {
   for (int64_t nearest = group - 1; nearest >= 0; nearest -= 32) {
     const int64_t other = nearest - lane();
     Count above = kPrefix, ties = kPrefix;  // before the first group, the sum is zero
+    // `above` and `ties` are published one after the other. So this waits until both have the same flag.
     while (other >= 0) {
       above = peek(&p.above[other]), ties = peek(&p.ties[other]);
       if (above >> kFlag != 0 && above >> kFlag == ties >> kFlag) break;

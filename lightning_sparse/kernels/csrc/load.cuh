@@ -1,4 +1,4 @@
-// Moves the elements of a thread. With aligned pointers, it moves 16 bytes of the gradient at a time.
+// Loads and stores the elements of a thread. If pointers are aligned, each access to the gradient takes 16 bytes.
 #pragma once
 
 #include "tile.cuh"

@@ -8,7 +8,7 @@
 namespace lightning_sparse::cpu {
 namespace {
 
-constexpr int64_t kSpan = 1 << 16;  // elements that a worker takes at a time
+constexpr int64_t kPerTask = 1 << 16;  // elements that a worker takes at a time
 
 // `own`, `shared` and `model` point to n elements of one piece.
 template <Dtype dtype>
@@ -25,6 +25,7 @@ inline void write_each(const float* __restrict own, const float* __restrict shar
   for (int64_t i = 0; i < n; ++i) store_as<dtype>(model, i, interpolate(shared[i], own[i], ahead));
 }
 
+// The same loops, compiled for AVX2: the compiler inlines and vectorizes them.
 #if LS_HAVE_AVX2
 template <Dtype dtype>
 LS_AVX2 void add_avx2(float* own, const float* shared, const void* model, int64_t n, float ahead) {
@@ -84,8 +85,8 @@ int64_t numel_of(const Model& model) { return model.end()[-1].begin + model.end(
 template <typename Move>
 void move_all(const Move& move, const Model& model, const Parallel& parallel) {
   const int64_t numel = numel_of(model);
-  parallel.run((numel + kSpan - 1) / kSpan, [&](int64_t span, int64_t) {
-    move_range(move, model, span * kSpan, std::min(numel, (span + 1) * kSpan));
+  parallel.run((numel + kPerTask - 1) / kPerTask, [&](int64_t span, int64_t) {
+    move_range(move, model, span * kPerTask, std::min(numel, (span + 1) * kPerTask));
   });
 }
 

@@ -8,9 +8,9 @@
 namespace lightning_sparse::cuda {
 namespace {
 
-constexpr int kPerThread = 8;                 // elements, kThreads apart, so that lanes of a warp read neighbors
-constexpr int kSpan = kPerThread * kThreads;  // elements per block, all of one piece
-constexpr int kMostPieces = 96;               // their table fits into 4 KB, the limit for arguments of a kernel
+constexpr int kPerThread = 8;                     // elements, kThreads apart, so that lanes of a warp read neighbors
+constexpr int kPerBlock = kPerThread * kThreads;  // elements per block, all of one piece
+constexpr int kMostPieces = 96;  // their table fits into 4 KB, the limit for kernel arguments before CUDA 12.1
 
 struct Part {
   Piece piece;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 4) move_kernel(const Move m) {
   }
   const Piece piece = m.parts[low].piece;
   const uint32_t begin = low ? m.parts[low - 1].end : 0;
-  const int64_t first = static_cast<int64_t>(blockIdx.x - begin) * kSpan;
+  const int64_t first = static_cast<int64_t>(blockIdx.x - begin) * kPerBlock;
   if (piece.dtype == Dtype::fp32) move_span<Dtype::fp32, add>(m, piece, first);
   if (piece.dtype == Dtype::bf16) move_span<Dtype::bf16, add>(m, piece, first);
   if (piece.dtype == Dtype::fp16) move_span<Dtype::fp16, add>(m, piece, first);
@@ -82,7 +82,7 @@ void move(float* own, const float* shared, const Model& model, float ahead, void
   Move m{.own = own, .shared = shared, .ahead = ahead, .count = 0, .parts = {}};
   uint32_t blocks = 0;
   for (const Piece& piece : model) {
-    blocks += static_cast<uint32_t>((piece.numel + kSpan - 1) / kSpan);
+    blocks += static_cast<uint32_t>((piece.numel + kPerBlock - 1) / kPerBlock);
     m.parts[m.count++] = {piece, blocks};
     if (m.count == kMostPieces) {
       launch<add>(m, stream);

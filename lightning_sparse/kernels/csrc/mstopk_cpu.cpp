@@ -1,13 +1,14 @@
 // Exact selection in one pass over memory.
 //
 //   sample   choose a threshold from up to 65,536 elements, so that slightly more than k elements should reach it
-//   pass     read all elements once; keep position and value of elements that reach it (candidates); store acc
+//   pass     read all elements once; copy elements that reach it (candidates), with positions; store acc if needed
 //   refine   find the k-th largest key of the candidates, with histograms of the high bits, then of the low bits
 //   emit     write the candidates above the k-th key, and the first candidates equal to it, to the output
 //
 // The sample affects only the amount of work. With too few or too many candidates, "refine" and "emit" process all
-// elements instead, in bounded memory. The result does not depend on the number of threads. "sample" and "pass" are in
-// candidates_cpu.h.
+// elements instead, in bounded memory. If many elements tie at the threshold, only the elements above it are
+// candidates, and `emit` reads the ties again. The result does not depend on the number of threads. "sample" and "pass"
+// are in candidates_cpu.h.
 #include "mstopk_cpu.h"
 
 #include <algorithm>
@@ -75,7 +76,7 @@ namespace {
 // -------------------------------------------------------------------------------------------------------- the k-th key
 
 constexpr int64_t kLowBins = 1 << kLowBits;
-constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // one thread processes up to so many elements
+constexpr int64_t kRefineAlone = 1 << 16, kEmitAlone = 1 << 16;  // up to this many elements run on one thread
 
 struct Found {
   int64_t bin, above;  // above: number of elements in higher bins
@@ -165,8 +166,8 @@ void tally(Population& population, uint32_t kth, const Parallel& parallel) {
   });
 }
 
-// Counts ties if they are not candidates, from the first range on until there are enough. Returns false if there are
-// too few ties, so the k-th key is lower.
+// For the tied case, in which ties are not candidates: counts ties from the first range on, until there are enough.
+// Returns false if there are too few ties. Then the k-th key is lower.
 bool count_ties(Population& population, int64_t k) {
   const uint32_t kth = population.threshold - 1;
   int64_t left = k - population.count();
@@ -332,7 +333,7 @@ void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t
   for (const Range& range : choice.population.ranges) nonfinite += range.tally.nonfinite;
   const MessageLayout layout(source.numel, k, value_dtype);
   std::memset(message, 0, static_cast<size_t>(layout.indices));
-  // The padding of the last two sections. Indices and values then overwrite their part.
+  // Clears the padding of the last two sections. `emit` then overwrites the bytes that hold indices and values.
   std::memset(message + layout.values - 16, 0, 16);
   std::memset(message + layout.nbytes - 16, 0, static_cast<size_t>(row_nbytes - layout.nbytes + 16));
   const Header header{kMagic,

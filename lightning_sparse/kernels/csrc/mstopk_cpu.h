@@ -10,7 +10,7 @@
 namespace lightning_sparse::cpu {
 
 // Defines acc = residual + grad * scale. Residual and scale are optional. grad is fp32, bf16 or fp16. If `store` is
-// set, the pass also writes acc there.
+// set, the pass writes acc there, and later steps replace acc by the new residual.
 struct Source {
   const void* grad;
   Dtype dtype;
@@ -40,7 +40,7 @@ void mstopk(const Source& source, int64_t k, void* values, void* indices, const 
 void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
               const Parallel& parallel);
 // Overwrites each region of the shard with the sum of its `num_messages` messages. With alpha, it adds alpha times each
-// value instead.
+// value instead. If a message is invalid, its whole region becomes NaN.
 void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, const Parallel& parallel);
 // Rounds acc to bf16, and writes it to rows of equal length, padded with zeros. `store` receives the rounding errors.

@@ -4,13 +4,13 @@
 //   pass      read all elements once; compact elements that reach it (candidates); store acc if needed
 //   refine    find the k-th largest key, with histograms of 11, 10 and 10 bits of the candidates' keys
 //   emit      count elements above and equal to the k-th key per tile; write the output, with ascending indices
-//   two_bits  for two-bit messages only: write the levels of each block, its codes and residuals
+//   two_bits  for two-bit messages only: write the levels of each wire block, its codes and residuals
 //
 // A tile is 4,096 elements. An atomic operation reserves the memory of a tile's candidates, so their order differs
 // between runs. The results do not differ, because each tile records its start. All other atomic operations add
-// integers, take their maximum, or assign work. With too few or too many candidates, the kernels after the pass read
-// all elements, in equal launches with equal results. Each region of a shard has a row of blocks and its part of the
-// scratch memory. Nothing is kept between calls.
+// integers, set bits, or assign work, so their order does not matter. With too few or too many candidates, the kernels
+// after the pass read all elements, with the same launches and the same results. Each region of a shard has its own row
+// of CUDA blocks (blockIdx.y) and its own part of the scratch memory. Nothing is kept between calls.
 #include <atomic>
 
 #include "emit.cuh"

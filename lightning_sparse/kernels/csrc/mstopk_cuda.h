@@ -21,8 +21,8 @@ struct Source {
   float* store;        // receives acc
 };
 
-// Largest number of blocks of a kernel whose blocks take work until none is left. Tests use fewer blocks, so that each
-// block takes several items.
+// Kernels whose blocks process several work items each have about this many CUDA blocks at most, over all regions. Each
+// region has at least one block. Tests set a lower limit, so that each block processes several items.
 #ifdef LS_MOST_BLOCKS
 constexpr int64_t kMostBlocks = LS_MOST_BLOCKS;
 #else
@@ -41,7 +41,7 @@ void mstopk(const Source& source, int64_t k, void* values, void* indices, void* 
 void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
               void* scratch, void* stream);
 // Overwrites each region of the shard with the sum of its `num_messages` messages. With alpha, which lies on the host,
-// it adds alpha times each value instead.
+// it adds alpha times each value instead. If a message is invalid, its whole region becomes NaN.
 void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, void* scratch, void* stream);
 // Rounds acc to bf16, and writes it to rows of equal length, padded with zeros. `store` receives the rounding errors.

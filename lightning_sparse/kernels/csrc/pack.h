@@ -1,8 +1,8 @@
 // Compacts the floats whose key reaches a threshold, and their positions.
 //
-// The vector version compares 64 elements into a 64-bit mask. Then it extracts the positions of the set bits, four at a
-// time without a branch. At every density, it is faster than a table that permutes 8 elements at a time: few elements
-// are kept, so work per kept element costs less than work per element.
+// The vector version compares 64 elements with the threshold, and collects the results in a 64-bit mask. Then it
+// extracts the positions of the set bits, four at a time without a branch. A lookup table that permutes 8 elements at a
+// time was slower at every density. Few elements are kept, so work per kept element is cheaper than work per element.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,11 @@
 
 namespace lightning_sparse::cpu {
 
-constexpr int64_t kPackSlack = 8;  // both versions may write this many entries past the last kept entry
+constexpr int64_t kPackSlack = 8;  // both versions may write up to this many entries past the last kept entry
 
-// threshold <= kInfKey, so NaN needs no special key. For example, x = [1, -5, 2, 5], first = 40 and the key of 2.0 give
-// values -5, 2, 5 at positions 41, 42, 43. Returns the number of kept elements, here 3.
+// Keeps the elements whose key is at least `threshold`, and returns their number. `threshold` is at most kInfKey, so
+// NaN needs no special key. Example: with x = [1, -5, 2, 5], first = 40 and the key of 2.0, the values are -5, 2, 5,
+// the positions are 41, 42, 43, and the result is 3.
 inline int64_t pack_scalar(const float* x, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
                            float* values) {
   int64_t kept = 0;
@@ -35,8 +36,8 @@ inline int64_t pack_scalar(const float* x, int64_t n, uint32_t first, uint32_t t
 }
 
 #if LS_HAVE_AVX2
-// Loads eight elements at a time. `kAhead` is the prefetch distance in bytes. It is needed because the hardware does
-// not prefetch across pages.
+// Loads eight elements at a time. `kAhead` is the prefetch distance in bytes, needed because the hardware prefetcher
+// stops at page boundaries. 0 turns prefetching off, for elements that are already in the L1 cache.
 template <int kAhead>
 struct Loaded {
   const float* x;
@@ -72,8 +73,8 @@ struct Summed {
   }
 };
 
-// Returns a mask of the elements, of 32, whose key is above `below`. Keys have 31 bits, so a signed comparison
-// suffices.
+// Returns a mask of elements [at, at + 32), with a set bit for each key above `below`. Keys have 31 bits, so a signed
+// comparison suffices.
 template <typename From>
 LS_AVX2 inline uint64_t reach_avx2(const From& from, int64_t at, __m256i below) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
@@ -86,7 +87,7 @@ LS_AVX2 inline uint64_t reach_avx2(const From& from, int64_t at, __m256i below) 
   return bits;
 }
 
-// Writes the positions of the set bits, and up to three more entries.
+// Writes the positions of the set bits, and up to four more entries (four if no bit is set).
 LS_AVX2 inline int64_t unpack_bits(uint64_t bits, uint32_t first, uint32_t* positions) {
   const auto count = static_cast<int64_t>(_mm_popcnt_u64(bits));
   int64_t i = 0;

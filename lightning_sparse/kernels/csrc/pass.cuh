@@ -11,12 +11,12 @@ namespace {
 constexpr int kSampleThreads = 1024;
 constexpr int64_t kSample = 32 * kSampleThreads;  // elements: 32 per thread, which fit into its registers
 
-// One block per region. Writes the control block, clears the bins, and chooses the threshold: the highest value with 16
-// significant bits that enough sampled elements reach.
+// One CUDA block per region. Initializes *p.control, clears the bins, and chooses the threshold: the highest multiple
+// of 2^kSampleShift that at least `target` sampled keys reach, or 0 if `target` is 0.
 template <Dtype dtype>
 __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems all) {
   const Problem p = problem_of_block(all);
-  __shared__ int reached[32];                                 // number of elements, per bit of the threshold
+  __shared__ int reached[32];  // number of sampled keys that reach the trial threshold, per bit
   const int64_t numel = p.source.numel, piece = threadIdx.x;  // each lane has a piece, which the whole warp loads
   const int64_t mine = numel <= kSample ? piece * kSamplePiece : sample_piece(numel, piece, kSample / kSamplePiece);
   uint32_t keys[32];
@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems all) {
   }
   if (threadIdx.x != 0) return;
   Control control{};
+  // At most kInfKey, so that all non-finite elements are candidates: their residuals must become zero.
   control.threshold = threshold < kInfKey ? threshold : kInfKey;
   control.remaining = static_cast<Count>(p.k);
   *p.control = control;
@@ -48,10 +49,10 @@ __global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems all) {
 
 // ------------------------------------------------------------------------------------------------------------ the pass
 //
-// A warp owns 512 consecutive elements of its tile. In each round, it reads 32 x 16 bytes of the gradient, so ballots
-// number the kept elements in order.
+// A warp owns 512 consecutive elements of its tile. In each round, neighboring lanes read neighboring 16 bytes of the
+// gradient. So ballots can number the kept elements in ascending order.
 
-// Clears the numbers of a tile that later kernels add to or wait for.
+// Clears the counters of this tile's group and wire block. Later kernels add to them or wait for them.
 __device__ void clear_for_tile(const Problem& p, int64_t tile) {
   if (tile % kWarps == 0) p.above[tile / kWarps] = p.ties[tile / kWarps] = 0;
   if (p.message && tile % (kBlock / kTile) == 0 && tile * kTile < p.source.numel) {

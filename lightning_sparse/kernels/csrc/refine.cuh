@@ -1,7 +1,7 @@
-// Finds the key of the k-th largest element, one digit after the other (11, 10 and 10 bits), from the candidates or, if
-// they are not used, from all elements. One launch does everything: blocks take items of work, which count a digit in a
-// histogram. The block that completes the last item of a digit chooses the digit. The items of the next digit wait for
-// it.
+// Finds the key of the k-th largest element, one digit after the other (11, 10 and 10 bits). It reads the candidates,
+// or all elements if the candidates are not usable. One launch does everything. Blocks take work items. An item counts
+// one digit of kItem elements in a histogram. The block that completes the last item of a digit chooses the digit.
+// Items of the next digit wait for this choice.
 #pragma once
 
 #include "tile.cuh"
@@ -14,8 +14,8 @@ constexpr int64_t kItem = 8192;  // elements
 __device__ constexpr int shift_of(int digit) { return digit == 0 ? 20 : digit == 1 ? 10 : 0; }
 __device__ constexpr int width_of(int digit) { return digit == 0 ? 11 : 10; }
 
-// All lanes call it. If all lanes have one bin, a single lane adds. Many equal elements, such as zeros, would otherwise
-// queue up for this bin.
+// All lanes call it. If all lanes have the same bin, one lane adds 32. Otherwise many equal elements, such as zeros,
+// would serialize the atomic operations on this bin.
 __device__ void add_to_bin(uint32_t* bins, bool counts, uint32_t bin) {
   const bool uniform = __all_sync(kAllLanes, counts) && __all_sync(kAllLanes, bin == __shfl_sync(kAllLanes, bin, 0));
   if (uniform) {
@@ -99,7 +99,7 @@ __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
 }
 
 __global__ void __launch_bounds__(kThreads) refine_kernel(Problems all) {
-  __shared__ Problem p;  // in registers, it would not fit
+  __shared__ Problem p;  // too large for registers
   const Problem mine = problem_of_block(all);
   if (threadIdx.x == 0) p = mine;
   __syncthreads();

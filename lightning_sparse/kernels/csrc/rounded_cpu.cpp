@@ -9,13 +9,13 @@
 namespace lightning_sparse::cpu {
 namespace {
 
-constexpr int64_t kSpan = 16 * kChunk;  // elements that a worker takes at a time
+constexpr int64_t kPerTask = 16 * kChunk;  // elements that a worker takes at a time
 
 // Calls body(begin, end) for spans of `numel` elements.
 template <typename Body>
 void for_spans(int64_t numel, const Parallel& parallel, const Body& body) {
-  parallel.run((numel + kSpan - 1) / kSpan,
-               [&](int64_t span, int64_t) { body(span * kSpan, std::min(numel, (span + 1) * kSpan)); });
+  parallel.run((numel + kPerTask - 1) / kPerTask,
+               [&](int64_t span, int64_t) { body(span * kPerTask, std::min(numel, (span + 1) * kPerTask)); });
 }
 
 // Rounds x, and replaces x by the rounding error unless x is const.
@@ -25,6 +25,7 @@ inline void cast_one(Float& x, uint16_t& rounded) {
   if constexpr (!std::is_const_v<Float>) x = lost_to_bf16(x, rounded);
 }
 
+// The same loop, compiled for AVX2: the compiler inlines and vectorizes it.
 #if LS_HAVE_AVX2
 template <typename Float>
 LS_AVX2 void cast_avx2(Float* __restrict x, int64_t n, uint16_t* __restrict rounded) {

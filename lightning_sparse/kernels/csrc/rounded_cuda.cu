@@ -7,8 +7,8 @@
 namespace lightning_sparse::cuda {
 namespace {
 
-constexpr int kEight = 8;                 // elements that 16 bytes hold
-constexpr int kSpan = kEight * kThreads;  // elements of a row that a block sums
+constexpr int kEight = 8;                     // elements that 16 bytes hold
+constexpr int kPerBlock = kEight * kThreads;  // elements of a row that a block sums
 
 struct Rounding {
   Source source;
@@ -72,8 +72,9 @@ __global__ void __launch_bounds__(kThreads, 4) round_kernel(Rounding r) {
   }
 }
 
-// Places of a thread's elements in a span. `together`: neighbors, which the thread moves at once. Otherwise, elements
-// that are kThreads apart, so that lanes of a warp move neighbors: rows of an odd length are not aligned.
+// Returns the offset of a thread's e-th element in a span. With `together`, a thread accesses kEight neighbors as one
+// vector. Otherwise its elements are kThreads apart, so that the lanes of a warp access neighbors. Rows need the second
+// case if their length is not a multiple of kEight, because they are then not aligned.
 template <bool together>
 __device__ int place(int e) {
   return static_cast<int>(together ? kEight * threadIdx.x + e : threadIdx.x + kThreads * e);
@@ -140,9 +141,9 @@ __device__ void sum_span(const RowSum& s, int64_t base) {
 }
 
 __global__ void __launch_bounds__(kThreads, 4) sum_kernel(RowSum s) {
-  const int64_t base = static_cast<int64_t>(blockIdx.x) * kSpan;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kPerBlock;
   const int64_t whole = s.residual ? s.residual_numel : s.numel;
-  if (s.aligned && base + kSpan <= whole) {
+  if (s.aligned && base + kPerBlock <= whole) {
     sum_span<true>(s, base);
   } else {
     sum_span<false>(s, base);
@@ -177,7 +178,7 @@ void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* r
                  .residual_numel = residual_numel,
                  .aligned = is_aligned(rows) && numel % kEight == 0 && is_aligned(row) && is_aligned(residual)};
   const auto on = static_cast<cudaStream_t>(stream);
-  sum_kernel<<<blocks_of(numel, kSpan), kThreads, 0, on>>>(s);
+  sum_kernel<<<blocks_of(numel, kPerBlock), kThreads, 0, on>>>(s);
   check(cudaGetLastError());
 }
 

@@ -35,6 +35,7 @@ struct MessageSink {
     if (dtype == Dtype::two_bit) {
       p.sent_values[slot] = acc;
       p.sent_positions[slot] = static_cast<uint16_t>(index % kBlock);
+      // two_bits_kernel ORs codes into this word.
       if (slot % 16 == 0) reinterpret_cast<uint32_t*>(message + layout.values)[slot / 16] = 0;
       return;
     }
@@ -47,10 +48,11 @@ struct MessageSink {
     if (!p.source.store) return;
     p.source.store[index] = key_of(acc) >= kInfKey ? 0.0f : __fsub_rn(acc, decode_value(stored, dtype));
   }
+  // A non-finite element that is not sent must not stay in the residual.
   __device__ void drop(const Problem& p, int64_t index) const {
     if (p.source.store) p.source.store[index] = 0.0f;
   }
-  // Needs a barrier before, which completes the counts of the cells.
+  // Needs a barrier first, so that `cells` is complete.
   __device__ void finish(int64_t tile, int64_t kept) const {
     uint32_t* counts = reinterpret_cast<uint32_t*>(message + layout.counts);
     if (lane() == 0 && kept > 0) atomicAdd(&counts[tile * kTile / kBlock], static_cast<uint32_t>(kept));

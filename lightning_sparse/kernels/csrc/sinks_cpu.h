@@ -37,7 +37,7 @@ struct TensorSink {
 struct Kept {
   std::unique_ptr<float[]> values;
   std::unique_ptr<uint16_t[]> positions;  // within the block
-  std::unique_ptr<uint8_t[]> codes;       // a byte per code, with room for whole words
+  std::unique_ptr<uint8_t[]> codes;       // one byte per code, with room to pad k to a multiple of four
 
   explicit Kept(int64_t k)
       : values(new float[static_cast<size_t>(k)]),
@@ -94,8 +94,9 @@ struct MessageSink {
     if (sent > 0) reinterpret_cast<uint32_t*>(message + layout.counts)[block_end / kBlock - 1] += sent;
   }
 
-  // Corrects residuals that the pass settled wrongly. With two-bit values, it only drops non-finite elements, and
-  // write_two_bits writes the other residuals. The writes are scattered, so it prefetches.
+  // Corrects the residuals that the pass guessed wrongly: it settled an element that is not sent, or did not settle an
+  // element that is sent. Also zeroes the residuals of non-finite elements. With two-bit values, it only zeroes them,
+  // and write_two_bits writes the residuals of sent elements. The writes are scattered, so it prefetches.
   void correct(const Run& run, uint32_t bound) const {
     constexpr int64_t kAhead = 32;
     uint16_t wrong[kChunk + 1];
@@ -134,7 +135,7 @@ struct Split {
   Levels levels;
 };
 
-// Chooses the levels of finite values.
+// Chooses the levels. All values must be finite.
 inline Split split(const float* x, int64_t n) {
   uint32_t largest = 0, smallest = n > 0 ? kInfKey : 0;
   for (int64_t i = 0; i < n; ++i) {

@@ -79,7 +79,8 @@ inline const float* acc_of(const Source& source, int64_t begin, int64_t n, float
   return out;
 }
 
-template <typename Visit>  // visit(x, n, first index)
+// Calls visit(x, n, first index) for chunks of acc. If source.store is set, it also writes acc there.
+template <typename Visit>
 void scan(const Source& source, int64_t begin, int64_t end, const Visit& visit) {
   alignas(64) float buffer[kChunk];
   for (int64_t at = begin; at < end; at += kChunk) {

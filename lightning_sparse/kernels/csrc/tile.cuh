@@ -32,11 +32,11 @@ inline void check(cudaError_t error) {
 
 struct Control {
   uint32_t threshold;
-  uint32_t prefix;  // known digits of the k-th largest key
+  uint32_t prefix;  // known digits of the k-th largest key; after `refine`, the whole key
   uint32_t digits;  // number of known digits
-  Count remaining;  // number of the k elements that share the prefix; in the end, number of kept ties
+  Count remaining;  // how many of the k elements have this prefix; after `refine`, the number of ties to keep
   Count nonfinite;
-  Count cursor;         // number of candidates
+  Count cursor;         // number of candidates, also if it exceeds the capacity
   Count items;          // items of `refine` that blocks have taken
   Count done[kDigits];  // completed items of `refine`, per digit
   Count groups;         // groups of `emit` that blocks have taken
@@ -66,8 +66,9 @@ void carve(char*& at, T*& pointer, int64_t count) {
   at += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
 }
 
-// Selections in all regions of a shard, the arguments of the kernels. `first` is the problem of the first region, with
-// the numbers of tiles and candidates of the largest region. Each array has a part for each region.
+// The argument of the kernels: one selection per region. `first` is a template for `problem_of_block`. Its source is
+// the whole shard, and its k is not yet limited to the region. Its arrays begin with the part of region 0. Its
+// num_tiles and capacity are large enough for every region.
 struct Problems {
   Problem first;
   Regions regions;
@@ -96,7 +97,7 @@ int64_t lay_out(Problems& all, char* scratch) {
   return at - scratch;
 }
 
-// Returns the number of blocks per region for a kernel whose blocks take items of `item` elements.
+// Returns the number of CUDA blocks per region: at most one per `item` elements, and about kMostBlocks in all regions.
 unsigned blocks_of_region(const Regions& regions, int64_t item) {
   return static_cast<unsigned>(
       std::min((kMostBlocks + regions.count - 1) / regions.count, (regions.most() + item - 1) / item));
@@ -205,7 +206,8 @@ __device__ uint32_t max_of_block(uint32_t value) {
   return most;
 }
 
-// Returns the sum of the counts of all warps before this warp. `total` receives the sum of all warps.
+// Returns the sum of the counts of all warps before this warp. `total` receives the sum of all warps. All lanes of a
+// warp pass the same count. Call it once per kernel, because no barrier protects `counts` from a second call.
 __device__ int before_this_warp(int count, int& total) {
   __shared__ int counts[kWarps];
   if (lane() == 0) counts[warp()] = count;
@@ -222,7 +224,8 @@ __device__ int before_this_warp(int count, int& total) {
 // ------------------------------------------------------------------------------------------------ blocks of one launch
 //
 // Blocks may run in any order, and not all at once. So a block takes its work from a counter, and waits only for work
-// with a lower number. A running block has that work, and never waits for work with a higher number.
+// with a lower number. The block with that work has already started, and waits only for even lower numbers, so waiting
+// never deadlocks.
 
 __device__ Count take(Count* counter) {
   __shared__ Count taken;
@@ -242,7 +245,7 @@ __device__ void put(T* at, T value) {
   *static_cast<volatile T*>(at) = value;
 }
 
-// Waits until *at >= value. Afterwards, this block sees all writes of the other block before its `announce`.
+// Waits until *at >= value. Afterwards, this block sees all writes that other blocks made before they announced it.
 __device__ void wait_for(const uint32_t* at, uint32_t value) {
   if (threadIdx.x == 0) {
     while (peek(at) < value) {
@@ -259,7 +262,8 @@ __device__ void announce(uint32_t* at, uint32_t value) {
   put(at, value);
 }
 
-// Returns whether this was the last of `all` calls. The block of the last call sees all writes before the other calls.
+// Returns whether this was the last of `all` calls. The last block sees all writes that other blocks made before their
+// calls.
 __device__ bool is_last(Count* calls, Count all) {
   __shared__ bool last;
   __syncthreads();

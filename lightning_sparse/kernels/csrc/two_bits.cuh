@@ -21,9 +21,9 @@ struct Split {
   Levels levels;
 };
 
-// Chooses the levels. Sums are integer multiples of the unit of rounding, so their order does not matter.
+// Chooses the levels. It adds magnitudes as integers, in units of 2^(exponent - 36), so their order does not matter.
 __device__ Split split(const Block& block) {
-  uint32_t largest = 0, least = 0;  // `least` is the largest inverted key
+  uint32_t largest = 0, least = 0;  // `least` is the largest inverted key: the inverse of the smallest key
   Count count = 0;
   for (int64_t i = block.begin + threadIdx.x; i < block.end; i += kThreads) {
     const uint32_t key = key_of(block.value(i));
@@ -52,7 +52,7 @@ __device__ Split split(const Block& block) {
   return {rounded, at, Levels(total, all, of_above, static_cast<double>(sum_of_block(above)))};
 }
 
-// Sixteen codes form a word. Two wire blocks may share the word at their boundary, so this needs an atomic operation.
+// Sixteen codes form a word. Neighboring wire blocks may share a word, so the write is an atomic operation.
 __device__ void write_codes(const Block& block, const Split& split, uint32_t* words) {
   float* left = moved(block.p.source.store, block.number * kBlock);
   for (int64_t first = block.begin / 16 * 16; first < block.end; first += kThreads) {
