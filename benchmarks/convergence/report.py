@@ -181,8 +181,8 @@ def write_report(records: Sequence[dict[str, Any]], out: Path, metric: Metric) -
         table(rows, metric),
         "",
         f"{metric.name.capitalize()} after the last epoch; {better} is better. Differences are computed per seed, and",
-        "± is half of the 95% t-interval of their mean. The bytes are all that the devices of a node receive from other",
-        "nodes; for dense, with the 2-D exchange.",
+        "± is half of the 95% t-interval of their mean. The bytes are all that the devices of a node receive from",
+        "other nodes; for dense, with the 2-D exchange.",
         "",
         *verdict(records, metric),
     ]
