@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,6 +54,13 @@ class Engine(ABC):
     topology: Topology
     active: bool
     log_once: LogOnce
+
+    def __getstate__(self) -> NoReturn:
+        # A copy of a DDP module also copies the state of its hook.
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, because it holds process groups. Copy the module "
+            f"without its wrapper: copy.deepcopy(ddp.module). To save this state, use state_dict()."
+        )
 
     @property
     def rounds(self) -> int:

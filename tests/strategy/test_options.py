@@ -1,5 +1,6 @@
 """Options that the strategy refuses, passes on, or warns about, without a fit."""
 
+import copy
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -285,3 +286,10 @@ def test_strategy_warns_of_a_checkpoint_with_another_engine(package: str, caplog
             caplog.clear()
             strategy._side_files.take([EngineCheckpoint({"kind": kind}, "a.ckpt", None)], "a.ckpt", rank=0)
             assert ("was saved by a strategy that exchanges" in caplog.text) == (kind != own)
+
+
+def test_copy_of_a_hook_state_is_refused() -> None:
+    """`copy.deepcopy(ddp)` copies the hook's state, too."""
+    state = HierState(nn.Linear(3, 5), HierConfig(), Topology(((0,),), 0))
+    with pytest.raises(TypeError, match=r"HierState cannot be copied .* copy.deepcopy\(ddp.module\)"):
+        copy.deepcopy(state)
