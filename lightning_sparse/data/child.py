@@ -61,7 +61,13 @@ class Child:
             return
         self.process.kill()
         if not self._has_ended(END_S):
-            # It hangs in the kernel, which ends it later.
+            self._wait_in_background()
+
+    def _wait_in_background(self) -> None:
+        # The machine is busy, or the child hangs in the kernel, which ends it later. It would then stay as a zombie.
+        try:
+            threading.Thread(target=self.process.wait, name="end of a child", daemon=True).start()
+        except RuntimeError:  # this process is ending, too
             self.process.returncode = -9  # suppresses the warning about a child that was not waited for
 
     def _has_ended(self, patience_s: float) -> bool:

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,19 @@ class Metrics:
 
 
 def left_behind() -> list[str]:
-    """Return the threads of the data package and the ids of child processes."""
+    """Return the threads of the data package and the ids of child processes that do not end."""
     threads = [each.name for each in threading.enumerate()]
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [name for name in threads if name.startswith(("lightning_sparse ", "storage reader"))] + (
-        children.read_text().split() if children.exists() else []
-    )
+    return [name for name in threads if name.startswith(("lightning_sparse ", "storage reader"))] + lasting_children()
+
+
+def lasting_children() -> list[str]:
+    """Return the ids of child processes, zombies included, after all that were killed have had time to end."""
+    file, until = Path(f"/proc/self/task/{os.getpid()}/children"), time.monotonic() + 20
+    while file.exists() and (children := file.read_text().split()):
+        if time.monotonic() > until:
+            return children
+        time.sleep(0.02)
+    return []
 
 
 def segments() -> set[str]:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import zmq
 
+from lightning_sparse.data import child
 from lightning_sparse.data import peers as interface
 from lightning_sparse.data.cache.store import Placement, SampleStore, new_run
 from lightning_sparse.data.child import Child
@@ -352,3 +353,14 @@ def test_server_that_hangs_while_it_starts_is_killed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(server, "Child", lambda _: Child(tmp_path / "hang.py"))
     with pytest.raises(RuntimeError, match="did not start on 127.0.0.1"):
         server.PeerServer(np.zeros(4 << 20), b"run", "127.0.0.1")  # type: ignore[arg-type]
+
+
+def test_child_that_ends_late_leaves_no_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hang.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr(child, "END_S", 0.0)
+    late = Child(tmp_path / "hang.py")
+    late.end(0.0)
+    until = time.monotonic() + 60
+    while Path(f"/proc/{late.process.pid}").exists():
+        assert time.monotonic() < until, "the child is still there, at least as a zombie"
+        time.sleep(0.02)
