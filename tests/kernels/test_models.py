@@ -141,6 +141,7 @@ def test_model_operators_refuse_invalid_arguments(
             operator(*arguments)
 
 
+@pytest.mark.skipif(kernel_report().cpu != "compiled", reason="plain torch leaves the check to the functions")
 @pytest.mark.parametrize("shared", ["model", "own"])
 def test_models_that_share_memory_are_refused(shared: str) -> None:
     own, other = torch.zeros(2, 4)
