@@ -35,7 +35,7 @@ help:
 demo: $(VENV)/.built ## compare dense training, sparse training and a single-node baseline on an emulated cluster (2 minutes)
 	$(RUN) examples/demo.py --out $(OUT)/demo $(ARGS)
 
-test: $(VENV)/.built ## run the fast tests; without root or a GPU, skip the tests that need it
+test: $(VENV)/.built ## run the fast tests, except tests that this machine cannot run (no root, no GPU)
 	$(RUN) -m pytest -m "not slow" $(PARALLEL) --durations=10 $(ARGS)
 
 test-slow: $(VENV)/.built ## run the slow tests

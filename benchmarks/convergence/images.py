@@ -53,8 +53,7 @@ OUT = "runs/convergence"
 ACCURACY = Metric(
     key="val_accuracy",
     name="accuracy",
-    heading="validation accuracy, %",
-    axis="validation accuracy, %",
+    label="validation accuracy, %",
     digits=1,
     higher_is_better=True,
 )

@@ -23,8 +23,7 @@ class Metric:
 
     key: str
     name: str  # also of the plot's file
-    heading: str  # in the table
-    axis: str  # in the plot
+    label: str  # in tables and plots
     digits: int
     higher_is_better: bool
 
@@ -36,7 +35,7 @@ class Metric:
         return (max if self.higher_is_better else min)(known, key=known.__getitem__)
 
     def shown(self, row: Mapping[str, Any]) -> str:
-        return f"{self.heading} {row[self.key]:.{self.digits}f}"
+        return f"{self.label} {row[self.key]:.{self.digits}f}"
 
 
 def half_width_95(values: Sequence[float]) -> float | None:
@@ -131,7 +130,7 @@ def mean_curve(records: Sequence[dict[str, Any]], config: str, key: str) -> list
 def table(rows: Sequence[dict[str, Any]], metric: Metric) -> str:
     digits = metric.digits
     lines = [
-        f"| configuration | seeds | {metric.heading} | difference to dense (95% interval) | training loss "
+        f"| configuration | seeds | {metric.label} | difference to dense (95% interval) | training loss "
         "| KB received per node and step | seconds per run |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -161,7 +160,7 @@ def plot(records: Sequence[dict[str, Any]], metric: Metric, file: Path) -> None:
                 style = {"linestyle": "--" if "no-feedback" in config else "-", "color": color(index)}
                 against_bytes.plot(megabytes, curve, **style)
             against_steps.plot(mean_curve(records, config, "step"), curve, label=config, **style)
-        against_steps.set(xlabel="steps", ylabel=metric.axis)
+        against_steps.set(xlabel="steps", ylabel=metric.label)
         against_bytes.set(xlabel="MB received per node", xscale="log")
         for axes in (against_steps, against_bytes):
             axes.grid()

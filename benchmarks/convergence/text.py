@@ -46,8 +46,7 @@ CONTEXT = 64
 BITS = Metric(
     key="val_bits",
     name="bits",
-    heading="validation loss, bits per character",
-    axis="validation loss, bits per character",
+    label="validation loss, bits per character",
     digits=3,
     higher_is_better=False,
 )

@@ -160,7 +160,7 @@ def table(rows: Rows, race: Race) -> str:
             seconds = ["-" if each is None else f"{each:.0f}" for each in reached]
             results = [last[metric.key], last[metric.key] if equal is None else equal]
             lines.append((way, *step, *(f"{each:.{metric.digits}f}" for each in results), *seconds))
-        head = (f"{place[0]}, {place[1]} Gbit/s", "ms per step", "KB per step", metric.heading)
+        head = (f"{place[0]}, {place[1]} Gbit/s", "ms per step", "KB per step", metric.label)
         blocks.append(format_table((*head, f"at the bytes of {race.budget}", *goals), lines))
     return "\n\n".join(blocks)
 
@@ -179,7 +179,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
                 style = {"color": GRAY, "linestyle": "--"} if row["way"] == ALONE else {"color": color(index)}
                 line = [(each["seconds"], each[metric.key]) for each in row["history"]]
                 axes.plot(*zip(*line, strict=True), marker=".", label=row["way"], **style)
-            axes.set(xlabel=f"seconds of training, links of {place[1]:g} Gbit/s", ylabel=metric.axis)
+            axes.set(xlabel=f"seconds of training, links of {place[1]:g} Gbit/s", ylabel=metric.label)
             axes.set_ylim(top=None if metric.higher_is_better else 4)
             axes.grid(visible=True)
 

@@ -123,13 +123,7 @@ def measure(name: str, pictures: Path, size: int) -> dict[str, float]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("sets", nargs="+", metavar="NAME=FOLDER:SIZE")
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=list(ROWS),
-        metavar="ROW",
-        help="loaders to compare; default: all that are installed",
-    )
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help="default: all installed")
     options = parser.parse_args()
     names = options.rows or [name for name in ROWS if name != "LitData" or find_spec("litdata") is not None]
     parts = [(each.partition("=")[0], *each.partition("=")[2].rsplit(":", 1)) for each in options.sets]

@@ -224,13 +224,7 @@ def main() -> None:
         "--shards", type=int, default=32, help="number of shards of a million tokens (default %(default)s)"
     )
     parser.add_argument("--gbps", type=float, default=0.2, help="rate of the storage node's link in Gbit/s")
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=list(LOADERS),
-        metavar="ROW",
-        help="loaders to compare; default: all that are installed",
-    )
+    parser.add_argument("--rows", nargs="+", choices=list(LOADERS), metavar="ROW", help="default: all installed")
     options = parser.parse_args()
     wanted = [row for row, (*_, package, _) in LOADERS.items() if not package or find_spec(package)]
     systems: dict[str, list[Rows]] = {}

@@ -351,7 +351,7 @@ def table(record: dict[str, Any]) -> str:
                 f"{row['different']} of {row['compared']}" if "compared" in row else "-",
             )
         )
-    head = ("method", "seed", text.BITS.heading, "kills", "s lost per kill", "s lost per return")
+    head = ("method", "seed", text.BITS.label, "kills", "s lost per kill", "s lost per return")
     losses = format_table((*head, "rounds lost", "differing rounds"), lines)
     several: dict[tuple[str, float], list[float]] = {}
     for row in record["times"]:
@@ -375,7 +375,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
             style = {"color": GRAY, "linestyle": "--"} if alone else {"color": color(index)}
             line = [(each["step"], each[text.BITS.key]) for each in row["history"]]
             axes.plot(*zip(*line, strict=True), marker=".", label=row["way"], **style)
-        axes.set(xlabel="steps", ylabel=text.BITS.axis)
+        axes.set(xlabel="steps", ylabel=text.BITS.label)
         axes.set_ylim(top=4)
         axes.grid(visible=True)
 

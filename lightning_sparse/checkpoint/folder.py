@@ -79,7 +79,7 @@ def raise_on_all_ranks(path: Path, device: torch.device) -> Iterator[None]:
         try:
             yield
         except CheckpointException as raised:  # a BaseException of torch, with the failed ranks
-            error = RuntimeError(f"a rank could not write {path}, so the previous checkpoint stays: {raised}")
+            error = RuntimeError(f"a rank could not write {path}; an earlier checkpoint there is unchanged: {raised}")
         except Exception as raised:
             error = raised
         whole = all_agree(error is None, dist.all_reduce, device)

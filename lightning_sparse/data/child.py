@@ -64,7 +64,7 @@ class Child:
             self._wait_in_background()
 
     def _wait_in_background(self) -> None:
-        # The machine is busy, or the child hangs in the kernel, which ends it later. It would then stay as a zombie.
+        # The machine is busy, or the child hangs in the kernel. Without a wait, it would stay as a zombie once it ends.
         try:
             threading.Thread(target=self.process.wait, name="end of a child", daemon=True).start()
         except RuntimeError:  # this process is ending, too

@@ -133,7 +133,7 @@ def left_behind() -> list[str]:
 
 
 def lasting_children() -> list[str]:
-    """Return the ids of child processes, zombies included, after all that were killed have had time to end."""
+    """Return the ids of child processes that are still there after 20 s, zombies included."""
     file, until = Path(f"/proc/self/task/{os.getpid()}/children"), time.monotonic() + 20
     while file.exists() and (children := file.read_text().split()):
         if time.monotonic() > until:

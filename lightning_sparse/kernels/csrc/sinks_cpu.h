@@ -175,8 +175,9 @@ inline void write_two_bits(const Kept& kept, int64_t block, int64_t begin, int64
   }
   if (!residual) return;
   float sent[4], *to = residual + block * kBlock;
-  for (uint32_t code = 0; code < 4; ++code)
+  for (uint32_t code = 0; code < 4; ++code) {
     sent[code] = decode_two_bits(code, chosen.levels.lower, chosen.levels.upper);
+  }
   for (int64_t i = begin; i < end; ++i) {
     if (i + kAhead < end) __builtin_prefetch(to + kept.positions[i + kAhead], 1);
     const float x = kept.values[i];
