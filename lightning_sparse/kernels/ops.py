@@ -141,25 +141,25 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     return row
 
 
-def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    """Write the interpolation shared_S + (own_S - shared_S) * ahead into a model, rounded to its dtypes.
+def lerp_into(local_S: Tensor, global_S: Tensor, model: Sequence[Tensor], local_fraction: float) -> None:
+    """Write the interpolation global_S + (local_S - global_S) * local_fraction into a model, rounded to its dtypes.
 
-    The model consists of flat pieces, in the order of own_S.
+    The model consists of flat pieces, in the order of local_S.
     """
-    _check_models(own_S, shared_S, model, ahead)
-    torch.ops.lightning_sparse.lerp_into(own_S, shared_S, model, ahead)
+    _check_models(local_S, global_S, model, local_fraction)
+    torch.ops.lightning_sparse.lerp_into(local_S, global_S, model, local_fraction)
 
 
-def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    """Add to own_S the change of the model since `lerp_into` wrote it with the same arguments.
+def accumulate_delta(local_S: Tensor, global_S: Tensor, model: Sequence[Tensor], local_fraction: float) -> None:
+    """Add to local_S the change of the model since `lerp_into` wrote it with the same arguments.
 
-    >>> own, shared, model = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.5])
-    >>> accumulate_delta(own, shared, [model], 0.5)  # it held 1
-    >>> own
+    >>> local_S, global_S, model = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.5])
+    >>> accumulate_delta(local_S, global_S, [model], 0.5)  # it held 1
+    >>> local_S
     tensor([2.5000])
     """
-    _check_models(own_S, shared_S, model, ahead)
-    torch.ops.lightning_sparse.accumulate_delta(own_S, shared_S, model, ahead)
+    _check_models(local_S, global_S, model, local_fraction)
+    torch.ops.lightning_sparse.accumulate_delta(local_S, global_S, model, local_fraction)
 
 
 # deprecated names, until version 0.3
@@ -238,20 +238,20 @@ def _check_accumulate(messages: Tensor, shard: Tensor, k: int, num_regions: int,
         )
 
 
-def _check_models(own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    _check_flat("own_S", own, (torch.float32,))
-    _check_flat("shared_S", shared, (torch.float32,))
+def _check_models(local_S: Tensor, global_S: Tensor, model: Sequence[Tensor], local_fraction: float) -> None:
+    _check_flat("local_S", local_S, (torch.float32,))
+    _check_flat("global_S", global_S, (torch.float32,))
     for piece in model:
         _check_flat("a piece of the model", piece, FLOATS)
-    numels = [shared.numel(), sum(piece.numel() for piece in model)]
-    devices = {tensor.device for tensor in (shared, *model)}
-    if numels != [own.numel()] * 2 or devices != {own.device}:
+    numels = [global_S.numel(), sum(piece.numel() for piece in model)]
+    devices = {tensor.device for tensor in (global_S, *model)}
+    if numels != [local_S.numel()] * 2 or devices != {local_S.device}:
         raise ValueError(
-            f"own_S has {own.numel()} elements on {own.device}, shared_S {numels[0]} and the pieces of the model "
-            f"{numels[1]}, on {sorted(map(str, devices))}: they must agree"
+            f"local_S has {local_S.numel()} elements on {local_S.device}, global_S {numels[0]} and the pieces of the "
+            f"model {numels[1]}, on {sorted(map(str, devices))}: they must agree"
         )
-    if not 0.0 < ahead <= 1.0:
-        raise ValueError(f"ahead={ahead}: it must be more than 0, and at most 1")
+    if not 0.0 < local_fraction <= 1.0:
+        raise ValueError(f"local_fraction={local_fraction}: it must be more than 0, and at most 1")
 
 
 def _check_flat(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -316,8 +316,10 @@ _register(
     "sum_rows(Tensor rows, Tensor(a!)? residual) -> Tensor",
     lambda rows, _: rows.new_empty(rows.shape[1]),
 )
-_register("accumulate_delta(Tensor(a!) own, Tensor shared, Tensor[] model, float ahead) -> ()")
-_register("lerp_into(Tensor own, Tensor shared, Tensor(a!)[] model, float ahead) -> ()")
+_register(
+    "accumulate_delta(Tensor(a!) local_weights, Tensor global_weights, Tensor[] model, float local_fraction) -> ()"
+)
+_register("lerp_into(Tensor local_weights, Tensor global_weights, Tensor(a!)[] model, float local_fraction) -> ()")
 
 COMPILE = (
     "install torch, 'setuptools>=77' and ninja, then run `pip install --no-build-isolation '.[pytorch-lightning]'` in "

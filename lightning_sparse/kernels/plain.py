@@ -124,38 +124,39 @@ def sum_rows(rows_MR: Tensor, residual_R: Tensor | None) -> Tensor:
     return row_R
 
 
-def accumulate_delta(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    _refuse_shared_memory([own_S], [shared_S, *model])
-    ahead = ctypes.c_float(ahead).value  # kernels take a float, so a number that rounds to 1 counts as 1
-    for own, shared, piece in _blocks(own_S, shared_S, model):
-        if ahead == 1.0 and piece.dtype == torch.float32:
-            own.copy_(piece)  # the piece held own itself
+def accumulate_delta(local_S: Tensor, global_S: Tensor, model: Sequence[Tensor], local_fraction: float) -> None:
+    _refuse_shared_memory([local_S], [global_S, *model])
+    # kernels take a float, so a number that rounds to 1 counts as 1
+    local_fraction = ctypes.c_float(local_fraction).value
+    for local, global_, piece in _blocks(local_S, global_S, model):
+        if local_fraction == 1.0 and piece.dtype == torch.float32:
+            local.copy_(piece)  # lerp_into wrote `local` itself
             continue
-        before = _lerp(own, shared, ahead)
+        before = _lerp(local, global_, local_fraction)
         if piece.dtype != torch.float32:
             before = _cast(before, piece.dtype).float()
-        own += torch.sub(piece, before, out=before) if piece.dtype == torch.float32 else piece - before
+        local += torch.sub(piece, before, out=before) if piece.dtype == torch.float32 else piece - before
 
 
-def lerp_into(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-    _refuse_shared_memory(model, [own_S, shared_S])
-    ahead = ctypes.c_float(ahead).value
-    for own, shared, piece in _blocks(own_S, shared_S, model):
-        piece.copy_(_cast(own if ahead == 1.0 else _lerp(own, shared, ahead), piece.dtype))
+def lerp_into(local_S: Tensor, global_S: Tensor, model: Sequence[Tensor], local_fraction: float) -> None:
+    _refuse_shared_memory(model, [local_S, global_S])
+    local_fraction = ctypes.c_float(local_fraction).value
+    for local, global_, piece in _blocks(local_S, global_S, model):
+        piece.copy_(_cast(local if local_fraction == 1.0 else _lerp(local, global_, local_fraction), piece.dtype))
 
 
-def _blocks(own_S: Tensor, shared_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _blocks(local_S: Tensor, global_S: Tensor, model: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     sizes = [piece.numel() for piece in model]
-    for tensors in zip(torch.split(own_S, sizes), torch.split(shared_S, sizes), model, strict=True):
-        if own_S.is_cuda:
+    for tensors in zip(torch.split(local_S, sizes), torch.split(global_S, sizes), model, strict=True):
+        if local_S.is_cuda:
             yield tensors
         else:
             # on a CPU in blocks that fit into its cache
             yield from zip(*(torch.split(tensor, CACHED) for tensor in tensors), strict=True)
 
 
-def _lerp(own: Tensor, shared: Tensor, ahead: float) -> Tensor:
-    return own.clone() if ahead == 1.0 else (own - shared).mul_(ahead).add_(shared)
+def _lerp(local: Tensor, global_: Tensor, local_fraction: float) -> Tensor:
+    return local.clone() if local_fraction == 1.0 else (local - global_).mul_(local_fraction).add_(global_)
 
 
 def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,9 @@ class Slices:
             torch._foreach_add_(start, pending)
             torch._foreach_sub_(start, piece)
 
-    def accumulate_delta(self, local_S: Tensor, global_S: Tensor, ahead: float, now_S: Tensor | None = None) -> None:
+    def accumulate_delta(
+        self, local_S: Tensor, global_S: Tensor, local_fraction: float, now_S: Tensor | None = None
+    ) -> None:
         """Compute local_S += parameters - the values that ``lerp_into`` wrote for the same arguments.
 
         Args:
@@ -84,21 +86,21 @@ class Slices:
         if now_S is not None:
             model = [now.to(piece.dtype) for now, piece in zip(self.of(now_S), model, strict=True)]
         if model:
-            _kernels_for(model).accumulate_delta(local_S, global_S, model, ahead)
+            _kernels_for(model).accumulate_delta(local_S, global_S, model, local_fraction)
 
-    def lerp_into(self, local_S: Tensor, global_S: Tensor, ahead: float) -> None:
-        """Write global_S - ahead * (global_S - local_S) into the parameters, rounded to their dtypes."""
+    def lerp_into(self, local_S: Tensor, global_S: Tensor, local_fraction: float) -> None:
+        """Write global_S - local_fraction * (global_S - local_S) into the parameters, rounded to their dtypes."""
         model = self.in_parameters()
         if model:
-            _kernels_for(model).lerp_into(local_S, global_S, model, ahead)
+            _kernels_for(model).lerp_into(local_S, global_S, model, local_fraction)
             torch.autograd.graph.increment_version(model)  # as torch's own operators do, so that autograd detects it
 
-    def between(self, local_S: Tensor, global_S: Tensor, ahead: float) -> Tensor:
+    def between(self, local_S: Tensor, global_S: Tensor, local_fraction: float) -> Tensor:
         """Return the values that ``lerp_into`` writes, in fp32, on the device of the two models."""
         flat_S = torch.empty_like(local_S)
         model = [torch.empty_like(piece, device=local_S.device) for piece in self.in_parameters()]
         if model:
-            _kernels_for(self.in_parameters()).lerp_into(local_S, global_S, model, ahead)
+            _kernels_for(self.in_parameters()).lerp_into(local_S, global_S, model, local_fraction)
             torch._foreach_copy_(self.of(flat_S), model)
         return flat_S
 

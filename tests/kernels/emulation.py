@@ -199,18 +199,20 @@ class Emulation:
         self._call("sum_rows", _at(rows), *rows.shape, _at(row), *memory)
         return row
 
-    def accumulate_delta(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-        self._move("accumulate_delta", own, shared, model, ahead)
+    def accumulate_delta(self, local: Tensor, global_: Tensor, model: Sequence[Tensor], local_fraction: float) -> None:
+        self._interpolate("accumulate_delta", local, global_, model, local_fraction)
 
-    def lerp_into(self, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
-        self._move("lerp_into", own, shared, model, ahead)
+    def lerp_into(self, local: Tensor, global_: Tensor, model: Sequence[Tensor], local_fraction: float) -> None:
+        self._interpolate("lerp_into", local, global_, model, local_fraction)
 
-    def _move(self, name: str, own: Tensor, shared: Tensor, model: Sequence[Tensor], ahead: float) -> None:
+    def _interpolate(
+        self, name: str, local: Tensor, global_: Tensor, model: Sequence[Tensor], local_fraction: float
+    ) -> None:
         count = len(model)
         data = (ctypes.c_void_p * count)(*(piece.data_ptr() for piece in model))
         dtypes = (ctypes.c_int * count)(*(CODES[piece.dtype] for piece in model))
         numels = (ctypes.c_int64 * count)(*(piece.numel() for piece in model))
-        self._call(name, _at(own), _at(shared), data, dtypes, numels, count, ctypes.c_float(ahead))
+        self._call(name, _at(local), _at(global_), data, dtypes, numels, count, ctypes.c_float(local_fraction))
 
     def _call(self, name: str, *arguments: object) -> None:
         call = getattr(self._library, f"emulate_{name}")

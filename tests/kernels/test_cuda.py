@@ -139,21 +139,21 @@ def test_sum_rows_equals_plain_torch(numel: int) -> None:
         assert same_bits(got.cpu(), own)
 
 
-@pytest.mark.parametrize("ahead", SHARES)
+@pytest.mark.parametrize("local_fraction", SHARES)
 @pytest.mark.parametrize("sizes", PIECES, ids=len)
-def test_model_operators_equal_plain_torch(sizes: tuple[int, ...], ahead: float) -> None:
-    own, shared = models(sum(sizes))
+def test_model_operators_equal_plain_torch(sizes: tuple[int, ...], local_fraction: float) -> None:
+    local, global_ = models(sum(sizes))
     want = pieces_of(torch.zeros(sum(sizes)), sizes, mixed=True)
-    got, on_device = [piece.cuda() for piece in want], [own.cuda(), shared.cuda()]
-    lerp_into(*on_device, got, ahead)
-    PLAIN.lerp_into(own, shared, want, ahead)
+    got, on_device = [piece.cuda() for piece in want], [local.cuda(), global_.cuda()]
+    lerp_into(*on_device, got, local_fraction)
+    PLAIN.lerp_into(local, global_, want, local_fraction)
     assert all(same_bits(a.cpu(), b) for a, b in zip(got, want, strict=True))
     for a, b in zip(got, want, strict=True):
         a += 0.5
         b += 0.5
-    accumulate_delta(*on_device, got, ahead)
-    PLAIN.accumulate_delta(own, shared, want, ahead)
-    assert same_bits(on_device[0].cpu(), own)
+    accumulate_delta(*on_device, got, local_fraction)
+    PLAIN.accumulate_delta(local, global_, want, local_fraction)
+    assert same_bits(on_device[0].cpu(), local)
 
 
 def test_hundred_runs_on_cuda_give_the_same_bits() -> None:

@@ -28,7 +28,7 @@ SINKS = [
 ]
 KERNELS = {
     "accumulate_cuda.cu": [f"accumulate_kernel<{in_place}>" for in_place in ("true", "false")],
-    "models_cuda.cu": [f"move_kernel<{adds}>" for adds in ("true", "false")],
+    "models_cuda.cu": [f"interpolate_kernel<{adds}>" for adds in ("true", "false")],
     "mstopk_cuda.cu": [
         *(kernel + dtype for kernel in ("sample_kernel", "pass_kernel") for dtype in EACH),
         "refine_kernel",

@@ -74,7 +74,7 @@ Dtype value_dtype(int64_t code) {
 
 // cpu::Source and cuda::Source have the same fields.
 template <typename Source>
-Source source_of(const Tensor& grad, const Optional& residual, const Optional& store, const Optional& scale) {
+Source source_of(const Tensor& grad, const Optional& residual, const Optional& next_residual, const Optional& scale) {
   check_flat(grad, "grad");
   Source source{grad.data_ptr(), source_dtype(grad), grad.numel()};
   const auto check = [&](const Tensor& tensor, const char* name) {
@@ -87,18 +87,18 @@ Source source_of(const Tensor& grad, const Optional& residual, const Optional& s
     STD_TORCH_CHECK(residual->numel() == source.numel, "residual and grad differ in length");
     source.residual = static_cast<const float*>(residual->data_ptr());
   }
-  if (store) {
-    check(*store, "next_residual");
-    check_flat(*store, "next_residual");
-    STD_TORCH_CHECK(store->numel() == source.numel, "next_residual and grad differ in length");
-    check_apart(*store, grad);
-    if (residual) check_apart(*store, *residual);
-    source.store = static_cast<float*>(store->data_ptr());
+  if (next_residual) {
+    check(*next_residual, "next_residual");
+    check_flat(*next_residual, "next_residual");
+    STD_TORCH_CHECK(next_residual->numel() == source.numel, "next_residual and grad differ in length");
+    check_apart(*next_residual, grad);
+    if (residual) check_apart(*next_residual, *residual);
+    source.next_residual = static_cast<float*>(next_residual->data_ptr());
   }
   if (scale) {
     check(*scale, "scale");
     STD_TORCH_CHECK(scale->dim() == 0, "scale must have no dimensions");
-    if (store) check_apart(*store, *scale);
+    if (next_residual) check_apart(*next_residual, *scale);
     source.scale = static_cast<const float*>(scale->data_ptr());
   }
   return source;
@@ -140,31 +140,32 @@ void check_rows(const Tensor& rows, const Optional& residual) {
 }
 
 // Pieces are contiguous in the flat weights.
-std::vector<Piece> pieces_of(const std::vector<Tensor>& model, const Tensor& own, const Tensor& shared) {
-  for (const Tensor* flat : {&own, &shared}) {
+std::vector<Piece> pieces_of(const std::vector<Tensor>& model, const Tensor& local, const Tensor& global) {
+  for (const Tensor* flat : {&local, &global}) {
     check_flat(*flat, "a model");
     check_fp32(*flat, "a model");
-    check_device(*flat, own, "a model");
-    STD_TORCH_CHECK(flat->numel() == own.numel(), "own and shared differ in length");
+    check_device(*flat, local, "a model");
+    STD_TORCH_CHECK(flat->numel() == local.numel(), "local and global differ in length");
   }
-  check_apart(own, shared);
+  check_apart(local, global);
   std::vector<Piece> pieces;
   int64_t begin = 0;
   for (const Tensor& piece : model) {
     check_flat(piece, "a piece of the model");
-    check_device(piece, own, "a piece of the model");
-    check_apart(piece, own);
-    check_apart(piece, shared);
+    check_device(piece, local, "a piece of the model");
+    check_apart(piece, local);
+    check_apart(piece, global);
     pieces.push_back({piece.data_ptr(), source_dtype(piece), begin, piece.numel()});
     begin += piece.numel();
   }
-  STD_TORCH_CHECK(begin == own.numel(), "pieces of ", begin, " elements, and models of ", own.numel());
+  STD_TORCH_CHECK(begin == local.numel(), "pieces of ", begin, " elements, and models of ", local.numel());
   return pieces;
 }
 
-float check_ahead(double ahead) {
-  STD_TORCH_CHECK(ahead > 0.0 && ahead <= 1.0, "ahead=", ahead, ": 0 < ahead <= 1");
-  return static_cast<float>(ahead);
+float check_local_fraction(double local_fraction) {
+  STD_TORCH_CHECK(local_fraction > 0.0 && local_fraction <= 1.0, "local_fraction=", local_fraction,
+                  ": 0 < local_fraction <= 1");
+  return static_cast<float>(local_fraction);
 }
 
 Model model_of(const std::vector<Piece>& pieces) { return {pieces.data(), static_cast<int64_t>(pieces.size())}; }
@@ -254,14 +255,15 @@ Tensor sum_rows_cpu(Tensor rows, Optional residual) {
   return row;
 }
 
-void accumulate_delta_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
-  const auto pieces = pieces_of(model, own, shared);
-  cpu::accumulate_delta(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
+void accumulate_delta_cpu(Tensor local, Tensor global, std::vector<Tensor> model, double local_fraction) {
+  const auto pieces = pieces_of(model, local, global);
+  cpu::accumulate_delta(mutable_floats(local), floats(global), model_of(pieces), check_local_fraction(local_fraction),
+                        parallel());
 }
 
-void lerp_into_cpu(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
-  const auto pieces = pieces_of(model, own, shared);
-  cpu::lerp_into(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), parallel());
+void lerp_into_cpu(Tensor local, Tensor global, std::vector<Tensor> model, double local_fraction) {
+  const auto pieces = pieces_of(model, local, global);
+  cpu::lerp_into(floats(local), floats(global), model_of(pieces), check_local_fraction(local_fraction), parallel());
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
@@ -338,16 +340,18 @@ Tensor sum_rows_cuda(Tensor rows, Optional residual) {
   return row;
 }
 
-void accumulate_delta_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
-  const torch::stable::accelerator::DeviceGuard guard(own.get_device());
-  const auto pieces = pieces_of(model, own, shared);
-  cuda::accumulate_delta(mutable_floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
+void accumulate_delta_cuda(Tensor local, Tensor global, std::vector<Tensor> model, double local_fraction) {
+  const torch::stable::accelerator::DeviceGuard guard(local.get_device());
+  const auto pieces = pieces_of(model, local, global);
+  cuda::accumulate_delta(mutable_floats(local), floats(global), model_of(pieces), check_local_fraction(local_fraction),
+                         stream_of(local));
 }
 
-void lerp_into_cuda(Tensor own, Tensor shared, std::vector<Tensor> model, double ahead) {
-  const torch::stable::accelerator::DeviceGuard guard(own.get_device());
-  const auto pieces = pieces_of(model, own, shared);
-  cuda::lerp_into(floats(own), floats(shared), model_of(pieces), check_ahead(ahead), stream_of(own));
+void lerp_into_cuda(Tensor local, Tensor global, std::vector<Tensor> model, double local_fraction) {
+  const torch::stable::accelerator::DeviceGuard guard(local.get_device());
+  const auto pieces = pieces_of(model, local, global);
+  cuda::lerp_into(floats(local), floats(global), model_of(pieces), check_local_fraction(local_fraction),
+                  stream_of(local));
 }
 #endif
 

@@ -189,7 +189,7 @@ inline uint32_t usual_key(const Source& source, int64_t pieces, uint32_t bin, in
 }
 
 inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bins) {
-  const Source source = without_store(stored);
+  const Source source = without_next_residual(stored);
   const int64_t pieces = std::clamp<int64_t>(source.numel / 512, 128, kSampleAll / kSamplePiece);
   const int64_t size = pieces * kSamplePiece;
   const SamplePlan plan = plan_sample(source.numel, k, size);
@@ -222,20 +222,21 @@ inline Sample sample(const Source& stored, int64_t k, std::vector<uint32_t>& bin
 
 // Returns the residual of a sent element.
 template <Dtype dtype>
-float left_of(float acc) {
+float residual_of(float acc) {
   if (key_of(acc) >= kInfKey) return 0.0f;
   return acc - decode_value(encode_value(acc, dtype), dtype);
 }
 
-// For candidates of one chunk whose key is at least `from`, replaces acc by the residual. `store` points to acc of the
-// range. The loop uses masks, because branches would be mispredicted. MessageSink corrects non-finite elements later.
+// For candidates of one chunk whose key is at least `from`, replaces acc by the residual. `acc` begins with
+// the range. The loop uses masks, because branches would be mispredicted. MessageSink corrects non-finite elements
+// later.
 template <Dtype dtype>
-void settle(float* store, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
+void settle(float* acc, const uint32_t* positions, const float* values, int64_t n, uint32_t from) {
   for (int64_t i = 0; i < n; ++i) {
-    const float acc = values[i];
-    const uint32_t key = key_of(acc), settled = 0u - static_cast<uint32_t>(key >= from);
-    const uint32_t left = dtype == Dtype::bf16 ? bits_of(acc - from_bf16(to_bf16(acc))) : 0u;
-    store[positions[i]] = float_of((left & settled) | (bits_of(acc) & ~settled));
+    const float x = values[i];
+    const uint32_t key = key_of(x), settled = 0u - static_cast<uint32_t>(key >= from);
+    const uint32_t residual = dtype == Dtype::bf16 ? bits_of(x - from_bf16(to_bf16(x))) : 0u;
+    acc[positions[i]] = float_of((residual & settled) | (bits_of(x) & ~settled));
   }
 }
 
@@ -254,7 +255,7 @@ inline void pack_range(const Source& source, Range& range, Worker& worker, int64
     const int64_t n = std::min(kChunk, range.end - begin);
     range.overflow = range.overflow || range.count + n > capacity;
     if (range.overflow) {
-      if (source.store) acc_of(source, begin, n, source.store + begin);
+      if (source.next_residual) acc_of(source, begin, n, source.next_residual + begin);
       continue;
     }
     uint32_t* at = positions + range.count;
@@ -263,7 +264,7 @@ inline void pack_range(const Source& source, Range& range, Worker& worker, int64
     for (int64_t i = 0; how.counted && i < found; ++i) ++worker.bins[key_of(acc[i]) >> kLowBits];
     if (how.settled_from != kNever) {
       const auto settle_as = how.value_dtype == Dtype::bf16 ? settle<Dtype::bf16> : settle<Dtype::fp32>;
-      settle_as(source.store + range.begin, at, acc, found, how.settled_from);
+      settle_as(source.next_residual + range.begin, at, acc, found, how.settled_from);
     }
     range.count += found;
   }
@@ -276,7 +277,7 @@ inline void unsettle(Population& population, const Source& source, const Paralle
   auto& ranges = population.ranges;
   parallel.run(static_cast<int64_t>(ranges.size()), [&](int64_t r, int64_t) {
     const Range& range = ranges[r];
-    for (int64_t i = 0; i < range.count; ++i) source.store[range.begin + range.positions[i]] = range.values[i];
+    for (int64_t i = 0; i < range.count; ++i) source.next_residual[range.begin + range.positions[i]] = range.values[i];
   });
   population.settled_from = kNever;
 }
@@ -289,7 +290,7 @@ inline Population gather(const Source& source, int64_t k, Dtype value_dtype, boo
   auto& workers = *population.workers;
   const Sample chosen = sample(source, k, workers[0].bins);
   population.threshold = chosen.threshold;
-  if (source.store && value_dtype != Dtype::two_bit) population.settled_from = chosen.middle;
+  if (source.next_residual && value_dtype != Dtype::two_bit) population.settled_from = chosen.middle;
   // Room for one more chunk, because pack_range requires room for all elements of a chunk before it packs.
   const int64_t capacity = chosen.capacity + kChunk;
   for (Worker& worker : workers) worker.make_room(capacity + kPackSlack);
@@ -304,7 +305,8 @@ inline Population gather(const Source& source, int64_t k, Dtype value_dtype, boo
   population.whole = !population.tied && (overflow || found < k || use_whole);
   if (population.whole && population.settled_from != kNever) unsettle(population, source, parallel);
   // The pass has stored acc, so later steps read acc instead of computing it again.
-  population.source = source.store ? Source{source.store, Dtype::fp32, source.numel} : without_store(source);
+  population.source =
+      source.next_residual ? Source{source.next_residual, Dtype::fp32, source.numel} : without_next_residual(source);
   return population;
 }
 

@@ -184,7 +184,7 @@ struct Regions {
 };
 
 template <typename T>
-LS_HD T* moved(T* pointer, int64_t by) {
+LS_HD T* offset_or_null(T* pointer, int64_t by) {
   return pointer ? pointer + by : nullptr;
 }
 
@@ -194,8 +194,8 @@ LS_HD Source part_of(Source source, const Regions& regions, uint32_t region) {
   const int64_t start = regions.start(region);
   source.grad = static_cast<const char*>(source.grad) + start * (source.dtype == Dtype::fp32 ? 4 : 2);
   source.numel = regions.numel(region);
-  source.residual = moved(source.residual, start);
-  source.store = moved(source.store, start);
+  source.residual = offset_or_null(source.residual, start);
+  source.next_residual = offset_or_null(source.next_residual, start);
   return source;
 }
 
@@ -219,17 +219,18 @@ struct Model {
   const Piece* end() const { return pieces + count; }
 };
 
-// Returns the weight that the optimizer steps: exactly `own` if ahead = 1, otherwise a weight between `shared` and
-// `own`. `shared` is the global weight. `own` also contains the updates of this node that the global weight lacks.
-LS_HD float interpolate(float shared, float own, float ahead) {
-  return ahead == 1.0f ? own : shared + (own - shared) * ahead;
+// Returns the weight that the optimizer steps: exactly `local` if local_fraction = 1, otherwise a weight between
+// `global` and `local`. `global` is the global weight. `local` also contains the updates of this node that the global
+// weight lacks.
+LS_HD float interpolate(float global, float local, float local_fraction) {
+  return local_fraction == 1.0f ? local : global + (local - global) * local_fraction;
 }
 
-// Returns `own` plus the change of a parameter from `before` to `now`. In fp32 with ahead = 1, `before` equals `own`.
-// So the result is exactly `now`, without the rounding of own + (now - before).
+// Returns `local` plus the change of a parameter from `before` to `now`. In fp32 with local_fraction = 1, `before`
+// equals `local`. So the result is exactly `now`, without the rounding of local + (now - before).
 template <Dtype dtype>
-LS_HD float with_change(float own, float before, float now, float ahead) {
-  return dtype == Dtype::fp32 && ahead == 1.0f ? now : own + (now - before);
+LS_HD float with_change(float local, float before, float now, float local_fraction) {
+  return dtype == Dtype::fp32 && local_fraction == 1.0f ? now : local + (now - before);
 }
 
 // --------------------------------------------------------------------------------------------------- the message

@@ -9,7 +9,7 @@
 namespace lightning_sparse::cuda {
 namespace {
 
-struct Sums {
+struct Tally {
   Count above, ties;  // above: number of keys above the k-th largest key; ties: keys equal to it
 };
 
@@ -17,14 +17,14 @@ struct Sums {
 constexpr int kFlag = 62;
 constexpr Count kAggregate = Count{1} << kFlag, kPrefix = Count{2} << kFlag, kSum = kAggregate - 1;
 
-__device__ void publish(const Problem& p, int64_t group, Count flag, Sums sums) {
+__device__ void publish(const Problem& p, int64_t group, Count flag, Tally sums) {
   put(&p.above[group], flag | sums.above);
   put(&p.ties[group], flag | sums.ties);
 }
 
 // One warp calls it. Returns the sums of all groups before this group.
-__device__ Sums look_back(const Problem& p, int64_t group) {
-  Sums sums{0, 0};
+__device__ Tally look_back(const Problem& p, int64_t group) {
+  Tally sums{0, 0};
   for (int64_t nearest = group - 1; nearest >= 0; nearest -= 32) {
     const int64_t other = nearest - lane();
     Count above = kPrefix, ties = kPrefix;  // before the first group, the sum is zero
@@ -42,7 +42,7 @@ __device__ Sums look_back(const Problem& p, int64_t group) {
   return sums;
 }
 
-__device__ Sums tally(const Tile& tile, uint32_t kth) {
+__device__ Tally tally(const Tile& tile, uint32_t kth) {
   unsigned above = 0, ties = 0;
 #pragma unroll 4
   for (int64_t first = 0; first < tile.size; first += 32) {
@@ -79,34 +79,34 @@ __device__ int64_t emit_tile(const Problem& p, const Tile& tile, uint32_t kth, i
 }
 
 template <typename Sink>
-__global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problems all) {
-  const Problem p = problem_of_block(all);
+__global__ void __launch_bounds__(kThreads, 4) emit_kernel(Problems problems) {
+  const Problem p = problem_of_block(problems);
   __shared__ uint32_t cells[kWarps][kCells];
   const Sink sink(p, cells[warp()]);
-  __shared__ Sums of_warp[kWarps];
-  __shared__ Sums of_groups_before;
+  __shared__ Tally of_warp[kWarps];
+  __shared__ Tally of_groups_before;
   const auto group = static_cast<int64_t>(take(&p.control->groups));
   const int64_t number = group * kWarps + warp();
   const uint32_t kth = p.control->prefix;
   const Tile tile(p, number, candidates_fail(p));
-  const Sums mine = tally(tile, kth);
+  const Tally mine = tally(tile, kth);
   if (lane() == 0) of_warp[warp()] = mine;
   __syncthreads();
   if (warp() == 0) {
-    Sums all{0, 0};
-    for (int w = 0; w < kWarps; ++w) all.above += of_warp[w].above, all.ties += of_warp[w].ties;
-    if (lane() == 0 && group > 0) publish(p, group, kAggregate, all);
-    const Sums before = look_back(p, group);
+    Tally of_group{0, 0};
+    for (int w = 0; w < kWarps; ++w) of_group.above += of_warp[w].above, of_group.ties += of_warp[w].ties;
+    if (lane() == 0 && group > 0) publish(p, group, kAggregate, of_group);
+    const Tally before = look_back(p, group);
     if (lane() == 0) {
-      publish(p, group, kPrefix, {before.above + all.above, before.ties + all.ties});
+      publish(p, group, kPrefix, {before.above + of_group.above, before.ties + of_group.ties});
       of_groups_before = before;
     }
   }
   __syncthreads();
-  Sums before = of_groups_before;
+  Tally before = of_groups_before;
   for (int w = 0; w < warp(); ++w) before.above += of_warp[w].above, before.ties += of_warp[w].ties;
-  const Count left = p.control->remaining, used = before.ties < left ? before.ties : left;
-  const auto slot = static_cast<int64_t>(before.above + used), quota = static_cast<int64_t>(left - used);
+  const Count remaining = p.control->remaining, used = before.ties < remaining ? before.ties : remaining;
+  const auto slot = static_cast<int64_t>(before.above + used), quota = static_cast<int64_t>(remaining - used);
   const int64_t kept = emit_tile(p, tile, kth, slot, quota, sink);
   __syncthreads();
   sink.finish(number, kept);

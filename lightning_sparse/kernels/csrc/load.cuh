@@ -53,7 +53,7 @@ __device__ void load_acc(const Source& source, bool aligned, int64_t i, float* a
 
 template <Dtype dtype>
 __device__ void store_acc(const Source& source, bool aligned, int64_t i, const float* acc) {
-  float* to = source.store + i;
+  float* to = source.next_residual + i;
 #pragma unroll
   for (int e = 0; e < kEach<dtype>; e += 4) {
     if (aligned && i + e + 4 <= source.numel) {

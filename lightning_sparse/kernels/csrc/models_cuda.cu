@@ -1,6 +1,6 @@
-// The optimizer steps weights that lie between the global weights, `shared`, and the node's weights, `own` (common.h).
-// One kernel adds the optimizer's change to `own`, or writes the interpolated weights. A launch handles up to
-// kMostPieces pieces. Every element is read once and written once, and threads share nothing.
+// The optimizer steps weights that lie between the global weights, `global`, and the node's weights, `local`
+// (common.h). One kernel adds the optimizer's change to `local`, or writes the interpolated weights. A launch handles
+// up to kMostPieces pieces. Every element is read once and written once, and threads share nothing.
 #include <cuda_runtime.h>
 
 #include "tile.cuh"
@@ -17,33 +17,33 @@ struct Part {
   uint32_t end;  // the block after the last block of the piece
 };
 
-struct Move {
-  float* own;
-  const float* shared;
-  float ahead;
+struct Interpolation {
+  float* local;
+  const float* global;
+  float local_fraction;
   int count;
   Part parts[kMostPieces];
 };
-static_assert(sizeof(Move) <= 4096);
+static_assert(sizeof(Interpolation) <= 4096);
 
 template <Dtype dtype, bool add>
-__device__ void move_span(const Move& m, const Piece& piece, int64_t first) {
-  float own[kPerThread], shared[kPerThread], now[kPerThread];
+__device__ void interpolate_span(const Interpolation& m, const Piece& piece, int64_t first) {
+  float local[kPerThread], global[kPerThread], now[kPerThread];
 #pragma unroll
   for (int e = 0; e < kPerThread; ++e) {
     const int64_t i = first + threadIdx.x + kThreads * e;
     const bool inside = i < piece.numel;
-    own[e] = inside ? m.own[piece.begin + i] : 0.0f;
-    shared[e] = inside ? m.shared[piece.begin + i] : 0.0f;
+    local[e] = inside ? m.local[piece.begin + i] : 0.0f;
+    global[e] = inside ? m.global[piece.begin + i] : 0.0f;
     if constexpr (add) now[e] = inside ? load_as<dtype>(piece.data, i) : 0.0f;
   }
 #pragma unroll
   for (int e = 0; e < kPerThread; ++e) {
     const int64_t i = first + threadIdx.x + kThreads * e;
     if (i >= piece.numel) return;
-    const float between = interpolate(shared[e], own[e], m.ahead);
+    const float between = interpolate(global[e], local[e], m.local_fraction);
     if constexpr (add) {
-      m.own[piece.begin + i] = with_change<dtype>(own[e], rounded_to<dtype>(between), now[e], m.ahead);
+      m.local[piece.begin + i] = with_change<dtype>(local[e], rounded_to<dtype>(between), now[e], m.local_fraction);
     } else {
       store_as<dtype>(piece.data, i, between);
     }
@@ -51,7 +51,7 @@ __device__ void move_span(const Move& m, const Piece& piece, int64_t first) {
 }
 
 template <bool add>
-__global__ void __launch_bounds__(kThreads, 4) move_kernel(const Move m) {
+__global__ void __launch_bounds__(kThreads, 4) interpolate_kernel(const Interpolation m) {
   int low = 0, high = m.count - 1;  // the first part that ends after this block
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -64,22 +64,22 @@ __global__ void __launch_bounds__(kThreads, 4) move_kernel(const Move m) {
   const Piece piece = m.parts[low].piece;
   const uint32_t begin = low ? m.parts[low - 1].end : 0;
   const int64_t first = static_cast<int64_t>(blockIdx.x - begin) * kPerBlock;
-  if (piece.dtype == Dtype::fp32) move_span<Dtype::fp32, add>(m, piece, first);
-  if (piece.dtype == Dtype::bf16) move_span<Dtype::bf16, add>(m, piece, first);
-  if (piece.dtype == Dtype::fp16) move_span<Dtype::fp16, add>(m, piece, first);
+  if (piece.dtype == Dtype::fp32) interpolate_span<Dtype::fp32, add>(m, piece, first);
+  if (piece.dtype == Dtype::bf16) interpolate_span<Dtype::bf16, add>(m, piece, first);
+  if (piece.dtype == Dtype::fp16) interpolate_span<Dtype::fp16, add>(m, piece, first);
 }
 
 template <bool add>
-void launch(const Move& m, void* stream) {
+void launch(const Interpolation& m, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   const unsigned blocks = m.parts[m.count - 1].end;
-  move_kernel<add><<<blocks, kThreads, 0, on>>>(m);
+  interpolate_kernel<add><<<blocks, kThreads, 0, on>>>(m);
   check(cudaGetLastError());
 }
 
 template <bool add>
-void move(float* own, const float* shared, const Model& model, float ahead, void* stream) {
-  Move m{.own = own, .shared = shared, .ahead = ahead, .count = 0, .parts = {}};
+void interpolate_model(float* local, const float* global, const Model& model, float local_fraction, void* stream) {
+  Interpolation m{.local = local, .global = global, .local_fraction = local_fraction, .count = 0, .parts = {}};
   uint32_t blocks = 0;
   for (const Piece& piece : model) {
     blocks += static_cast<uint32_t>((piece.numel + kPerBlock - 1) / kPerBlock);
@@ -94,12 +94,12 @@ void move(float* own, const float* shared, const Model& model, float ahead, void
 
 }  // namespace
 
-void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, void* stream) {
-  move<true>(own, shared, model, ahead, stream);
+void accumulate_delta(float* local, const float* global, const Model& model, float local_fraction, void* stream) {
+  interpolate_model<true>(local, global, model, local_fraction, stream);
 }
 
-void lerp_into(const float* own, const float* shared, const Model& model, float ahead, void* stream) {
-  move<false>(const_cast<float*>(own), shared, model, ahead, stream);  // it only reads `own`
+void lerp_into(const float* local, const float* global, const Model& model, float local_fraction, void* stream) {
+  interpolate_model<false>(const_cast<float*>(local), global, model, local_fraction, stream);  // it only reads `local`
 }
 
 }  // namespace lightning_sparse::cuda

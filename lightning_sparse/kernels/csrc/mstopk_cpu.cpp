@@ -43,7 +43,7 @@ int64_t pack_groups(const Source& source, const float* x, int64_t begin, int64_t
                     uint32_t* positions, float* values) {
   if (source.plain()) return pack_avx2(Loaded<8192>{x}, n, first, threshold, positions, values);
   if (!source.summed()) return pack_avx2(Loaded<0>{x}, n, first, threshold, positions, values);
-  float* to = source.store + begin;
+  float* to = source.next_residual + begin;
   const float *grad = static_cast<const float*>(source.grad) + begin, *residual = source.residual + begin;
   if (!source.scale) {
     return pack_avx2(Summed<false>{to, grad, residual, 1.0f}, n, first, threshold, positions, values);
@@ -57,7 +57,7 @@ int64_t pack_groups(const Source& source, const float* x, int64_t begin, int64_t
 int64_t pack(const Source& source, int64_t begin, int64_t n, uint32_t first, uint32_t threshold, uint32_t* positions,
              float* values) {
   alignas(64) float buffer[kChunk];
-  float* to = source.store ? source.store + begin : buffer;
+  float* to = source.next_residual ? source.next_residual + begin : buffer;
   int64_t groups = 0, kept = 0;
 #if LS_HAVE_AVX2
   if (vectorized()) {
@@ -344,9 +344,9 @@ void compress_region(const Source& source, int64_t k, Dtype value_dtype, uint8_t
                       k};
   std::memcpy(message, &header, sizeof header);
   const Parallel& on = unless_few(choice.population.count(), kEmitAlone, parallel);
-  if (value_dtype == Dtype::two_bit) return emit_two_bits(choice, k, message, layout, source.store, on);
+  if (value_dtype == Dtype::two_bit) return emit_two_bits(choice, k, message, layout, source.next_residual, on);
   const auto send = value_dtype == Dtype::fp32 ? emit_message<Dtype::fp32> : emit_message<Dtype::bf16>;
-  send(choice, k, message, layout, source.store, nullptr, on);
+  send(choice, k, message, layout, source.next_residual, nullptr, on);
 }
 
 }  // namespace

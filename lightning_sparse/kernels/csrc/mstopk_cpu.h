@@ -9,18 +9,18 @@
 
 namespace lightning_sparse::cpu {
 
-// Defines acc = residual + grad * scale. Residual and scale are optional. grad is fp32, bf16 or fp16. If `store` is
-// set, the pass writes acc there, and later steps replace acc by the new residual.
+// Defines acc = residual + grad * scale. Residual and scale are optional. grad is fp32, bf16 or fp16. If
+// `next_residual` is set, the pass writes acc there, and later steps replace acc by the new residual.
 struct Source {
   const void* grad;
   Dtype dtype;
   int64_t numel;
   const float* residual = nullptr;
   const float* scale = nullptr;
-  float* store = nullptr;
+  float* next_residual = nullptr;
 
-  bool plain() const { return dtype == Dtype::fp32 && !residual && !scale && !store; }  // acc is grad itself
-  bool summed() const { return dtype == Dtype::fp32 && residual && store; }
+  bool plain() const { return dtype == Dtype::fp32 && !residual && !scale && !next_residual; }  // acc is grad itself
+  bool summed() const { return dtype == Dtype::fp32 && residual && next_residual; }
 };
 
 // Runs body(i, worker) for i = 0 ... n - 1 on at most `threads` workers. Workers take one i at a time, so a slow thread
@@ -43,15 +43,18 @@ void compress(const Source& source, int64_t k, const Regions& regions, Dtype val
 // value instead. If a message is invalid, its whole region becomes NaN.
 void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, const Parallel& parallel);
-// Rounds acc to bf16, and writes it to rows of equal length, padded with zeros. `store` receives the rounding errors.
+// Rounds acc to bf16, and writes it to rows of equal length, padded with zeros. `next_residual` receives the rounding
+// errors.
 void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, const Parallel& parallel);
 // Sums bf16 rows in fp32, in row order, and rounds the sum to bf16. Adds the rounding errors to the residual, which may
 // be null or shorter than a row.
 void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
               int64_t residual_numel, const Parallel& parallel);
-// Adds to `own` the change of the model since `lerp_into` wrote it with these arguments.
-void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
-// Writes shared + (own - shared) * ahead into the model, rounded to its types.
-void lerp_into(const float* own, const float* shared, const Model& model, float ahead, const Parallel& parallel);
+// Adds to `local` the change of the model since `lerp_into` wrote it with these arguments.
+void accumulate_delta(float* local, const float* global, const Model& model, float local_fraction,
+                      const Parallel& parallel);
+// Writes global + (local - global) * local_fraction into the model, rounded to its types.
+void lerp_into(const float* local, const float* global, const Model& model, float local_fraction,
+               const Parallel& parallel);
 
 }  // namespace lightning_sparse::cpu

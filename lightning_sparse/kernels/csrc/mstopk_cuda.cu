@@ -26,45 +26,45 @@ namespace {
 std::atomic<bool> forced{false};
 
 Problems describe(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype) {
-  Problems all{{}, regions, 0};
-  Problem& p = all.first;
+  Problems problems{{}, regions, 0};
+  Problem& p = problems.first;
   p.source = source;
   p.k = k, p.value_dtype = value_dtype;
   p.num_tiles = (regions.most() + kTile - 1) / kTile;
   const SamplePlan plan = plan_sample(regions.most(), k, kSample);
   p.target = plan.target, p.capacity = plan.capacity, p.forced = forced;
-  return all;
+  return problems;
 }
 
 template <Dtype dtype>
-void launch_pass(const Problems& all, cudaStream_t stream) {
-  const unsigned tiles = static_cast<unsigned>(all.first.num_tiles), regions = all.regions.count;
-  sample_kernel<dtype><<<dim3(1, regions), kSampleThreads, 0, stream>>>(all);
-  pass_kernel<dtype><<<dim3(tiles, regions), kThreads, 0, stream>>>(all);
+void launch_pass(const Problems& problems, cudaStream_t stream) {
+  const unsigned tiles = static_cast<unsigned>(problems.first.num_tiles), regions = problems.regions.count;
+  sample_kernel<dtype><<<dim3(1, regions), kSampleThreads, 0, stream>>>(problems);
+  pass_kernel<dtype><<<dim3(tiles, regions), kThreads, 0, stream>>>(problems);
 }
 
 template <typename Sink>
-void launch(Problems all, void* scratch, cudaStream_t stream) {
-  lay_out(all, static_cast<char*>(scratch));
-  const Dtype dtype = all.first.source.dtype;
-  if (dtype == Dtype::fp32) launch_pass<Dtype::fp32>(all, stream);
-  if (dtype == Dtype::bf16) launch_pass<Dtype::bf16>(all, stream);
-  if (dtype == Dtype::fp16) launch_pass<Dtype::fp16>(all, stream);
-  const unsigned regions = all.regions.count, groups = static_cast<unsigned>(groups_of(all.first));
-  refine_kernel<<<dim3(blocks_of_region(all.regions, kItem), regions), kThreads, 0, stream>>>(all);
-  emit_kernel<Sink><<<dim3(groups, regions), kThreads, 0, stream>>>(all);
-  if (all.first.message && all.first.value_dtype == Dtype::two_bit) {
-    two_bits_kernel<<<dim3(blocks_of_region(all.regions, kBlock), regions), kThreads, 0, stream>>>(all);
+void launch(Problems problems, void* scratch, cudaStream_t stream) {
+  lay_out(problems, static_cast<char*>(scratch));
+  const Dtype dtype = problems.first.source.dtype;
+  if (dtype == Dtype::fp32) launch_pass<Dtype::fp32>(problems, stream);
+  if (dtype == Dtype::bf16) launch_pass<Dtype::bf16>(problems, stream);
+  if (dtype == Dtype::fp16) launch_pass<Dtype::fp16>(problems, stream);
+  const unsigned regions = problems.regions.count, groups = static_cast<unsigned>(groups_of(problems.first));
+  refine_kernel<<<dim3(blocks_of_region(problems.regions, kItem), regions), kThreads, 0, stream>>>(problems);
+  emit_kernel<Sink><<<dim3(groups, regions), kThreads, 0, stream>>>(problems);
+  if (problems.first.message && problems.first.value_dtype == Dtype::two_bit) {
+    two_bits_kernel<<<dim3(blocks_of_region(problems.regions, kBlock), regions), kThreads, 0, stream>>>(problems);
   }
   check(cudaGetLastError());
 }
 
 template <typename Index>
-void launch_mstopk(const Problems& all, void* scratch, cudaStream_t stream) {
-  if (all.first.source.dtype == Dtype::fp32) {
-    launch<TensorSink<Index, uint32_t>>(all, scratch, stream);
+void launch_mstopk(const Problems& problems, void* scratch, cudaStream_t stream) {
+  if (problems.first.source.dtype == Dtype::fp32) {
+    launch<TensorSink<Index, uint32_t>>(problems, scratch, stream);
   } else {
-    launch<TensorSink<Index, uint16_t>>(all, scratch, stream);
+    launch<TensorSink<Index, uint16_t>>(problems, scratch, stream);
   }
 }
 
@@ -77,27 +77,27 @@ int64_t mstopk_scratch_bytes(int64_t numel, int64_t k) {
 }
 
 int64_t compress_scratch_bytes(const Regions& regions, int64_t k, Dtype value_dtype) {
-  Problems all = describe({}, k, regions, value_dtype);
+  Problems problems = describe({}, k, regions, value_dtype);
   alignas(256) static char origin[256];  // only offsets from it are used
-  return lay_out(all, origin);
+  return lay_out(problems, origin);
 }
 
 void mstopk(const Source& source, int64_t k, void* values, void* indices, void* scratch, void* stream) {
-  Problems all = describe(source, k, Regions(source.numel, 1), Dtype::fp32);
-  all.first.kept_values = values, all.first.kept_indices = indices;
+  Problems problems = describe(source, k, Regions(source.numel, 1), Dtype::fp32);
+  problems.first.kept_values = values, problems.first.kept_indices = indices;
   if (source.numel < (int64_t{1} << 31)) {
-    launch_mstopk<int32_t>(all, scratch, static_cast<cudaStream_t>(stream));
+    launch_mstopk<int32_t>(problems, scratch, static_cast<cudaStream_t>(stream));
   } else {
-    launch_mstopk<int64_t>(all, scratch, static_cast<cudaStream_t>(stream));
+    launch_mstopk<int64_t>(problems, scratch, static_cast<cudaStream_t>(stream));
   }
 }
 
 void compress(const Source& source, int64_t k, const Regions& regions, Dtype value_dtype, uint8_t* messages,
               void* scratch, void* stream) {
-  Problems all = describe(source, k, regions, value_dtype);
-  all.first.message = messages;
-  all.row_nbytes = row_nbytes(regions, k, value_dtype);
-  launch<MessageSink>(all, scratch, static_cast<cudaStream_t>(stream));
+  Problems problems = describe(source, k, regions, value_dtype);
+  problems.first.message = messages;
+  problems.row_nbytes = row_nbytes(regions, k, value_dtype);
+  launch<MessageSink>(problems, scratch, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace lightning_sparse::cuda

@@ -17,8 +17,8 @@ struct Source {
   Dtype dtype;
   int64_t numel;
   const float* residual;
-  const float* scale;  // on the device
-  float* store;        // receives acc
+  const float* scale;    // on the device
+  float* next_residual;  // receives acc
 };
 
 // Kernels whose blocks process several work items each have about this many CUDA blocks at most, over all regions. Each
@@ -44,15 +44,16 @@ void compress(const Source& source, int64_t k, const Regions& regions, Dtype val
 // it adds alpha times each value instead. If a message is invalid, its whole region becomes NaN.
 void accumulate(const uint8_t* messages, int64_t num_messages, const Regions& regions, float* shard, int64_t k,
                 Dtype value_dtype, const float* alpha, void* scratch, void* stream);
-// Rounds acc to bf16, and writes it to rows of equal length, padded with zeros. `store` receives the rounding errors.
+// Rounds acc to bf16, and writes it to rows of equal length, padded with zeros. `next_residual` receives the rounding
+// errors.
 void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, void* stream);
 // Sums bf16 rows in fp32, in row order, and rounds the sum to bf16. Adds the rounding errors to the residual, which may
 // be null or shorter than a row.
 void sum_rows(const uint16_t* rows, int64_t num_rows, int64_t numel, uint16_t* row, float* residual,
               int64_t residual_numel, void* stream);
-// Adds to `own` the change of the model since `lerp_into` wrote it with these arguments.
-void accumulate_delta(float* own, const float* shared, const Model& model, float ahead, void* stream);
-// Writes shared + (own - shared) * ahead into the model, rounded to its types.
-void lerp_into(const float* own, const float* shared, const Model& model, float ahead, void* stream);
+// Adds to `local` the change of the model since `lerp_into` wrote it with these arguments.
+void accumulate_delta(float* local, const float* global, const Model& model, float local_fraction, void* stream);
+// Writes global + (local - global) * local_fraction into the model, rounded to its types.
+void lerp_into(const float* local, const float* global, const Model& model, float local_fraction, void* stream);
 
 }  // namespace lightning_sparse::cuda

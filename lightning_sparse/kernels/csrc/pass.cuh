@@ -14,8 +14,8 @@ constexpr int64_t kSample = 32 * kSampleThreads;  // elements: 32 per thread, wh
 // One CUDA block per region. Initializes *p.control, clears the bins, and chooses the threshold: the highest multiple
 // of 2^kSampleShift that at least `target` sampled keys reach, or 0 if `target` is 0.
 template <Dtype dtype>
-__global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems all) {
-  const Problem p = problem_of_block(all);
+__global__ void __launch_bounds__(kSampleThreads) sample_kernel(Problems problems) {
+  const Problem p = problem_of_block(problems);
   __shared__ int reached[32];  // number of sampled keys that reach the trial threshold, per bit
   const int64_t numel = p.source.numel, piece = threadIdx.x;  // each lane has a piece, which the whole warp loads
   const int64_t mine = numel <= kSample ? piece * kSamplePiece : sample_piece(numel, piece, kSample / kSamplePiece);
@@ -61,8 +61,8 @@ __device__ void clear_for_tile(const Problem& p, int64_t tile) {
 }
 
 template <Dtype dtype>
-__global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_kernel(Problems all) {
-  const Problem p = problem_of_block(all);
+__global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_kernel(Problems problems) {
+  const Problem p = problem_of_block(problems);
   __shared__ Count reserved;
   constexpr int kPer = kEach<dtype>, kRounds = kTile / kThreads / kPer;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kTile;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, dtype == Dtype::fp32 ? 4 : 3) pass_k
 #pragma unroll
   for (int j = 0; j < kRounds; ++j) {
     const int64_t i = base + place + j * 32 * kPer;
-    if (p.source.store) store_acc<dtype>(p.source, p.aligned, i, acc[j]);
+    if (p.source.next_residual) store_acc<dtype>(p.source, p.aligned, i, acc[j]);
 #pragma unroll
     for (int e = 0; e < kPer; ++e) {
       const uint32_t key = key_of(acc[j][e]);

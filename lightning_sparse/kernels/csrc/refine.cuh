@@ -98,9 +98,9 @@ __device__ void begin_message(const Problem& p, int64_t row_nbytes) {
   clear(p.message + layout.values + layout.values_nbytes, p.message + row_nbytes);
 }
 
-__global__ void __launch_bounds__(kThreads) refine_kernel(Problems all) {
+__global__ void __launch_bounds__(kThreads) refine_kernel(Problems problems) {
   __shared__ Problem p;  // too large for registers
-  const Problem mine = problem_of_block(all);
+  const Problem mine = problem_of_block(problems);
   if (threadIdx.x == 0) p = mine;
   __syncthreads();
   Control& control = *p.control;
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kThreads) refine_kernel(Problems all) {
     wait_for(&control.digits, static_cast<uint32_t>(digit));
     const int64_t begin = (item - digit * items) * kItem;
     count_item(p, whole, begin, begin + kItem < size ? begin + kItem : size, digit);
-    if (!is_last(&control.done[digit], static_cast<Count>(items))) continue;
+    if (!arrives_last(&control.done[digit], static_cast<Count>(items))) continue;
     choose_digit(p, digit);
-    if (digit == kDigits - 1 && p.message && threadIdx.x == 0) begin_message(p, all.row_nbytes);
+    if (digit == kDigits - 1 && p.message && threadIdx.x == 0) begin_message(p, problems.row_nbytes);
     announce(&control.digits, static_cast<uint32_t>(digit) + 1);
   }
 }

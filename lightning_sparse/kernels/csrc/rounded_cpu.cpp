@@ -50,8 +50,8 @@ void add_each(const uint16_t* __restrict from, int64_t n, float* __restrict to) 
 void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, const Parallel& parallel) {
   for_spans(source.numel, parallel, [&](int64_t begin, int64_t end) {
     scan(source, begin, end, [&](const float* acc, int64_t n, int64_t at) {
-      if (source.store) {
-        cast_each(source.store + at, n, rows + at);
+      if (source.next_residual) {
+        cast_each(source.next_residual + at, n, rows + at);
       } else {
         cast_each(acc, n, rows + at);
       }

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 4) round_kernel(Rounding r) {
     uint16_t rounded[kPer];
     cast_each<kPer>(acc[j], rounded);
     store_rounded<kPer>(r, i, rounded);  // writes 0 to the padding, because acc is 0 there
-    if (r.source.store) store_acc<dtype>(r.source, r.aligned, i, acc[j]);
+    if (r.source.next_residual) store_acc<dtype>(r.source, r.aligned, i, acc[j]);
   }
 }
 
@@ -159,8 +159,8 @@ void round_rows(const Source& source, int64_t num_rows, uint16_t* rows, void* st
   const Rounding r{.source = source,
                    .rows = rows,
                    .padded = num_rows * row_numel(source.numel, num_rows),
-                   .aligned = is_aligned(source.grad) && is_aligned(source.residual) && is_aligned(source.store) &&
-                              is_aligned(rows)};
+                   .aligned = is_aligned(source.grad) && is_aligned(source.residual) &&
+                              is_aligned(source.next_residual) && is_aligned(rows)};
   const unsigned blocks = blocks_of(r.padded, kTile);
   if (source.dtype == Dtype::fp32) round_kernel<Dtype::fp32><<<blocks, kThreads, 0, on>>>(r);
   if (source.dtype == Dtype::bf16) round_kernel<Dtype::bf16><<<blocks, kThreads, 0, on>>>(r);

@@ -45,12 +45,12 @@ struct MessageSink {
     } else {
       reinterpret_cast<uint16_t*>(message + layout.values)[slot] = static_cast<uint16_t>(stored);
     }
-    if (!p.source.store) return;
-    p.source.store[index] = key_of(acc) >= kInfKey ? 0.0f : __fsub_rn(acc, decode_value(stored, dtype));
+    if (!p.source.next_residual) return;
+    p.source.next_residual[index] = key_of(acc) >= kInfKey ? 0.0f : __fsub_rn(acc, decode_value(stored, dtype));
   }
   // A non-finite element that is not sent must not stay in the residual.
   __device__ void drop(const Problem& p, int64_t index) const {
-    if (p.source.store) p.source.store[index] = 0.0f;
+    if (p.source.next_residual) p.source.next_residual[index] = 0.0f;
   }
   // Needs a barrier first, so that `cells` is complete.
   __device__ void finish(int64_t tile, int64_t kept) const {

@@ -111,7 +111,7 @@ struct MessageSink {
       if (j + kAhead < count) __builtin_prefetch(residual + run.index(wrong[j + kAhead]), 1);
       const float acc = run.x[wrong[j]];
       const uint32_t key = key_of(acc);
-      residual[run.index(wrong[j])] = key >= bound || key >= kInfKey ? left_of<dtype>(acc) : acc;
+      residual[run.index(wrong[j])] = key >= bound || key >= kInfKey ? residual_of<dtype>(acc) : acc;
     }
   }
 };

@@ -79,18 +79,18 @@ inline const float* acc_of(const Source& source, int64_t begin, int64_t n, float
   return out;
 }
 
-// Calls visit(x, n, first index) for chunks of acc. If source.store is set, it also writes acc there.
+// Calls visit(x, n, first index) for chunks of acc. If source.next_residual is set, it also writes acc there.
 template <typename Visit>
 void scan(const Source& source, int64_t begin, int64_t end, const Visit& visit) {
   alignas(64) float buffer[kChunk];
   for (int64_t at = begin; at < end; at += kChunk) {
     const int64_t n = std::min(kChunk, end - at);
-    visit(acc_of(source, at, n, source.store ? source.store + at : buffer), n, at);
+    visit(acc_of(source, at, n, source.next_residual ? source.next_residual + at : buffer), n, at);
   }
 }
 
-inline Source without_store(Source source) {
-  source.store = nullptr;
+inline Source without_next_residual(Source source) {
+  source.next_residual = nullptr;
   return source;
 }
 

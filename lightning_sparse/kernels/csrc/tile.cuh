@@ -79,10 +79,10 @@ __host__ __device__ int64_t groups_of(const Problem& p) { return (p.num_tiles + 
 
 // Lays out the arrays in the scratch memory, and returns its size. Nothing needs to be cleared before: the first
 // kernels initialize the arrays of later kernels.
-int64_t lay_out(Problems& all, char* scratch) {
+int64_t lay_out(Problems& problems, char* scratch) {
   char* at = scratch;
-  Problem& p = all.first;
-  const int64_t count = all.regions.count, groups = groups_of(p);
+  Problem& p = problems.first;
+  const int64_t count = problems.regions.count, groups = groups_of(p);
   carve(at, p.control, count);
   carve(at, p.bins, count * kDigits * kBins);
   carve(at, p.above, count * groups);
@@ -104,19 +104,19 @@ unsigned blocks_of_region(const Regions& regions, int64_t item) {
 }
 
 // Returns the problem of this block's region.
-__device__ Problem problem_of_block(const Problems& all) {
+__device__ Problem problem_of_block(const Problems& problems) {
   const unsigned region = blockIdx.y;
-  Problem p = all.first;
-  p.source = part_of(p.source, all.regions, region);
-  p.aligned = is_aligned(p.source.grad) && is_aligned(p.source.residual) && is_aligned(p.source.store);
+  Problem p = problems.first;
+  p.source = part_of(p.source, problems.regions, region);
+  p.aligned = is_aligned(p.source.grad) && is_aligned(p.source.residual) && is_aligned(p.source.next_residual);
   p.k = p.k < p.source.numel ? p.k : p.source.numel;
-  p.message = moved(p.message, region * all.row_nbytes);
+  p.message = offset_or_null(p.message, region * problems.row_nbytes);
   p.control += region;
   p.bins += region * (kDigits * kBins);
   p.above += region * groups_of(p), p.ties += region * groups_of(p);
   p.start += region * p.num_tiles, p.count += region * p.num_tiles;
   p.values += region * p.capacity, p.offsets += region * p.capacity;
-  p.sent_values += region * all.first.k, p.sent_positions += region * all.first.k;
+  p.sent_values += region * problems.first.k, p.sent_positions += region * problems.first.k;
   return p;
 }
 
@@ -134,7 +134,7 @@ __device__ float acc_at(const Source& source, int64_t i) {
 
 // Returns acc; call it after the pass.
 __device__ float stored_at(const Source& source, int64_t i) {
-  if (source.store) return source.store[i];
+  if (source.next_residual) return source.next_residual[i];
   if (source.dtype == Dtype::fp32) return acc_at<Dtype::fp32>(source, i);
   return source.dtype == Dtype::bf16 ? acc_at<Dtype::bf16>(source, i) : acc_at<Dtype::fp16>(source, i);
 }
@@ -262,14 +262,14 @@ __device__ void announce(uint32_t* at, uint32_t value) {
   put(at, value);
 }
 
-// Returns whether this was the last of `all` calls. The last block sees all writes that other blocks made before their
-// calls.
-__device__ bool is_last(Count* calls, Count all) {
+// Counts a call, and returns whether it is the last of `total` calls. The last block sees all writes that other blocks
+// made before their calls.
+__device__ bool arrives_last(Count* calls, Count total) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    last = atomicAdd(calls, 1) == all - 1;
+    last = atomicAdd(calls, 1) == total - 1;
     __threadfence();
   }
   __syncthreads();

@@ -7,8 +7,8 @@ namespace {
 
 using Call = void (*)(float*, const float*, const Model&, float, void*);
 
-const char* move(const Call& call, float* own, const float* shared, void* const* data, const int* dtypes,
-                 const int64_t* numels, int64_t count, float ahead, bool adds) {
+const char* interpolate_model(const Call& call, float* local, const float* global, void* const* data, const int* dtypes,
+                              const int64_t* numels, int64_t count, float local_fraction, bool adds) {
   return run([&] {
     std::vector<Piece> pieces;
     int64_t begin = 0;
@@ -18,9 +18,9 @@ const char* move(const Call& call, float* own, const float* shared, void* const*
       adds ? reads(data[p], bytes_of(dtypes[p], numels[p]), "a piece")
            : writes(data[p], bytes_of(dtypes[p], numels[p]), "a piece");
     }
-    reads(own, 4 * begin, "own");
-    reads(shared, 4 * begin, "shared");
-    call(own, shared, {pieces.data(), count}, ahead, nullptr);
+    reads(local, 4 * begin, "local");
+    reads(global, 4 * begin, "global");
+    call(local, global, {pieces.data(), count}, local_fraction, nullptr);
   });
 }
 
@@ -28,16 +28,16 @@ const char* move(const Call& call, float* own, const float* shared, void* const*
 
 extern "C" {
 
-const char* emulate_accumulate_delta(float* own, const float* shared, void* const* data, const int* dtypes,
-                               const int64_t* numels, int64_t count, float ahead) {
-  return move(cuda::accumulate_delta, own, shared, data, dtypes, numels, count, ahead, true);
+const char* emulate_accumulate_delta(float* local, const float* global, void* const* data, const int* dtypes,
+                                     const int64_t* numels, int64_t count, float local_fraction) {
+  return interpolate_model(cuda::accumulate_delta, local, global, data, dtypes, numels, count, local_fraction, true);
 }
 
-const char* emulate_lerp_into(float* own, const float* shared, void* const* data, const int* dtypes,
-                                  const int64_t* numels, int64_t count, float ahead) {
+const char* emulate_lerp_into(float* local, const float* global, void* const* data, const int* dtypes,
+                              const int64_t* numels, int64_t count, float local_fraction) {
   const auto write = [](float* mine, const float* theirs, const Model& model, float share, void* stream) {
     cuda::lerp_into(mine, theirs, model, share, stream);
   };
-  return move(write, own, shared, data, dtypes, numels, count, ahead, false);
+  return interpolate_model(write, local, global, data, dtypes, numels, count, local_fraction, false);
 }
 }
