@@ -184,7 +184,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     """
     kind, _, which = name.partition(":")
     if name == "bytes":
-        return Tokenizer(name, _bytes_of, BYTES, 0)  # 0, which is rare in text, ends a document
+        return Tokenizer(name, _bytes_of, BYTES, 0)  # 0 ends a document; _bytes_of refuses it in a text
     if kind not in ("tiktoken", "tokenizers") or not which:
         raise ValueError(f"tokenizer={name!r} must be {TOKENIZERS}. Use 'tiktoken:gpt2', for example.")
     if kind == "tokenizers" and not Path(which).exists():
@@ -198,8 +198,10 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 def _bytes_of(blocks: Iterator[bytes]) -> Iterator[Ids]:
-    for block in blocks:
-        yield np.frombuffer(block, np.uint8)
+    for text in _decoded(blocks):
+        if "\0" in text:  # such as in UTF-16
+            raise ValueError("it contains a NUL character, which ends a document with tokenizer='bytes'")
+        yield np.frombuffer(text.encode(), np.uint8)
 
 
 def _tiktoken(name: str) -> Tokenizer:

@@ -73,6 +73,27 @@ def test_document_with_a_corrupt_end_is_skipped_completely(tmp_path: Path) -> No
     assert ids(source, tmp_path / "cache", **options, on_corrupt="skip") == [[1, 2, 1, 0], [], [2, 1, 2, 0]]
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("é" * 70_001 + "ü", None),  # a block ends inside a character
+        ("naïve".encode("latin-1"), r"is not UTF-8 \(UnicodeDecodeError"),
+        ("word".encode("utf-16"), r"is not UTF-8 \(UnicodeDecodeError"),
+        ("word".encode("utf-16-le"), r"cannot be read as text \(ValueError: it contains a NUL character"),
+    ],
+)
+def test_bytes_in_another_encoding_are_refused(text: str | bytes, problem: str | None, tmp_path: Path) -> None:
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    write(source / "a.txt", text)
+    write(source / "b.txt", "good")
+    if problem is None:
+        assert ids(source, cache, context=2) == [[*str(text).encode(), 0], encoded("good")]
+    else:
+        with pytest.raises(ValueError, match=rf"a\.txt {problem}"):
+            ids(source, cache, context=2)
+        assert ids(source, cache, context=2, on_corrupt="skip") == [[], encoded("good")]
+
+
 def parquet_of(texts: Any) -> bytes:
     pyarrow = pytest.importorskip("pyarrow", reason="it writes the Parquet file")
     from pyarrow import parquet
