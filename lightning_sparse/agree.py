@@ -58,9 +58,7 @@ def fingerprint(tensor: Tensor | None) -> Tensor:
 
 def same_options(mine: Mapping[str, Any]) -> None:
     """Raise ValueError on all ranks unless all have equal options. A collective of the world."""
-    stated: list[Mapping[str, Any]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(stated, dict(mine))
-    compare(stated)
+    compare(gather(dict(mine)))
 
 
 def compare(options: Sequence[Mapping[str, Any]]) -> None:
@@ -79,12 +77,22 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def on_first(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0. Return its result, or raise its error, on all ranks. A collective."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of the group, in their order. A collective of the group."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_first(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `make` on the first rank of the group. Return its result, or raise its error, on all its ranks.
+
+    A collective of the group.
+    """
     if not is_distributed():
         return make()
-    answer = [_result_of(make) if dist.get_rank() == 0 else (None, None)]
-    dist.broadcast_object_list(answer)
+    answer = [_result_of(make) if dist.get_rank(group) == 0 else (None, None)]
+    dist.broadcast_object_list(answer, group=group, group_src=0)
     value, error = answer[0]
     if error is not None:
         raise error
@@ -96,8 +104,7 @@ def on_all(make: Callable[[], T]) -> list[T]:
     if not is_distributed():
         return [make()]
     own = _result_of(make)
-    answers = [own] * dist.get_world_size()
-    dist.all_gather_object(answers, own)
+    answers = gather(own)
     if own[1] is not None:
         raise own[1]  # this rank's own error, with its traceback
     for _, error in answers:

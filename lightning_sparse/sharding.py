@@ -64,6 +64,11 @@ def sparse_parameters(module: nn.Module) -> set[int]:
     }
 
 
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the names by ``id()``; a shared parameter has its first name."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -179,8 +184,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def part_of(parameter: Tensor) -> Part:
-    """Return the elements of a sharded parameter on this device: rows of dim 0, cut as by ``torch.chunk``."""
-    assert isinstance(parameter, DTensor)
+    """Return the elements of a parameter on this device: rows of dim 0, cut as by ``torch.chunk``; all of a tensor."""
+    if not isinstance(parameter, DTensor):
+        return Part(0, 0, parameter.numel())
     index, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
     rows, row = parameter.shape[0], prod(parameter.shape[1:])
     rows_per_device = -(-rows // size)

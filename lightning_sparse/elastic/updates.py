@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import options
 from lightning_sparse._version import __version__
-from lightning_sparse.agree import fingerprint
+from lightning_sparse.agree import fingerprint, gather
 from lightning_sparse.elastic.device_state import DeviceReceiver, OtherParameters, snapshot_of
 from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.elastic.observer import WATCH_SECONDS, RoundObserver
@@ -35,7 +35,7 @@ from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.communicator import Group
 from lightning_sparse.exchange.lanes import FifoLanes
 from lightning_sparse.messages import log
-from lightning_sparse.sharding import local_of, parameters_of, trainable_params
+from lightning_sparse.sharding import local_of, parameter_names, parameters_of, trainable_params
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.local import LocalUpdates, options_to_compare
@@ -131,7 +131,7 @@ class ElasticUpdates(LocalUpdates):
     kind = "elastic"
     in_step = False
     _joined = False  # this node has joined training nodes
-    _adopts = False  # this node takes over the parameters that the others train
+    _follows_others = False  # this node adds the parameters that the others train
     _begins: bool  # this node begins a run
 
     def __init__(
@@ -209,7 +209,7 @@ class ElasticUpdates(LocalUpdates):
             [after if local_optimizer is one else local_optimizer.state for local_optimizer in self.optimizers]
         )
         # The other nodes have made this change before, so there is nothing to agree on.
-        if self._adopts:
+        if self._follows_others:
             return
         old_ids = {id(p) for p, _ in one.state.slices.pieces}
         added = [
@@ -246,7 +246,7 @@ class ElasticUpdates(LocalUpdates):
         parameters = dict(self.module.named_parameters())
         self._check_adopted(trained, parameters)
         log.info("this node adds or unfreezes the parameters that the other nodes already train")
-        self._adopts = True
+        self._follows_others = True
         # Devices have equal ``trained``, so they make the collectives of ``follow_groups`` in the same order.
         for local_optimizer, theirs in zip(self.optimizers, trained, strict=True):
             groups = [[parameters[name] for name in names] for names in theirs["groups"]]
@@ -259,7 +259,7 @@ class ElasticUpdates(LocalUpdates):
             for name in theirs["exchanged"]:
                 parameters[name].requires_grad_(True)
             local_optimizer.follow_groups()
-        self._adopts = False
+        self._follows_others = False
         self.peers.fit(self._layout_of([local_optimizer.state for local_optimizer in self.optimizers]))
 
     def _check_adopted(self, trained: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -662,10 +662,7 @@ def _own_group(topology: Topology) -> Group:
 
 def _gather(devices: Group, value: Any) -> list[Any]:
     """Return the values of all devices of the node. A collective."""
-    values: list[Any] = [value] * devices.size
-    if devices.size > 1:
-        dist.all_gather_object(values, value, group=devices.handle)
-    return values
+    return [value] if devices.size == 1 else gather(value, devices.handle)
 
 
 def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | None:
@@ -682,7 +679,7 @@ def _connect(devices: Group, config: ElasticConfig, name: str) -> Lighthouse | N
 def _facts(
     module: nn.Module, optimizers: Sequence[Optimizer], config: ElasticConfig, topology: Topology
 ) -> dict[str, Any]:
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = parameter_names(module)
     facts = options_to_compare(module, names, (), config)
     facts = {name: value for name, value in facts.items() if name not in ("lighthouse", "timeout")}
     kinds = [type(optimizer).__name__ for optimizer in optimizers]

@@ -76,11 +76,6 @@ class ParamGroup:
         return pieces
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return the names by ``id()``; a shared parameter has its first name."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
 def in_bucket_order(tensor: Tensor) -> Tensor:
     """Flatten one parameter, or its gradient, in the order of DDP's buckets."""
     tensor = tensor.detach()

@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_sparse.exchange.communicator import MAX, HierCommunicator
 from lightning_sparse.exchange.lanes import AsyncHostTensor
-from lightning_sparse.gradients.groups import ParamGroup, flat_numel, parameter_names
-from lightning_sparse.sharding import parameters_of
+from lightning_sparse.gradients.groups import ParamGroup, flat_numel
+from lightning_sparse.sharding import parameter_names, parameters_of
 
 MANY_STEPS = 16
 """Number of steps without a round between them after which their ``found_inf`` is read, to bound the list."""
@@ -92,13 +92,13 @@ class StepTracker:
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch steps from now on. If there is no optimizer, every round counts as used."""
         optimizers = list(optimizers)
-        mute = [
+        without_hooks = [
             type(optimizer).__name__ for optimizer in optimizers if not hasattr(optimizer, "register_step_post_hook")
         ]
-        if mute:
+        if without_hooks:
             raise ValueError(
-                f"{', '.join(mute)} has no step hooks, but residuals depend on which parameters are stepped. Derive it "
-                f"from torch.optim.Optimizer."
+                f"{', '.join(without_hooks)} has no step hooks, but residuals depend on which parameters are stepped. "
+                f"Derive it from torch.optim.Optimizer."
             )
         self.unwatch()
         self.watching, module = bool(optimizers), self._parameters.module

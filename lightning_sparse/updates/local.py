@@ -18,14 +18,14 @@ from lightning_sparse.checkpoint.state import State, for_folder
 from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import Exchange, HierCommunicator
 from lightning_sparse.messages import LogOnce, ensure_log_handler
-from lightning_sparse.sharding import check_sharded, parameters_of, trainable_params
+from lightning_sparse.sharding import check_sharded, parameter_names, parameters_of, trainable_params
 from lightning_sparse.topology import Topology, undisturbed
 from lightning_sparse.updates import checkpoint, optimizer_state
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.optimizer import LocalOptimizer, check_optimizer
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import UpdateState, state_of
+from lightning_sparse.updates.state import UpdateState, new_state
 
 
 class LocalUpdates(Engine):
@@ -80,13 +80,13 @@ class LocalUpdates(Engine):
         self.optimizers: list[LocalOptimizer] = []
         self._names: dict[int, str] = {}
         self._shown = self._waits = False  # the module holds the global weights; with all messages
-        # ``_trusted``: changes of hooks have not been compared. ``_adopts``: the program may still load weights.
-        self._all_sent, self._trusted, self._adopts = False, False, True
+        self._all_sent = self._trusted = False  # ``_trusted``: changes of hooks have not been compared
+        self._may_load_weights = True  # the weights that the program loads become the global weights
         if not self.active:
             self.log_once(f"{topology.shape}: one node, nothing to exchange")
             return
         _check_parameters(self.names, optimizers)
-        _check_ranks(module, self.names, optimizers, config)
+        same_options(options_to_compare(module, self.names, optimizers, config))
         parameters = [p for optimizer in optimizers for p in trainable_params(optimizer)]
         device = next((p.device for p in (*parameters, *module.parameters())), torch.device("cpu"))
         numel = sum(p.numel() for p in parameters)
@@ -111,7 +111,7 @@ class LocalUpdates(Engine):
         self.log_once(f"{self.topology.shape}: {self.config.describe(self.topology.num_nodes)}{volume}")
 
     def _make_state(self, slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
-        return state_of(slices, exchange, config)
+        return new_state(slices, exchange, config)
 
     def _before_change(self, one: LocalOptimizer, after: UpdateState) -> None: ...
 
@@ -149,20 +149,20 @@ class LocalUpdates(Engine):
                 f"step all."
             )
         self.steps += 1
-        if self._adopts:
+        if self._may_load_weights:
             # Optimizers that step later, too: from here on, exchanges change the weights.
             for local_optimizer in self.optimizers:
                 if local_optimizer not in stepped:
                     local_optimizer.adopt_weights()
             self._trusted = True
-        self._all_sent = self._adopts = False
+        self._all_sent = self._may_load_weights = False
         self._name_place(f"in step {self.steps}")
         for local_optimizer in stepped:
             local_optimizer.step(self._step_id(local_optimizer))
         self.exchange.stats.end_round()
 
     def keep_global_weights(self) -> None:
-        self._adopts = False
+        self._may_load_weights = False
         for local_optimizer in self.optimizers:
             local_optimizer.adopts_weights = False
 
@@ -334,13 +334,13 @@ class LocalUpdates(Engine):
     def names(self) -> dict[int, str]:
         """Names of the module's parameters by ``id()``."""
         # Old ids stay, for example of shards that FSDP2 replaces during an evaluation.
-        self._names.update({id(p): name for name, p in self.module.named_parameters()})
+        self._names.update(parameter_names(self.module))
         return self._names
 
     @torch.no_grad()
     def restart(self) -> None:
         self._shown = self._all_sent = False
-        self._adopts = True
+        self._may_load_weights = True
         for local_optimizer in self.optimizers:
             local_optimizer.restart()
 
@@ -459,12 +459,6 @@ def _check_parameters(names: Mapping[int, str], optimizers: Sequence[Optimizer])
                     f"in one group, or use strategy='ddp'."
                 )
             stepped.add(id(parameter))
-
-
-def _check_ranks(
-    module: nn.Module, names: Mapping[int, str], optimizers: Sequence[Optimizer], config: UpdatesConfig
-) -> None:
-    same_options(options_to_compare(module, names, optimizers, config))
 
 
 def options_to_compare(

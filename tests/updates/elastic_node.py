@@ -115,8 +115,8 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
     if options.pop("optimizers", 1) == 2:
         last = list(model[2].parameters())  # type: ignore[index]
         optimizers = [torch.optim.AdamW(model[0].parameters(), lr=1e-2), torch.optim.SGD(last, lr=0.1, momentum=0.9)]  # type: ignore[index]
-    unfreezes_at = options.pop("unfreezes_at", 0)
-    if unfreezes_at != 0:
+    unfreezes_at = options.pop("unfreezes_at", -1)
+    if unfreezes_at != -1:
         model[2].requires_grad_(False)  # type: ignore[index, operator]
         optimizers = [torch.optim.AdamW(model[0].parameters(), lr=1e-2)]  # type: ignore[index, operator]
     leaving: list[int] = []
@@ -158,7 +158,7 @@ def main(name: str, lighthouse: str, options: dict[str, Any]) -> None:
         updates._stop_watching()
         updates.serve(partial(dict, step=step))
     while step < steps and not updates._from_first(lambda: bool(leaving)):
-        if step == unfreezes_at != 0:
+        if step == unfreezes_at:
             model[2].requires_grad_(True)  # type: ignore[index, operator]
             optimizers[0].add_param_group({"params": list(model[2].parameters()), "lr": 1e-3})  # type: ignore[index, operator]
         model.zero_grad()

@@ -220,8 +220,9 @@ def test_nodes_lose_no_updates_when_one_of_them_is_killed(nodes: Nodes, options:
     assert nodes.reports("a")[-1]["left"] < 1e-6
 
 
-def test_nodes_unfreeze_parameters_together_and_a_node_joins_later(nodes: Nodes) -> None:
-    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "unfreezes_at": 60}
+@pytest.mark.parametrize("step", [0, 60])
+def test_nodes_unfreeze_parameters_together_and_a_node_joins_later(nodes: Nodes, step: int) -> None:
+    options: dict[str, Any] = {"timeout": 5, "density": 0.1, "unfreezes_at": step}
     begin(nodes, "ab", **options)
     nodes.wait_for("b", of(2))
     nodes.start("c", **options)

@@ -234,7 +234,7 @@ def test_node_that_observes_stays_the_first_node(rounds: RoundProtocol) -> None:
     for observes in (False, True):
         here = member(rounds.name, "0", 0, observes=observes)
         rounds._quorum_of([here, member("b:1", "0", 0)], Outcome())
-        assert rounds.first
+        assert rounds.is_first
 
 
 def test_node_that_observes_pauses_while_the_lighthouse_does_not_answer(rounds: RoundProtocol) -> None:
