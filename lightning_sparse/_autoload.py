@@ -53,9 +53,6 @@ CLASSES = {
     "mstopk_elastic_fsdp": ("MSTopKElasticFSDPStrategy", "As mstopk_elastic, with FSDP2 per node", _NO_SUFFIXES),
     "mstopk_fsdp": ("MSTopKFSDPStrategy", "FSDP2 per node, and top-k communication of updates between", _NO_SUFFIXES),
 }
-STRATEGIES = {
-    f"{name}{suffix}": arguments for name, (*_, suffixes) in CLASSES.items() for suffix, arguments in suffixes.items()
-}
 
 
 def autoload() -> None:

@@ -25,7 +25,7 @@ from lightning_sparse.exchange.communicator import average
 from lightning_sparse.gradients.config import GradientsConfig, Warmup
 from lightning_sparse.messages import LogOnce
 from lightning_sparse.optimizers import sparse_gradient_objection, sparse_gradient_warning
-from lightning_sparse.sharding import check_sharded, local_of, part_of
+from lightning_sparse.sharding import check_sharded, local_of, parameter_names, part_of
 from lightning_sparse.topology import Topology, device_type, undisturbed
 
 
@@ -276,7 +276,7 @@ class ShardedGradients(Engine):
             return
         device = next(local_of(p).device for p in model.parameters())
         self.exchange = Exchange(config, topology, device, sum(p.numel() for p in model.parameters()), self.log_once)
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = parameter_names(model)
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule) and (managed := params_of(module, names)):
                 self._attach(module, FSDPParamGroup(name, managed))

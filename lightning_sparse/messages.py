@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from heapq import nsmallest
@@ -47,6 +47,10 @@ def human_bytes(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} PB"
+
+
+def listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 @contextmanager

@@ -50,10 +50,10 @@ def number(
         _refuse(name, value, f"a number{_range(low, high, above, below)}", optional, hint)
 
 
-def one_of(config: Any, name: str, choices: Sequence[Any], *, optional: bool = False, hint: str = "") -> None:
+def one_of(config: Any, name: str, choices: Sequence[Any], *, hint: str = "") -> None:
     value = _value(config, name)
-    if value not in choices and not (value is None and optional):
-        _refuse(name, value, f"one of {', '.join(map(repr, choices))}", optional, hint)
+    if value not in choices:
+        _refuse(name, value, f"one of {', '.join(map(repr, choices))}", False, hint)
 
 
 def flag(config: Any, name: str, *, hint: str = "") -> None:

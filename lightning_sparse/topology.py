@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_sparse.agree import compare
+from lightning_sparse.agree import compare, gather
 from lightning_sparse.internals import nccl_options
-from lightning_sparse.messages import log
+from lightning_sparse.messages import listed, log
 from lightning_sparse.waits import waiting
 
 Kind = Literal["hierarchical", "one node", "one rank", "unequal nodes"]
@@ -180,7 +180,7 @@ def nodes_from_places(places: Iterable[tuple[int, str, int] | RankInfo]) -> tupl
     nameless = [rank for rank, place in enumerate(stated) if not place.node_name]
     if 0 < len(nameless) < len(stated):
         raise ValueError(
-            f"rank(s) {', '.join(map(str, nameless))} do not name their node, but the others do. Set {NODE_VARIABLE} "
+            f"rank(s) {listed(nameless)} do not name their node, but the others do. Set {NODE_VARIABLE} "
             f"(or node_name) on every rank, or on none."
         )
     # Ranks of a node need not be contiguous (SLURM's cyclic distribution, MPI's ``--map-by node``), and some launchers
@@ -233,8 +233,7 @@ def find_nodes(
         _from_environment(_LOCAL_RANK_VARIABLES) if local_rank is None else local_rank,
         str(node_name or os.environ.get(NODE_VARIABLE) or "") or None,
     )
-    stated: list[tuple[RankInfo, dict[str, Any]]] = [(place, {})] * dist.get_world_size()
-    dist.all_gather_object(stated, (place, dict(config or {})))
+    stated = gather((place, dict(config or {})))
     compare([options for _, options in stated])
     return Topology(nodes_from_places(info for info, _ in stated), dist.get_rank())
 
@@ -278,10 +277,8 @@ def undisturbed(topology: Topology) -> Topology:
         return topology
     # After an exception on nodes at different steps, a collective would be paired with an earlier collective of another
     # node.
-    mine = topology.traffic.counts()
-    stated = [mine] * dist.get_world_size()
     with waiting("at the beginning of a training"):
-        dist.all_gather_object(stated, mine)
+        stated = gather(topology.traffic.counts())
     begun = sorted({count for count, _ in stated})
     if len(begun) == 1 and not any(open_ for _, open_ in stated):
         return topology

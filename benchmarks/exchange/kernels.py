@@ -301,7 +301,7 @@ def main() -> None:
     repeats, seconds = (11, min(1.0, options.seconds)) if options.quick else (21, options.seconds)
     chosen = tqdm(cases(options), unit="case", disable=None)
     rows = measure(chosen, options.device, repeats=repeats, seconds=seconds, more=others(options))
-    report = kernel_report()  # without its path, which is specific to this machine
+    report = kernel_report()
     kernels = {"cpu": report.cpu, "cuda": report.cuda, "reasons": report.reasons}
     about = {**surroundings("numpy"), "device": options.device, "threads": options.threads, "kernels": kernels}
     write(options.out / "kernels.json", {**about, "rows": rows}, table(rows), plot)

@@ -39,7 +39,7 @@ from lightning_sparse.sharding import Part
 from lightning_sparse.topology import Topology
 from lightning_sparse.updates import UpdatesConfig
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import UpdateState, state_of
+from lightning_sparse.updates.state import UpdateState, new_state
 
 
 class Way:
@@ -194,7 +194,7 @@ class Updates(Way):
             exchange = Exchange(self._config, topology, row_N.device, row_N.numel(), LogOnce(rank))
             exchange.communicator = InProcess(topology, self._meeting)
             self._exchanges.append(exchange)
-            self.states.append(state_of(Slices([row_N], [Part(0, 0, row_N.numel())]), exchange, self._config))
+            self.states.append(new_state(Slices([row_N], [Part(0, 0, row_N.numel())]), exchange, self._config))
 
     def after_step(self, step: int, lr: float) -> None:
         since = step % self._config.sync_every

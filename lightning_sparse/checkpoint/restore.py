@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_sparse.agree import all_agree, differing
-from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY, EngineCheckpoint, _listed
+from lightning_sparse.agree import all_agree, differing, gather
+from lightning_sparse.checkpoint.side_files import CHECKPOINT_KEY, EngineCheckpoint
 from lightning_sparse.checkpoint.state import VERSION, State
 from lightning_sparse.engine import Engine
-from lightning_sparse.messages import log_if_slow
+from lightning_sparse.messages import listed, log_if_slow
 
 
 def restore(engine: Engine, saved: EngineCheckpoint, device: torch.device) -> dict[str, Any] | None:
@@ -100,14 +100,12 @@ def _log_changes(engine: Engine, metadata: Mapping[str, Any]) -> None:
 
 def check_loaded_by_all(saved: EngineCheckpoint | None) -> None:
     """Raise ValueError unless all ranks have loaded the same save, or none. A collective of the world."""
-    mine = None if saved is None else saved.metadata["save_id"]
-    loaded: list[str | None] = [mine] * dist.get_world_size()
     with log_if_slow("comparing which checkpoint each rank has loaded"):
-        dist.all_gather_object(loaded, mine)
+        loaded: list[str | None] = gather(None if saved is None else saved.metadata["save_id"])
     other = [rank for rank, save_id in enumerate(loaded) if save_id != loaded[0]]
     if other:
         raise ValueError(
-            f"rank(s) {_listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 {loaded[0] or 'none'}: "
+            f"rank(s) {listed(other)} loaded {loaded[other[0]] or 'no checkpoint'} and rank 0 {loaded[0] or 'none'}: "
             f"the nodes do not share the checkpoint folder, or ckpt_path differs. Resume from a path at which all "
             f"nodes see the same file."
         )

@@ -35,7 +35,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_sparse.checkpoint.state import VERSION, State, serialize_checked
 from lightning_sparse.checkpoint.verdict import Reports, decide, forget
 from lightning_sparse.engine import Engine
-from lightning_sparse.messages import log
+from lightning_sparse.messages import listed, log
 from lightning_sparse.topology import Topology
 
 CHECKPOINT_KEY = "lightning_sparse"
@@ -173,7 +173,7 @@ class SideFiles:
                 "the side files of rank(s) %s are not in %s on rank 0's node: nodes do not share this folder. So a "
                 "resume is exact only on the same nodes, and another number of nodes loses the state of these "
                 "ranks. Save to a folder that all nodes share",
-                _listed(unseen),
+                listed(unseen),
                 folder,
             )
 
@@ -321,10 +321,6 @@ def _side_path(checkpoint_path: str, save_id: str, rank: int) -> tuple[Any, str]
     return fs, f"{folder}/{save_id}/rank{rank:05d}.pt"
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _verdict(path: str, reports: Reports) -> str:
     contents = [None if report is None else json.loads(report) for report in reports]
     error = next((report["error"] for report in contents if report is not None and report["error"]), "")
@@ -334,7 +330,7 @@ def _verdict(path: str, reports: Reports) -> str:
     # A main file that replaces a complete checkpoint must be complete. Only rank 0 knows whether it replaces one.
     if missing and (contents[0] is None or contents[0]["replaces"]):
         return (
-            f"rank(s) {_listed(missing)} did not write their state for {path} in time, so the existing checkpoint "
+            f"rank(s) {listed(missing)} did not write their state for {path} in time, so the existing checkpoint "
             f"stays. Look for errors of these ranks."
         )
     return ""

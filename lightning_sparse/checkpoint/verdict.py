@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported, unannounced
 
 from lightning_sparse.internals import default_store, default_timeout
-from lightning_sparse.messages import SLOW_AFTER, log
+from lightning_sparse.messages import SLOW_AFTER, listed, log
 
 Reports = Sequence[str | None]
 """By rank; None for a rank that did not report in time."""
@@ -45,7 +45,7 @@ def decide(
     if not _wait(store, keys, verdict_key, min(timeout, SLOW_AFTER)) and timeout > SLOW_AFTER:
         if task:
             missing = [other for other, other_key in enumerate(keys) if not store.check([other_key])]
-            log.warning("waiting for rank(s) %s to %s", ", ".join(map(str, missing)), task)
+            log.warning("waiting for rank(s) %s to %s", listed(missing), task)
         _wait(store, keys, verdict_key, timeout - SLOW_AFTER)
     reports = [store.get(key).decode().removeprefix(_NONE) if store.check([key]) else None for key in keys]
     # Ranks that stop waiting at different times may see different reports. So the first rank that judges decides for

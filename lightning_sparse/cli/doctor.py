@@ -24,6 +24,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_sparse._autoload import CLASSES
+from lightning_sparse.agree import gather
 from lightning_sparse.data.cache.commands import caches
 from lightning_sparse.data.cache.segment import available_memory
 from lightning_sparse.data.folders import NETWORK_FILE_SYSTEMS, VERSION, file_system
@@ -41,7 +43,7 @@ Status = Literal["ok", "note", "bad"]
 OLDEST_TORCH = (2, 11)
 MALWARE = ("2.6.2", "2.6.3")
 SAFE_LIGHTNING = (2, 6, 6)
-STRATEGY_NAMES = ("mstopk_hier", "mstopk_local", "mstopk_fsdp", "mstopk_elastic")
+STRATEGY_NAMES = tuple(CLASSES)
 LIGHTNING_PACKAGES = {"pytorch-lightning": "pytorch_lightning.strategies", "lightning": "lightning.pytorch.strategies"}
 EXTRAS = {
     "torchvision": ("vision", "models and data sets of the examples"),
@@ -166,7 +168,7 @@ def check_machine() -> Iterator[CheckResult]:
         elif device == "CUDA" and not has_gpu:
             yield CheckResult("ok", f"{device} kernels", f"{state}; not needed, because there is no GPU")
         else:
-            message = f"plain torch, several times slower: {'; '.join(kernels.reasons)}. Fix: {kernels.cure}"
+            message = f"plain torch, several times slower: {'; '.join(kernels.reasons)}. Fix: {kernels.fix}"
             yield CheckResult("note", f"{device} kernels", message)
     if not has_gpu:
         yield CheckResult("ok", "GPU", "none: training runs on the CPU, with Gloo")
@@ -302,8 +304,7 @@ def check_ranks(topology: Topology, device: torch.device, local: Sequence[CheckR
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "bad": [(result.subject, result.message) for result in local if result.status == "bad"],
     }
-    gathered: list[dict[str, Any]] = [{} for _ in range(topology.world_size)]
-    dist.all_gather_object(gathered, own)
+    gathered = gather(own)
     for name in ("python", "torch", "kernels", "device"):
         ranks_by_value: dict[str, list[str]] = {}
         for rank, properties in enumerate(gathered):

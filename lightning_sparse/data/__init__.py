@@ -15,7 +15,7 @@ pipeline/      samples -> batches: sampler, loader, images (DALI and torch), wor
 cache/         the tiers of a node, and the store that reads from the nearest tier
 peers/         between nodes: server, client, addresses
 sources/       the layouts of a source, and the process that reads network storage
-others         folders.py, decode.py, config.py, child.py, rng.py
+others         folders.py, decode.py, config.py, child.py, rng.py, split_names.py
 ============== ==========================================================================
 
 Modules import only modules below them; `pipeline` imports neither `cache` nor `peers`. The package imports lmdb, zmq,

@@ -20,12 +20,11 @@ import os
 import re
 import socket
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_sparse.data.config import CacheConfig, DataError
-from lightning_sparse.messages import log
+from lightning_sparse.messages import log, log_later
 
 VERSION = 2
 WAIT_S = 5.0  # for a lock, before it is logged
@@ -144,17 +143,13 @@ def locked(path: Path, *, quiet: bool = False) -> Iterator[None]:
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
     text = "waiting for another process of this node that uses %s; if it was suspended, resume or end it"
-    waits = threading.Timer(WAIT_S, log.info, [text, path])
-    waits.daemon = True
     try:
         try:
             # the kernel releases the lock if this process dies
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not quiet:
-                waits.start()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        waits.cancel()
+            with contextlib.nullcontext() if quiet else log_later(WAIT_S, log.info, text, path):
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # otherwise, a process that another thread has forked would keep the lock

@@ -93,7 +93,7 @@ def common_format(config: CacheConfig, manifest: Manifest, placement: Placement)
 
 
 _MAX_THREADS = 16
-_LIMIT = 6  # kind of draw, different from the kinds in `sampler.py` and `tokens.py`
+_LIMIT = 6  # number of a random stream; `sampler.py` uses others
 Formats = dict[str, Format]
 """Format of the memory tier, by split."""
 

@@ -455,7 +455,7 @@ MAX_WORKERS = 16
 class Workers:
     """Processes that write missing shards to the cache. The first call of `done` starts them."""
 
-    def __init__(self, source: TokenSource, shards: Sequence[Shard], *, quiet: bool = False) -> None:
+    def __init__(self, source: TokenSource, shards: Sequence[Shard], *, quiet: bool) -> None:
         self._source, self._shards, self._quiet = source, shards, quiet
         self._running: dict[Connection, Child] = {}
         self._bar: tqdm[None] | None = None

@@ -385,7 +385,6 @@ class TokenPipeline:
 
     def close(self) -> None:
         """There is nothing to free."""
-        ...
 
     def _make(self, request: BatchRequest) -> tuple[Tensor, ...]:
         arrays = self._stream.windows(request.indices, 0 if self._fixed else request.epoch)

@@ -39,9 +39,9 @@ class Quorum:
     facts: Mapping[str, Any]  # common to all members
     run: str  # all members belong to it, or join it
     unreached: list[Member]  # left out because of loopback addresses
-    trained: str = ""
-    sizes: Sequence[Sequence[int]] = ()
-    change: str = ""  # of the exchanged parameters, which this quorum makes; empty for none
+    trained: str
+    sizes: Sequence[Sequence[int]]
+    change: str  # of the exchanged parameters, which this quorum makes; empty for none
 
     @property
     def layout_description(self) -> str:

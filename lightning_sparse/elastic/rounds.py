@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.agree import all_agree, on_first
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus
 from lightning_sparse.elastic.quorum import Quorum, Sizes, describe_layout, quorum_of
 from lightning_sparse.elastic.sampling import SampleAssigner
@@ -158,7 +159,7 @@ class RoundProtocol:
         # Rounds from ``observed_from`` to the current weights, while this device has other weights.
         self.observed: list[Round] = []
         self.history: deque[str] = deque(maxlen=REMEMBERED)  # tokens of the last rounds
-        self.stats, self.first = RoundStats(), True  # first: of the nodes that missed no round
+        self.stats, self.is_first = RoundStats(), True  # is_first: of the nodes that missed no round
         self.assigner = SampleAssigner(self.name)
         self._tries = self._failed = 0
         self._unsettled: tuple[Round, Tensor | None] | None = None
@@ -544,9 +545,7 @@ class RoundProtocol:
     def _all_devices(self, condition: bool) -> bool:
         if self._devices.size == 1:
             return condition
-        flag = torch.tensor([int(condition)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._devices.handle)
-        return bool(flag)
+        return all_agree(condition, partial(dist.all_reduce, group=self._devices.handle), torch.device("cpu"))
 
     def _from_first(self, ask: Callable[[], Any]) -> Any:
         return from_first(self._devices, ask)
@@ -606,7 +605,7 @@ class RoundProtocol:
     def _log_membership(self, quorum: Quorum) -> None:
         # With nodes that only observe, such as in a validation.
         names = tuple(member.name for member in quorum.training)
-        self.first = quorum.training[0].name == self.name
+        self.is_first = quorum.training[0].name == self.name
         if self._devices.place > 0 or names == self._names:
             return
         come, gone = (_shown(a - b) for a, b in ((set(names), set(self._names)), (set(self._names), set(names))))
@@ -629,18 +628,7 @@ def _process_group(host: str, timeout: timedelta) -> Any:
 
 def from_first(devices: Group, ask: Callable[[], Any]) -> Any:
     """Return the result of ``ask`` on the first device, or raise its error, on all devices. A collective."""
-    if devices.size == 1:
-        return ask()
-    result: list[Any] = [None]
-    if devices.place == 0:
-        try:
-            result = [ask()]
-        except Exception as error:
-            result = [error]
-    dist.broadcast_object_list(result, group=devices.handle, group_src=0)
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
+    return ask() if devices.size == 1 else on_first(ask, devices.handle)
 
 
 def _tag(token: str) -> Tensor:

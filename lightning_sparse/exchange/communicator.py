@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.messages import listed
 from lightning_sparse.sharding import local_of
 from lightning_sparse.topology import Topology
 from lightning_sparse.waits import waiting
@@ -271,7 +272,7 @@ class HierCommunicator:
             raise
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.topology.rank}: {step} (ranks {', '.join(map(str, group.ranks))}) failed "
+                f"rank {self.topology.rank}: {step} (ranks {listed(group.ranks)}) failed "
                 f"{self.error_context}. A rank died, its link is down, or it stalled past the process group's timeout. "
                 f"Look for the first error of these ranks. Backend: {error}"
             ) from error

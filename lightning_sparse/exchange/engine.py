@@ -201,7 +201,7 @@ def _without_kernels(device: torch.device | None) -> str:
         return ""
     return (
         f"no compiled kernels for {device.type}: selection runs in plain torch, several times slower, with equal "
-        f"results. Cause: {'; '.join(report.reasons)}. Fix: {report.cure}"
+        f"results. Cause: {'; '.join(report.reasons)}. Fix: {report.fix}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +91,13 @@ class Warmup:
 
     epochs: int | None = None
     rounds: int | None = None
+
+    @classmethod
+    def default(cls, steps: float) -> Warmup:
+        """Return the warm-up of a Trainer that expects so many steps."""
+        # A Trainer that does not know its number of steps reports infinity or a negative number.
+        known = 0 < steps < math.inf
+        return cls(DEFAULT_EPOCHS, math.ceil(DEFAULT_SHARE * steps) if known else None)
 
     def density(self, density: float, epoch: int, round_index: int) -> float:
         # A pure function of epoch and round, so that all ranks and a resumed run have the same density.

@@ -172,12 +172,8 @@ class KernelReport:
 
     cpu: str
     cuda: str
-    library: str | None
     reasons: tuple[str, ...]
-    cure: str = ""
-
-    def __str__(self) -> str:
-        return "\n".join([f"kernels: CPU {self.cpu}, CUDA {self.cuda} ({self.library or 'no library'})", *self.reasons])
+    fix: str = ""
 
 
 def kernel_report() -> KernelReport:
@@ -330,13 +326,12 @@ TOOLKIT = f"install the CUDA toolkit (nvcc) for torch's CUDA version; put nvcc o
 
 
 def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
-    def plain_report(library: Path | None, reason: str, cure: str) -> KernelReport:
-        name = None if library is None else str(library)
-        return KernelReport("plain torch", "plain torch", name, (reason,), cure)
+    def plain_report(reason: str, fix: str) -> KernelReport:
+        return KernelReport("plain torch", "plain torch", (reason,), fix)
 
     if os.environ.get("LIGHTNING_SPARSE_KERNELS", "") == "torch":
-        reason, cure = "LIGHTNING_SPARSE_KERNELS=torch is set", "unset LIGHTNING_SPARSE_KERNELS to use compiled kernels"
-        return plain_report(None, reason, cure), None
+        reason, fix = "LIGHTNING_SPARSE_KERNELS=torch is set", "unset LIGHTNING_SPARSE_KERNELS to use compiled kernels"
+        return plain_report(reason, fix), None
     build = BUILD_REPORT.read_text().strip() if BUILD_REPORT.exists() else "no build step ran"
     folder = Path(__file__).parent
     path = min(folder.glob("_C*.so"), default=None)
@@ -345,24 +340,24 @@ def _load() -> tuple[KernelReport, ctypes.CDLL | None]:
             f"{folder} has no compiled library, though one was built: Python imports this source folder, not the "
             f"installed package"
         )
-        cure = (
+        fix = (
             "start the script outside the checkout, or install the checkout in place: `pip install "
             "--no-build-isolation -e .`"
         )
-        return plain_report(None, reason, cure), None
+        return plain_report(reason, fix), None
     if path is None:
-        return plain_report(None, f"nothing was compiled: {build}", COMPILE), None
+        return plain_report(f"nothing was compiled: {build}", COMPILE), None
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         handle = ctypes.CDLL(str(path))
         has_cuda = bool(handle.lightning_sparse_has_cuda())
     except (OSError, AttributeError) as error:
         reason = f"{path.name} does not load under torch {torch.__version__}: {error}"
-        return plain_report(path, reason, COMPILE), None
+        return plain_report(reason, COMPILE), None
     if has_cuda:
-        return KernelReport("compiled", "compiled", str(path), ()), handle
+        return KernelReport("compiled", "compiled", ()), handle
     reason = f"CUDA kernels were not compiled: {build}"
-    return KernelReport("compiled", "plain torch", str(path), (reason,), TOOLKIT), handle
+    return KernelReport("compiled", "plain torch", (reason,), TOOLKIT), handle
 
 
 _report, _handle = _load()

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.exchange.communicator import HierCommunicator
 from lightning_sparse.messages import ensure_log_handler, log
 from lightning_sparse.pto.step import Scope, ShardedStep, check_scope, communicator_of
-from lightning_sparse.sharding import sparse_parameters
+from lightning_sparse.sharding import parameter_names, sparse_parameters
 from lightning_sparse.topology import discover
 
 
@@ -68,7 +68,7 @@ class PTOMixin:
             )
         # Lightning has created the optimizers by now, and not yet loaded their state.
         comm = self._shared_communicator(trainer)
-        names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        names = parameter_names(pl_module)
         uncut = sparse_parameters(pl_module)
         shared = {id(step.optimizer): step for step in self.steps}  # a second fit may reuse optimizers
         auto = self.scope == "auto"

@@ -30,11 +30,7 @@ from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.messages import LogOnce, class_repr, ensure_log_handler, log_if_nodes_missing, log_if_slow
 from lightning_sparse.sharding import local_of
 from lightning_sparse.strategy.late import LateGradients
-from lightning_sparse.strategy.options import (
-    Kind,
-    bucket_cap_mb,
-    take_options,
-)
+from lightning_sparse.strategy.options import Kind, bucket_cap_mb, take_options
 from lightning_sparse.topology import Topology, discover
 from lightning_sparse.updates import LocalUpdates
 
@@ -161,7 +157,7 @@ class Adapter:
         if self._inside_the_node:
             communicator, level = HierCommunicator(self.topology, world=communicator.node), logging.INFO
         corrects = getattr(self.config, "momentum_correction", False) and self.topology.kind == "hierarchical"
-        return LateGradients(communicator, LogOnce(self.topology.rank), level, refused=MOMENTUM if corrects else "")
+        return LateGradients(communicator, LogOnce(self.topology.rank), level, MOMENTUM if corrects else "")
 
     def _new_updates(self, module: nn.Module, optimizers: list[Optimizer]) -> LocalUpdates:
         """Exchange the updates of these optimizers of a module. A collective of the world."""

@@ -20,11 +20,7 @@ from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import Adapter, Host, clone_state_dict
 from lightning_sparse.strategy.fabric import has_optimizer
 from lightning_sparse.strategy.local import MSTopKLocalFabricMixin, MSTopKLocalMixin
-from lightning_sparse.strategy.options import (
-    ELASTIC,
-    check_supported,
-    with_strategy_options,
-)
+from lightning_sparse.strategy.options import ELASTIC, check_supported, with_strategy_options
 from lightning_sparse.strategy.trainer import most_accumulated
 from lightning_sparse.updates.optimizer_state import to_python
 
@@ -69,7 +65,7 @@ class ElasticAdapter(Adapter):
 
     @property
     def _is_checkpoint_writer(self) -> bool:
-        return self.elastic is None or self.elastic.peers.first
+        return self.elastic is None or self.elastic.peers.is_first
 
 
 class ElasticTrainerAdapter(ElasticAdapter, Host):

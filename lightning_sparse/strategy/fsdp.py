@@ -22,16 +22,11 @@ from lightning_sparse.checkpoint.state import State
 from lightning_sparse.fsdp import ShardedGradients, by_hand, explained_if_mixed, mesh_of, options_for, shard
 from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.messages import log_if_slow
-from lightning_sparse.sharding import drop_gathered, parameters_of
+from lightning_sparse.sharding import drop_gathered, parameter_names, parameters_of
 from lightning_sparse.strategy import distributed
 from lightning_sparse.strategy.adapter import Adapter
 from lightning_sparse.strategy.fabric import NO_WARMUP, UpdatesFabricAdapter
-from lightning_sparse.strategy.hier import _default_warmup
-from lightning_sparse.strategy.options import (
-    FSDP,
-    Send,
-    with_strategy_options,
-)
+from lightning_sparse.strategy.options import FSDP, Send, with_strategy_options
 from lightning_sparse.strategy.trainer import TrainerAdapter
 from lightning_sparse.updates import LocalUpdates, optimizer_state
 
@@ -79,8 +74,7 @@ class ShardsAdapter(Adapter):
         }
 
     def _is_file(self, path: Any) -> bool:
-        """Return whether a checkpoint is a file. Lightning's load of a file takes the optimizer's state for the state
-        of the module's first parameters, which is wrong with frozen layers and with several optimizers."""
+        """Return whether a checkpoint is a file, not a folder."""
         return Path(self._main_path(path)).is_file()
 
     def _load_rank_state(self, entries: dict[str, Any]) -> None:
@@ -141,7 +135,7 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
             return
         # The length of the default warm-up depends on the data loaders, which exist only now.
         if gradients.warmup == Warmup():
-            gradients.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
+            gradients.warmup = Warmup.default(self.lightning_module.trainer.estimated_stepping_batches)
         if gradients.warmup.describe():
             gradients.log_once(gradients.warmup.describe())
 
@@ -208,7 +202,7 @@ class ShardsTrainerAdapter(ShardsAdapter, TrainerAdapter):
         return checkpoint
 
     def _load_whole(self, optimizers: list[Optimizer], saved: list[dict[str, Any]]) -> None:
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        names = parameter_names(self.lightning_module)
         if saved and len(saved) != len(optimizers):
             raise ValueError(
                 f"the checkpoint has the states of {len(saved)} optimizers, and the model has {len(optimizers)}. "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -15,16 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.gradients import HierConfig, HierState, hier_hook
-from lightning_sparse.gradients.config import DEFAULT_EPOCHS, DEFAULT_SHARE, Warmup
+from lightning_sparse.gradients.config import Warmup
 from lightning_sparse.messages import log
 from lightning_sparse.sharding import parameters_of
 from lightning_sparse.strategy.adapter import Adapter
 from lightning_sparse.strategy.fabric import NO_WARMUP, ReplicasFabricAdapter, has_optimizer
-from lightning_sparse.strategy.options import (
-    HIER,
-    loss_scale_of,
-    with_strategy_options,
-)
+from lightning_sparse.strategy.options import HIER, loss_scale_of, with_strategy_options
 from lightning_sparse.strategy.trainer import ReplicasAdapter, refuse_static_graph_with_accumulation
 from lightning_sparse.topology import Topology
 
@@ -203,7 +198,7 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
             return
         # The length of the default warm-up depends on the data loaders and the saved progress, which exist only now.
         if state.warmup == Warmup():
-            state.warmup = _default_warmup(self.lightning_module.trainer.estimated_stepping_batches)
+            state.warmup = Warmup.default(self.lightning_module.trainer.estimated_stepping_batches)
         if self.config.exchange != "dense" and state.warmup.describe():
             state.log_once(state.warmup.describe())
 
@@ -222,12 +217,6 @@ class MSTopKHierMixin(HierAdapter, ReplicasAdapter):
         if self.engine is not None and self._fitting:
             self._resume(self.engine)
         return checkpoint
-
-
-def _default_warmup(steps: float) -> Warmup:
-    # A Trainer that does not know its number of steps reports infinity or a negative number.
-    known = 0 < steps < math.inf
-    return Warmup(DEFAULT_EPOCHS, math.ceil(DEFAULT_SHARE * steps) if known else None)
 
 
 def _reason_to_bypass(module: Any, optimizers: Iterable[torch.optim.Optimizer]) -> str:

@@ -6,7 +6,6 @@ diverge.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -31,8 +30,8 @@ class LateGradients:
         self,
         communicator: HierCommunicator,
         log_once: Callable[[str, int], None],
-        level: int = logging.INFO,
-        refused: str = "",
+        level: int,
+        refused: str,
     ) -> None:
         self._communicator, self._log_once, self._level, self._refused = communicator, log_once, level, refused
         self._known: WeakKeyDictionary[DistributedDataParallel, dict[int, Tensor]] = WeakKeyDictionary()

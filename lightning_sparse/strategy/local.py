@@ -11,11 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.strategy.adapter import clone_state_dict
 from lightning_sparse.strategy.fabric import ReplicasFabricAdapter, UpdatesFabricAdapter
-from lightning_sparse.strategy.options import (
-    LOCAL,
-    Kind,
-    with_strategy_options,
-)
+from lightning_sparse.strategy.options import LOCAL, Kind, with_strategy_options
 from lightning_sparse.strategy.trainer import ReplicasAdapter, refuse_static_graph_with_accumulation
 from lightning_sparse.updates import LocalUpdates
 from lightning_sparse.updates.optimizer_state import to_python

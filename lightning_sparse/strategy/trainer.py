@@ -27,7 +27,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.messages import log
 from lightning_sparse.pto.step import has_unfinished_step
-from lightning_sparse.sharding import Part, trainable_params
+from lightning_sparse.sharding import Part, parameter_names, trainable_params
 from lightning_sparse.strategy import distributed
 from lightning_sparse.strategy.adapter import Adapter, Host, clone_state_dict
 from lightning_sparse.strategy.late import LateGradients
@@ -391,7 +391,7 @@ class ReplicasAdapter(TrainerAdapter):
         if not self._pieces:
             super().load_optimizer_state_dict(checkpoint)
             return
-        engine, names = self.engine, {id(p): name for name, p in self.lightning_module.named_parameters()}
+        engine, names = self.engine, parameter_names(self.lightning_module)
         whole = [
             (optimizer, [(p, Part(0, 0, p.numel())) for p in trainable_params(optimizer)])
             for optimizer in self.optimizers

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_sparse.checkpoint.state import Layout, Piece, State, layout_of, read_slice, sum_slice_over_nodes
-from lightning_sparse.sharding import Part, flat_view_of_part, part_of
+from lightning_sparse.sharding import flat_view_of_part, part_of
 from lightning_sparse.updates.buffers import Buffers
 from lightning_sparse.updates.optimizer import LocalOptimizer
 from lightning_sparse.updates.state import slice_diff, unsent_of
@@ -97,7 +96,7 @@ def load_from(
 def load_alone(module: nn.Module, nodes: Sequence[Sequence[State]]) -> None:
     """Load the global weights minus the mean pending updates on a single node, which exchanges nothing."""
     for name, parameter in module.named_parameters():
-        part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
+        part = part_of(parameter)
         pair = _taken_up(nodes, name, part.begin, part.end, layout_of(parameter))
         if pair is not None:
             flat_view_of_part(parameter, part).copy_(pair[0] - pair[1])

@@ -30,7 +30,7 @@ from lightning_sparse.sharding import (
 from lightning_sparse.updates.config import UpdatesConfig
 from lightning_sparse.updates.probe import ENOUGH, KEEPS, OVERWRITES, Probe
 from lightning_sparse.updates.slices import Slices
-from lightning_sparse.updates.state import UpdateState, state_of
+from lightning_sparse.updates.state import UpdateState
 
 
 class LocalOptimizer:
@@ -44,8 +44,8 @@ class LocalOptimizer:
         exchange: Exchange,
         inside: HierCommunicator,
         config: UpdatesConfig,
-        make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState] = state_of,
-        before_change: Callable[[LocalOptimizer, UpdateState], None] = lambda *_: None,
+        make_state: Callable[[Slices, Exchange, UpdatesConfig], UpdateState],
+        before_change: Callable[[LocalOptimizer, UpdateState], None],
     ) -> None:
         self.optimizer, self.steps = optimizer, 0
         self.has_unsent_step = False  # of this optimizer, or of an optimizer that it wraps
@@ -88,7 +88,7 @@ class LocalOptimizer:
             self.division.release()
 
     def step(self, step_id: int) -> None:
-        """Exchange or settle, after a step of the optimizer.
+        """Exchange, or take a step without exchange, after a step of the optimizer.
 
         Raises:
             ValueError: if the optimizer overwrites the parameters with a copy of its own.

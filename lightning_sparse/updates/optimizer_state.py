@@ -110,7 +110,7 @@ def load_whole(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[st
     for group, options in zip(groups, saved_groups, strict=True):
         for parameter, key in zip(group["params"], options["params"], strict=True):
             values = saved["state"].get(by_name.get(names[id(parameter)], key), {})
-            part = part_of(parameter) if isinstance(parameter, DTensor) else Part(0, 0, parameter.numel())
+            part = part_of(parameter)
             own = {name: _cut(value, parameter, part) for name, value in values.items()}
             optimizer.state.pop(parameter, None)
             if own:

@@ -144,6 +144,6 @@ class Probe:
         return {"steps": float(self.steps), "found": float(self.found), "most": self.most, **sizes}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        self.steps, self.found, self.most = int(saved["steps"]), int(saved.get("found", 0)), saved.get("most", 0.0)
+        self.steps, self.found, self.most = int(saved["steps"]), int(saved["found"]), saved["most"]
         sizes = {name.partition(".")[2]: size for name, size in saved.items() if name.startswith("torch.")}
         self.sizes = {getattr(torch, name): size for name, size in sizes.items()}

@@ -109,7 +109,7 @@ class Slices:
             torch._foreach_copy_(self.in_parameters(), self.of(flat_S))
 
     @property
-    def rounds(self) -> bool:
+    def is_rounded(self) -> bool:
         return any(parameter.dtype != torch.float32 for parameter, _ in self.pieces)
 
 

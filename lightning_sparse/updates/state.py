@@ -105,7 +105,7 @@ class UpdateState(ABC):
     def _step_without_exchange(self, due: bool, since: int) -> None: ...
 
     def may_change_without_exchange(self, since: int) -> bool:
-        """Return whether ``settle`` may change the parameters on a device of the node, alike on all of them."""
+        """Return whether ``step_without_exchange`` may change parameters. All devices of the node return the same."""
         return self._config.changes_without_exchange(since, self._exchange.topology.num_nodes)
 
     @abstractmethod
@@ -251,7 +251,7 @@ class PendingUpdateState(UpdateState):
     def _write_start(self) -> None:
         self.slices.write(self._start_S)
         # The next difference is to the values that the parameters really have.
-        if self.slices.rounds:
+        if self.slices.is_rounded:
             self.slices.copy_to(self._start_S)
 
     def absorb(self) -> None:
@@ -567,7 +567,7 @@ def _move(model_S: Tensor, before_S: Tensor, now_S: Tensor) -> None:
     torch.where(now_S == before_S, model_S, now_S - (before_S - model_S), out=model_S)
 
 
-def state_of(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
+def new_state(slices: Slices, exchange: Exchange, config: UpdatesConfig) -> UpdateState:
     kind = SparseUpdateState if config.path is Sparse else PendingUpdateState
     return kind(slices, exchange, config)
 

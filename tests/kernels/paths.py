@@ -48,7 +48,7 @@ class Path:
     def _running(self) -> Iterator[ModuleType]:
         """Yield the module of the operators, and set the number of threads."""
         if self.name != "plain" and ops._handle is None:
-            pytest.skip(f"no compiled kernels: {kernels.kernel_report()}")
+            pytest.skip(f"no compiled kernels: {'; '.join(kernels.kernel_report().reasons)}")
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         if ops._handle is not None:

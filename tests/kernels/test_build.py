@@ -116,7 +116,7 @@ def without_library(folder: Path, build_report: str) -> str:
     shutil.copytree(ROOT / "lightning_sparse", folder / "lightning_sparse", ignore=shutil.ignore_patterns("*.so"))
     (folder / "lightning_sparse/kernels/build_report.txt").write_text(build_report)
     program = (
-        "from lightning_sparse.kernels import kernel_report; r = kernel_report(); print(*r.reasons, r.cure, sep='|')"
+        "from lightning_sparse.kernels import kernel_report; r = kernel_report(); print(*r.reasons, r.fix, sep='|')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout
@@ -133,6 +133,6 @@ def without_library(folder: Path, build_report: str) -> str:
     ],
 )
 def test_missing_library_is_reported_with_cause_and_fix(tmp_path: Path, build_report: str, said: str) -> None:
-    reason, cure = without_library(tmp_path, build_report).split("|")
+    reason, fix = without_library(tmp_path, build_report).split("|")
     assert said in reason
-    assert "pip install --no-build-isolation" in cure
+    assert "pip install --no-build-isolation" in fix

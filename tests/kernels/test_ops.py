@@ -222,7 +222,6 @@ def test_report_gives_a_reason_for_missing_kernels() -> None:
     report = kernel_report()
     assert {report.cpu, report.cuda} <= {"compiled", "plain torch"}
     assert report.reasons or report.cpu == report.cuda == "compiled"
-    assert report.cpu in str(report)
 
 
 def test_operators_work_without_the_library() -> None:

@@ -266,7 +266,7 @@ def test_cuda_graph_capture_on_a_gpu_is_refused() -> None:
 
 
 def test_missing_compiled_kernels_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    report = KernelReport(cpu="plain torch", cuda="plain torch", library=None, reasons=("nothing was built",))
+    report = KernelReport(cpu="plain torch", cuda="plain torch", reasons=("nothing was built",))
     monkeypatch.setattr(engine, "kernel_report", lambda: report)
     with caplog.at_level("INFO", "lightning_sparse"):
         a_state()

@@ -20,11 +20,11 @@ from lightning_sparse.exchange.paths import PATHS, ExchangeName, num_selected
 from lightning_sparse.exchange.rates import Link, Rates
 from lightning_sparse.gradients import HierConfig, HierState
 from lightning_sparse.gradients.config import Warmup
-from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, parameter_names, refuse_sparse_gradients
+from lightning_sparse.gradients.groups import Layout, ParamGroup, group_of, refuse_sparse_gradients
 from lightning_sparse.gradients.residual import Entry, ResidualStore
 from lightning_sparse.kernels import message_bytes
+from lightning_sparse.sharding import parameter_names
 from lightning_sparse.strategy.callback import table
-from lightning_sparse.strategy.hier import _default_warmup
 from lightning_sparse.topology import RankInfo, Topology, nodes_from_places
 
 groups = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
@@ -107,9 +107,9 @@ def test_warm_up_in_rounds_ends_in_a_run_of_one_epoch(density: float, rounds: in
 
 
 def test_default_warm_up_is_the_smaller_of_epochs_and_a_share_of_the_run() -> None:
-    assert _default_warmup(1000) == Warmup(4, 50)
-    assert _default_warmup(float("inf")) == _default_warmup(-1) == Warmup(4, None)
-    assert _default_warmup(1000).describe() == ("density warm-up ends at round 50 or epoch 4, whichever comes first")
+    assert Warmup.default(1000) == Warmup(4, 50)
+    assert Warmup.default(float("inf")) == Warmup.default(-1) == Warmup(4, None)
+    assert Warmup.default(1000).describe() == ("density warm-up ends at round 50 or epoch 4, whichever comes first")
     assert Warmup().describe() == Warmup(0, 8).describe() == ""
 
 

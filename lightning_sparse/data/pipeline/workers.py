@@ -45,7 +45,7 @@ _ATTEMPTS = 100  # samples that are tried in place of one that cannot be decoded
 class WorkerPipeline:
     """Makes batches in worker processes; 0 workers: in the calling process. `pin` uses pinned memory."""
 
-    def __init__(self, store: ReplacingReader, options: SampleOptions, *, workers: int = 1, pin: bool = False) -> None:
+    def __init__(self, store: ReplacingReader, options: SampleOptions, *, workers: int, pin: bool) -> None:
         self._current = _Current()
         # not an Event, whose set() waits for each process that waits for it, for ever if one was killed
         self._closed, self._closing = multiprocessing.Pipe(duplex=False)

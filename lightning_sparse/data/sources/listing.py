@@ -27,15 +27,7 @@ from lightning_sparse.data.folders import (
     wrap_os_errors,
     write_private,
 )
-from lightning_sparse.data.sources.layout import (
-    ClassFolders,
-    Files,
-    Layout,
-    ParquetFiles,
-    SampleList,
-    Split,
-    TarShards,
-)
+from lightning_sparse.data.sources.layout import ClassFolders, Files, Layout, ParquetFiles, SampleList, Split, TarShards
 from lightning_sparse.data.sources.manifest import Manifest, is_same_time
 from lightning_sparse.data.sources.storage import CHECK_S, Listed, MissingFolderError, Storage
 from lightning_sparse.messages import log
