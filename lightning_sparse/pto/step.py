@@ -22,7 +22,8 @@ from lightning_sparse.exchange.communicator import Group, HierCommunicator
 from lightning_sparse.internals import runs_first, runs_last
 from lightning_sparse.messages import human_bytes, log
 from lightning_sparse.optimizers import ELEMENTWISE, is_tested, refuse, step_cost
-from lightning_sparse.pto.gather import FlatGather, State, collect, cut_state, join_states, placed_like
+from lightning_sparse.pto.gather import FlatGather
+from lightning_sparse.pto.state import StateByPart, collect, cut_state, join_states, placed_like
 from lightning_sparse.sharding import Part, Parts, flat_view, flatten_like, loads_of, parameters_of, partition_new
 from lightning_sparse.topology import Topology, new_subgroup
 
@@ -300,7 +301,7 @@ class ShardedStep:
         collected = collect(mine, self.group, self.device, to)
         self._consolidated = None if collected is None else self._joined(collected)
 
-    def _joined(self, collected: State) -> dict[int, Any]:
+    def _joined(self, collected: StateByPart) -> dict[int, Any]:
         whole = {}
         for index, (parameter, parts) in enumerate(zip(self.parameters, self.parts, strict=True)):
             states = [collected[index, part.begin] for part in parts if (index, part.begin) in collected]

@@ -14,7 +14,8 @@ from lightning_sparse.agree import fingerprint
 from lightning_sparse.flavours.pytorch_lightning import PTOCallback
 from lightning_sparse.optimizers import refuse, step_cost
 from lightning_sparse.pto import communicator_of
-from lightning_sparse.pto.gather import ALIGN, FlatGather, cut_state, join_states
+from lightning_sparse.pto.gather import ALIGN, FlatGather
+from lightning_sparse.pto.state import cut_state, join_states
 from lightning_sparse.pto.step import LocalShard, ShardedStep
 from lightning_sparse.sharding import (
     ALIGNMENT,
