@@ -6,7 +6,6 @@ token or a name.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.elastic.lighthouse import Member, NodeStatus
-from lightning_sparse.elastic.sampling import SampleProgress
+from lightning_sparse.elastic.sampling import SampleProgress, name_of
 
 
 class Sizes(NamedTuple):
@@ -51,11 +50,11 @@ class Quorum:
     def next_token(self) -> str:
         """Name of the weights after this round."""
         # With ``tries``, so that every attempt has a different token, and rows of two attempts cannot mix.
-        return _hash(self.token, [(member.name, member.status.tries) for member in self.contributors])
+        return name_of(self.token, [(member.name, member.status.tries) for member in self.contributors])
 
     @property
     def token_after_change(self) -> str:
-        return _hash(self.token, self.change)
+        return name_of(self.token, self.change)
 
     @property
     def progress(self) -> list[SampleProgress]:
@@ -149,7 +148,3 @@ def _run_of(members: Sequence[Member]) -> str:
         return sum(status.trains for status in statuses), len(statuses), max(status.number for status in statuses), run
 
     return max(runs, key=votes, default="")
-
-
-def _hash(*values: Any) -> str:
-    return hashlib.sha1(repr(values).encode()).hexdigest()[:16]

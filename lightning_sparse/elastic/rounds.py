@@ -15,7 +15,6 @@ continue apply a round, or none does.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 import uuid
@@ -33,7 +32,7 @@ from torch import Tensor
 from lightning_sparse.agree import all_agree, on_first
 from lightning_sparse.elastic.lighthouse import Lighthouse, Member, NodeStatus
 from lightning_sparse.elastic.quorum import Quorum, Sizes, describe_layout, quorum_of
-from lightning_sparse.elastic.sampling import SampleAssigner
+from lightning_sparse.elastic.sampling import SampleAssigner, name_of
 from lightning_sparse.elastic.wait import UNANSWERED, Wait
 from lightning_sparse.exchange.communicator import GlooCollectives, Group
 from lightning_sparse.internals import gloo_group
@@ -526,7 +525,7 @@ class RoundProtocol:
         if len(members) == 1:
             return None
         tries = [(member.name, member.status.tries) for member in members]
-        name = hashlib.sha1(repr(tries).encode()).hexdigest()[:16]
+        name = name_of(tries)
         # Each device has its own group with its counterparts on the other nodes.
         store = f"{members[0].store}/{name}/{self._devices.place}"
         self._process_group.configure(store, self.name, names.index(self.name), len(names))

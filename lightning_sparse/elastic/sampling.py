@@ -24,6 +24,11 @@ from lightning_sparse.messages import log
 REMEMBERED = 64  # assignments
 
 
+def name_of(*values: Any) -> str:
+    """Return a name that is equal on all nodes if the values are, unlike ``hash()`` of a string."""
+    return hashlib.sha1(repr(values).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class SampleProgress:
     """The report of one node."""
@@ -65,8 +70,7 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        # Equal on all nodes, unlike ``hash()`` of a string.
-        return hashlib.sha1(repr((self.begin, self.names, self.number)).encode()).hexdigest()[:16]
+        return name_of(self.begin, self.names, self.number)
 
 
 class SampleAssigner:

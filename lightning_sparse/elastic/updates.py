@@ -27,7 +27,7 @@ from lightning_sparse.elastic.device_state import DeviceReceiver, OtherParameter
 from lightning_sparse.elastic.lighthouse import Lighthouse
 from lightning_sparse.elastic.observer import WATCH_SECONDS, RoundObserver
 from lightning_sparse.elastic.rounds import Layout, Round, RoundProtocol, from_first
-from lightning_sparse.elastic.sampling import min_samples_per_round, sampler_of
+from lightning_sparse.elastic.sampling import min_samples_per_round, name_of, sampler_of
 from lightning_sparse.elastic.snapshots import Download, SnapshotServer
 from lightning_sparse.elastic.state import ElasticUpdateState, OptimizerRounds, sizes_of
 from lightning_sparse.elastic.wait import UNANSWERED, Wait
@@ -340,7 +340,7 @@ class ElasticUpdates(LocalUpdates):
 
     def _own_version(self, version: Version) -> Version:
         self._times_own += 1
-        token = hashlib.sha1(repr((version.token, self.peers.name, self._times_own)).encode()).hexdigest()[:16]
+        token = name_of(version.token, self.peers.name, self._times_own)
         # One round more: nodes with the older weights take over these, and keep their own updates pending.
         return version._replace(token=token, number=version.number + 1)
 

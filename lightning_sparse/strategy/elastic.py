@@ -21,6 +21,7 @@ from lightning_sparse.strategy.adapter import Adapter, Host, clone_state_dict
 from lightning_sparse.strategy.fabric import has_optimizer
 from lightning_sparse.strategy.local import MSTopKLocalFabricMixin, MSTopKLocalMixin
 from lightning_sparse.strategy.options import ELASTIC, check_supported, with_strategy_options
+from lightning_sparse.strategy.signals import replace_sigterm
 from lightning_sparse.strategy.trainer import most_accumulated
 from lightning_sparse.updates.optimizer_state import to_python
 
@@ -80,19 +81,14 @@ class ElasticTrainerAdapter(ElasticAdapter, Host):
         # Lightning's signal handler broadcasts, and would interrupt each device in a different collective. It also
         # broadcasts before each batch. Instead, `_end_together` exchanges a flag, so all devices stop after the same
         # batch.
-        connector, epoch = trainer._signal_connector, trainer.fit_loop.epoch_loop
         self._must_stop = False
 
         def note(*_: Any) -> None:
             # It may interrupt the main thread while it writes a log line, and Python refuses a write within a write.
             self._must_stop = True
 
-        connector._sigterm_notifier_fn = note
-        connector._sigterm_handler_fn = lambda *_: None  # under SLURM, Lightning's second handler only logs
-        epoch._broadcast_sigterm_tensor = lambda: None
         # After the fit, an evaluation ends as Lightning ends it.
-        replaced = [(connector, "_sigterm_notifier_fn"), (connector, "_sigterm_handler_fn")]
-        self._wrapped_methods = [*self._wrapped_methods, *replaced, (epoch, "_broadcast_sigterm_tensor")]
+        self._wrapped_methods = [*self._wrapped_methods, *replace_sigterm(trainer, note)]
 
     def _after_join(self, trainer: Any) -> None:
         updates = self.engines[-1]

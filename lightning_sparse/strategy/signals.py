@@ -11,7 +11,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,6 +25,19 @@ from lightning_sparse.messages import log
 POLL_SECONDS, ANSWER_POLL_SECONDS = 0.5, 0.05
 ANSWER_SECONDS = 120.0
 """Time limit for the answers of all ranks. Schedulers usually end a program sooner after SIGTERM."""
+
+
+def replace_sigterm(trainer: Any, receive: Callable[..., None]) -> list[tuple[Any, str]]:
+    """Let ``receive(number, frame)`` handle SIGTERM. Return the methods of the Trainer to restore after the fit."""
+    connector, epoch = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    connector._sigterm_notifier_fn = receive
+    connector._sigterm_handler_fn = lambda *_: None  # under SLURM, Lightning's second handler only logs
+    epoch._broadcast_sigterm_tensor = lambda: None
+    return [
+        (connector, "_sigterm_notifier_fn"),
+        (connector, "_sigterm_handler_fn"),
+        (epoch, "_broadcast_sigterm_tensor"),
+    ]
 
 
 class TrainerSignals:
@@ -44,19 +57,14 @@ class TrainerSignals:
         self._raise_on_all_ranks, self._requeue = epoch._broadcast_sigterm_tensor, connector._slurm_sigusr_handler_fn
         find_path = checkpoints.hpc_save_path
         self._stop, self._save = SharedSignal("stop"), SharedSignal("save a checkpoint")
-        connector._sigterm_notifier_fn = lambda number, _: self._stop.receive(number)
         connector._slurm_sigusr_handler_fn = lambda number, _: self._save.receive(number)
-        connector._sigterm_handler_fn = lambda *_: None  # under SLURM, Lightning's second handler only logs
-        epoch._broadcast_sigterm_tensor = lambda: None
         # The path contains the number of the next file, which a rank may find too late.
         checkpoints.hpc_save_path = lambda folder: self._strategy.broadcast(find_path(folder))
-        self.replaced: Sequence[tuple[Any, str]] = (
-            (connector, "_sigterm_notifier_fn"),
+        self.replaced: Sequence[tuple[Any, str]] = [
+            *replace_sigterm(trainer, lambda number, _: self._stop.receive(number)),
             (connector, "_slurm_sigusr_handler_fn"),
-            (connector, "_sigterm_handler_fn"),
-            (epoch, "_broadcast_sigterm_tensor"),
             (checkpoints, "hpc_save_path"),
-        )
+        ]
 
     def end_batch(self) -> None:
         """Save, requeue or stop, if the ranks have decided to do so after this batch."""
