@@ -1,12 +1,13 @@
 """Engines: the interface between a training loop, or a strategy, and the exchange between nodes.
 
-========= ============================================== ===================== ===============================
-kind      engine                                         nodes exchange        inside a node
-========= ============================================== ===================== ===============================
-gradients `lightning_sparse.gradients.HierState`         gradients, in a hook  DDP over all ranks
-updates   `lightning_sparse.updates.LocalUpdates`        parameter updates     DDP of the node, or FSDP2
-shards    `lightning_sparse.fsdp.ShardedGradients`       gradients of shards   FSDP2
-========= ============================================== ===================== ===============================
+=================== ========================================= ==================== =========================
+kind                engine                                    nodes exchange       inside a node
+=================== ========================================= ==================== =========================
+gradients           `lightning_sparse.gradients.HierState`    gradients, in a hook DDP over all ranks
+updates             `lightning_sparse.updates.LocalUpdates`   parameter updates    DDP of the node, or FSDP2
+elastic             `lightning_sparse.elastic.ElasticUpdates` parameter updates    DDP of the node, or FSDP2
+gradients of shards `lightning_sparse.fsdp.ShardedGradients`  gradients of shards  FSDP2
+=================== ========================================= ==================== =========================
 """
 
 from __future__ import annotations
