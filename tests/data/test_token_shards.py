@@ -398,7 +398,7 @@ def mixed(tmp_path: Path) -> dict[str, float]:
     """Create a source of text with 96 windows below 128, and a mapped file with 400 windows of ids from 128 on."""
     rng = np.random.default_rng(0)
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_bytes(rng.integers(0, 128, 96 * 8 + 1, np.uint8).tobytes())
+    (tmp_path / "text" / "a.txt").write_bytes(rng.integers(1, 128, 96 * 8 + 1, np.uint8).tobytes())
     (tmp_path / "b.txt").write_bytes(rng.integers(128, 256, 400 * 8 + 1, np.uint8).tobytes())
     return {str(tmp_path / "text"): 3, str(prepare([tmp_path / "b.txt"], tmp_path / "b")): 2}
 
