@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -45,11 +46,13 @@ class DataModuleMixin(_Host):
     def __init__(self) -> None:
         super().__init__()
         self._stage = "fit"
-        self._train_loader: TrainLoader | None = None
+        self._train_loader: TrainLoader | None = None  # the loader in use; before an epoch, the newest
+        self._train_loaders: weakref.WeakSet[TrainLoader] = weakref.WeakSet()
+        self._in_use = False
         # Lightning restores a loader's state only if it creates the loader after it has read the checkpoint. It creates
         # the loader earlier if `configure_optimizers` uses ``trainer.estimated_stepping_batches``, as schedulers do.
         # So the position is also saved with the DataModule.
-        self._place: dict[str, Any] | None = None  # the saved position, until there is a loader
+        self._place: dict[str, Any] | None = None  # the saved position, until a loader is in use
         self._last: dict[str, Any] = {}  # state at the end of the last run
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,18 +64,26 @@ class DataModuleMixin(_Host):
         if self.trainer is None or self.trainer.state.fn != "fit":
             return
         self._place = state_dict.get("train")
-        if self._train_loader is not None:
-            self._resume(self._train_loader)
+        if self._place is not None:
+            for loader in self._train_loaders:
+                loader.load_state_dict(self._place)
 
     def _resume(self, loader: TrainLoader) -> TrainLoader:
-        self._train_loader = loader
+        # Programs also create loaders that they do not train on, for example for their length.
+        if not self._in_use:
+            self._train_loader = loader
+        self._train_loaders.add(loader)
+        loader.on_use = self._use
         if self._place is not None:
             loader.load_state_dict(self._place)
-            self._place = None
         return loader
+
+    def _use(self, loader: TrainLoader) -> None:
+        self._train_loader, self._in_use, self._place = loader, True, None
 
     def teardown(self, stage: str) -> None:
         self._close()
+        self._place = None
 
     def on_exception(self, exception: BaseException) -> None:
         self._close()  # no collectives here: other ranks may have ended
@@ -82,7 +93,8 @@ class DataModuleMixin(_Host):
 
     def _forget_loader(self) -> None:
         self._last = self.state_dict()
-        self._train_loader = None
+        self._train_loader, self._in_use = None, False
+        self._train_loaders.clear()
 
     @property
     def _position(self) -> tuple[int | None, int | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -32,7 +33,7 @@ from lightning_sparse.data.config import (
 from lightning_sparse.data.decode import Format
 from lightning_sparse.data.peers import node_address, reachable
 from lightning_sparse.data.pipeline.images import TorchPipeline, choose_backend, has_dali
-from lightning_sparse.data.pipeline.loader import EvalLoader, Pipeline, TrainLoader
+from lightning_sparse.data.pipeline.loader import EvalLoader, Pipeline, TrainLoader, Turn
 from lightning_sparse.data.pipeline.sampler import Indices, Sampler, SamplerConfig, evaluation_batches, repeated
 from lightning_sparse.data.pipeline.workers import WorkerPipeline
 from lightning_sparse.data.rng import bits, shuffled
@@ -166,9 +167,9 @@ class Session:
     num_classes: int | None = None
     _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
-    _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the loaders
+    _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the turns
     _batch_sizes: dict[str, int] = field(default_factory=dict)  # of the pipelines
-    _loaders: dict[str, TrainLoader | EvalLoader] = field(default_factory=dict)
+    _turns: dict[str, Turn] = field(default_factory=lambda: defaultdict(Turn))
 
     def open(self, run: bytes, stage: str) -> None:
         """Open the stores, and choose the backend. A collective."""
@@ -295,7 +296,7 @@ class Session:
         )
         if config.global_batch > len(self.train.samples) and self.topology.rank == 0:
             log.warning("each batch has some samples more than once: use a smaller batch_size, or fewer ranks")
-        loader = TrainLoader(
+        return TrainLoader(
             sampler,
             self._pipeline("train", self.train.store),
             rank=self._rank,
@@ -305,9 +306,8 @@ class Session:
             on_epoch=on_epoch,
             on_resume=on_resume,
             with_indices=self.options.with_indices,
+            turn=self._turns["train"],
         )
-        self._loaders["train"] = loader
-        return loader
 
     def eval_loader(self) -> EvalLoader:
         """Return the loader of this rank's samples to test on, in a test, or else to validate on."""
@@ -327,14 +327,13 @@ class Session:
             )
         batches = evaluation_batches(subset.samples, subset.store.owners, config, *self._rank, pairs=pairs)
         sizes = self.options.sizes
-        loader = EvalLoader(
+        return EvalLoader(
             batches,
             self._pipeline(split, subset.store),
             size=max(sizes.values()) if sizes else 0,
             with_indices=self.options.with_indices,
+            turn=self._turns[split],
         )
-        self._loaders[split] = loader
-        return loader
 
     @property
     def sampler_config(self) -> SamplerConfig:
@@ -381,14 +380,15 @@ class Session:
     def _end_pipelines(self) -> None:
         for store in self._stores:
             store.interrupt()  # threads that make batches may wait for storage
-        for resource in (*self._loaders.values(), *self._pipelines.values()):
-            resource.close()
-        self._loaders, self._pipelines = {}, {}
+        for turn in self._turns.values():
+            turn.end()
+        for pipeline in self._pipelines.values():
+            pipeline.close()
+        self._pipelines = {}
 
     def _pipeline(self, split: str, store: SampleStore) -> Pipeline:
-        if split in self._loaders:  # Lightning requests a new loader: stop the old one
-            self._loaders.pop(split).close()
         if split in self._pipelines and self._batch_sizes[split] != self.options.batch_size:
+            self._turns[split].end()
             self._pipelines.pop(split).close()
         # one pipeline per split: training has batches in progress while validation runs
         if split not in self._pipelines:

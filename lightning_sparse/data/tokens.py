@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from lightning_sparse.agree import on_all, on_first
 from lightning_sparse.data.config import check_batch_size, check_fraction, check_limit, limited_count
 from lightning_sparse.data.datamodule import DataModuleMixin
 from lightning_sparse.data.id_files import Corpus, check_vocab_size, prepare, token_files
-from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, prefetch_map
+from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, Turn, prefetch_map
 from lightning_sparse.data.pipeline.sampler import Sampler, SamplerConfig, evaluation_batches
 from lightning_sparse.data.session import find_topology
 from lightning_sparse.data.shards import (
@@ -53,7 +54,6 @@ __all__ = ["TokenDataModuleMixin", "TokenStream", "cu_seqlens", "document_mask",
 
 POLL_S = 2.0  # far below the timeout of a process group
 _PREFETCH = 4  # batches
-Loader = TypeVar("Loader", TrainLoader, EvalLoader)
 
 
 def cu_seqlens(positions: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class TokenDataModuleMixin(DataModuleMixin):
         self._vocab_size = vocab_size
         self._topology: Topology | None = None
         self._streams: dict[str, TokenWindows] = {}
-        self._loaders: dict[str, TrainLoader | EvalLoader] = {}
+        self._turns: dict[str, Turn] = defaultdict(Turn)  # by split
 
     @property
     def vocab_size(self) -> int:
@@ -278,8 +278,9 @@ class TokenDataModuleMixin(DataModuleMixin):
             fingerprint=stream.fingerprint,
             fixed=self._fixed,
             on_resume=self._correct_batch_count,
+            turn=self._turns["train"],
         )
-        return self._resume(self._replace("train", loader))
+        return self._resume(loader)
 
     def _log_epoch(self, stream: TokenWindows, sampler: Sampler) -> None:
         if self._topology is None or self._topology.rank != 0:
@@ -321,7 +322,8 @@ class TokenDataModuleMixin(DataModuleMixin):
         rank = (topology.node_index, topology.device_index)
         samples = np.arange(len(stream))
         batches = evaluation_batches(samples, samples % topology.num_nodes, self._sampler(topology), *rank, pairs=True)
-        return self._replace(split, EvalLoader(batches, TokenPipeline(stream, pin=self._device.type == "cuda")))
+        pipeline = TokenPipeline(stream, pin=self._device.type == "cuda")
+        return EvalLoader(batches, pipeline, turn=self._turns[split])
 
     def _sampler(self, topology: Topology) -> SamplerConfig:
         devices = tuple(len(node) for node in topology.nodes)
@@ -332,16 +334,10 @@ class TokenDataModuleMixin(DataModuleMixin):
             raise ValueError("TokenDataModule has no loaders before setup(): call it, or use a Trainer.")
         return self._streams[split], self._topology
 
-    def _replace(self, split: str, loader: Loader) -> Loader:
-        if split in self._loaders:  # Lightning requests a new loader: stop the old one
-            self._loaders[split].close()
-        self._loaders[split] = loader
-        return loader
-
     def _close(self) -> None:
-        for loader in self._loaders.values():
-            loader.close()
-        self._loaders, self._streams, self._topology = {}, {}, None
+        for turn in self._turns.values():
+            turn.end()
+        self._streams, self._topology = {}, None
         self._forget_loader()
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sparse.data.config import DataError
 from lightning_sparse.data.pipeline.images import Batch
-from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader
+from lightning_sparse.data.pipeline.loader import BatchRequest, EvalLoader, TrainLoader, Turn
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Sampler, SamplerConfig
 from lightning_sparse.elastic.sampling import sampler_of
 
@@ -66,6 +67,20 @@ def test_loader_epoch_follows_set_epoch_and_iterators_are_complete() -> None:
     assert not hasattr(one, "sampler"), "Lightning would warn about a sampler that it cannot replace"
 
 
+def test_second_iterator_of_a_split_ends_the_first_with_an_error() -> None:
+    turn = Turn()
+    one, other = loader(turn=turn), loader(turn=turn)
+    batches = iter(one)
+    next(batches)
+    assert len(other) == 6
+    iter(other)
+    next(batches)  # a loader that is not iterated changes nothing
+    next(iter(other))
+    with pytest.raises(DataError, match="another iterator over the same split has begun"):
+        next(batches)
+    assert len(samples(one)) == 6
+
+
 def test_loader_with_fixed_samples_still_changes_sizes_by_epoch() -> None:
     fixed = loader(fixed=True)
     zero = samples(fixed)
@@ -76,7 +91,8 @@ def test_loader_with_fixed_samples_still_changes_sizes_by_epoch() -> None:
 
 
 def test_new_iterator_ends_the_old_iterator() -> None:
-    one = loader()
+    turn = Turn()
+    one = loader(turn=turn)
     pipeline: Any = one._pipeline
     iter(one)
     assert pipeline.begun == 0
@@ -85,9 +101,10 @@ def test_new_iterator_ends_the_old_iterator() -> None:
     new = iter(one)
     next(new)
     assert (pipeline.begun, pipeline.ended) == (2, 1)
-    one.close()
+    turn.end()
     assert pipeline.ended == 2
-    assert list(new) == []
+    with pytest.raises(DataError, match="the DataModule was closed"):
+        next(new)
 
 
 @pytest.mark.parametrize("done", [0, 1, 4, 6])
@@ -155,10 +172,6 @@ def test_evaluation_loader_repeats_its_batches() -> None:
     one = EvalLoader(batches, Echo(), size=16)
     assert len(one) == 2
     assert samples(one) == samples(one) == [[1, 2], [3]]
-    old = iter(one)
-    next(old)
-    one.close()
-    assert list(old) == []
 
 
 def test_loaders_of_elastic_nodes_share_an_epoch_and_restart_it() -> None:

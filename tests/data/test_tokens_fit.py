@@ -54,7 +54,14 @@ def model_of(package: str) -> Any:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.val += windows(batch[0])
 
+        def ask_for_length(self, *_: Any) -> None:
+            # it changes neither this epoch nor the position in checkpoints
+            assert len(self.trainer.datamodule.train_dataloader()) > 0
+
+        on_train_start = on_train_batch_end = ask_for_length
+
         def configure_optimizers(self) -> Any:
+            self.ask_for_length()
             assert self.trainer.estimated_stepping_batches > 0  # schedules read it, which creates the loader early
             return torch.optim.SGD(self.parameters(), lr=0.01)
 

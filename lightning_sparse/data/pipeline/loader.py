@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.data.config import size_at
+from lightning_sparse.data.config import DataError, size_at
 from lightning_sparse.data.decode import EXIT_PRIORITY
 from lightning_sparse.data.pipeline.sampler import EpochSegment, Indices, Sampler
 from lightning_sparse.messages import log
@@ -72,26 +72,49 @@ def label_tensor(labels: Sequence[Any]) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
+class Turn:
+    """The iterator that the loaders of a split serve. There is at most one, because they share a pipeline."""
+
+    def __init__(self) -> None:
+        self._batches: Generator[Any, None, None] | None = None
+
+    def begin(self, batches: Generator[Any, None, None]) -> None:
+        self.end()
+        self._batches = batches
+
+    def end(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
+
+    def check(self, batches: Generator[Any, None, None]) -> None:
+        """Raise DataError if the batches ended because another iterator began, or because the data was closed."""
+        if batches is not self._batches:
+            raise DataError(
+                "this epoch cannot continue: another iterator over the same split has begun, or the DataModule was "
+                "closed. In hooks of an epoch, use the batch that the hook receives, or a DataLoader of your own."
+            )
+
+
 class _Loader:
-    def __init__(self, pipeline: Pipeline, with_indices: bool) -> None:
-        self._pipeline, self._with_indices = pipeline, with_indices
+    def __init__(self, pipeline: Pipeline, with_indices: bool, turn: Turn | None) -> None:
+        self._pipeline, self._with_indices, self._turn = pipeline, with_indices, turn or Turn()
         self._done = 0  # batches of this epoch that were handed out
-        # at most one iterator is open
-        self._open: Generator[Any, None, None] | None = None
 
     def _requests(self) -> Iterator[BatchRequest]:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        self.close()  # the last iterator, if it was abandoned
         indices: deque[Indices] = deque()  # of the batches that are made
-        batches = self._open = self._pipeline.run(self._record_indices(indices))
+        batches = self._pipeline.run(self._record_indices(indices))
+        self._turn.begin(batches)
         try:
             for batch in batches:
                 self._done += 1  # prefetched batches do not count: a resumed run makes them again
                 own = indices.popleft()
                 parts = (*batch, torch.from_numpy(own)) if self._with_indices else batch
                 yield parts if len(parts) > 1 else parts[0]
+            self._turn.check(batches)
         finally:
             batches.close()
 
@@ -99,11 +122,6 @@ class _Loader:
         for request in self._requests():
             indices.append(request.indices)
             yield request
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-        self._open = None
 
 
 class TrainLoader(_Loader):
@@ -130,8 +148,9 @@ class TrainLoader(_Loader):
         on_epoch: Callable[[int], None] = lambda epoch: None,
         on_resume: Callable[[int], None] = lambda done: None,
         with_indices: bool = False,
+        turn: Turn | None = None,
     ) -> None:
-        super().__init__(pipeline, with_indices)
+        super().__init__(pipeline, with_indices, turn)
         self._sampler, self._rank, self._sizes = sampler, rank, sizes
         self._fingerprint, self._fixed, self._on_epoch, self._on_resume = fingerprint, fixed, on_epoch, on_resume
         self._epoch = 0
@@ -141,6 +160,7 @@ class TrainLoader(_Loader):
         self._corrected: int | None = None  # batches that are done, as this run counts them
         self._share: Share | None = None
         self.before_epoch: Callable[[int], None] = lambda _: None
+        self.on_use: Callable[[TrainLoader], None] = lambda _: None  # called by ``set_epoch``
         self.batch_size = sampler.config.batch_size
         self.prefetch_depth = pipeline.prefetch_depth
 
@@ -158,6 +178,7 @@ class TrainLoader(_Loader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator. Lightning calls this; a custom training loop must, too."""
         self.before_epoch(epoch)
+        self.on_use(self)
         if epoch != self._epoch:
             self._epoch, self._before, self._done, self._resumes = epoch, (), 0, False
         elif self._corrected is not None:  # now, when Lightning has restored its own count
@@ -221,9 +242,15 @@ class EvalLoader(_Loader):
     """Batches of a rank for evaluation, not shuffled. `batches` has the sample indices of each batch."""
 
     def __init__(
-        self, batches: Sequence[Indices], pipeline: Pipeline, *, size: int = 0, with_indices: bool = False
+        self,
+        batches: Sequence[Indices],
+        pipeline: Pipeline,
+        *,
+        size: int = 0,
+        with_indices: bool = False,
+        turn: Turn | None = None,
     ) -> None:
-        super().__init__(pipeline, with_indices)
+        super().__init__(pipeline, with_indices, turn)
         self._indices, self._size = batches, size
 
     def __len__(self) -> int:
