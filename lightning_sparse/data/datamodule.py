@@ -47,7 +47,7 @@ class DataModuleMixin(_Host):
         super().__init__()
         self._stage = "fit"
         self._train_loader: TrainLoader | None = None  # the loader in use; before an epoch, the newest
-        self._train_loaders: weakref.WeakSet[TrainLoader] = weakref.WeakSet()
+        self._train_loaders: weakref.WeakSet[TrainLoader] | None = None  # None: a launcher pickles the DataModule
         self._in_use = False
         # Lightning restores a loader's state only if it creates the loader after it has read the checkpoint. It creates
         # the loader earlier if `configure_optimizers` uses ``trainer.estimated_stepping_batches``, as schedulers do.
@@ -65,13 +65,14 @@ class DataModuleMixin(_Host):
             return
         self._place = state_dict.get("train")
         if self._place is not None:
-            for loader in self._train_loaders:
+            for loader in self._train_loaders or ():
                 loader.load_state_dict(self._place)
 
     def _resume(self, loader: TrainLoader) -> TrainLoader:
         # Programs also create loaders that they do not train on, for example for their length.
         if not self._in_use:
             self._train_loader = loader
+        self._train_loaders = self._train_loaders or weakref.WeakSet()
         self._train_loaders.add(loader)
         loader.on_use = self._use
         if self._place is not None:
@@ -93,8 +94,7 @@ class DataModuleMixin(_Host):
 
     def _forget_loader(self) -> None:
         self._last = self.state_dict()
-        self._train_loader, self._in_use = None, False
-        self._train_loaders.clear()
+        self._train_loader, self._train_loaders, self._in_use = None, None, False
 
     @property
     def _position(self) -> tuple[int | None, int | None]:

@@ -362,7 +362,8 @@ def _copy_npy(name: str, file: BinaryIO, writer: IdWriter) -> None:
         raise ValueError(f"{name} has {dtype} {shape}, but ids are whole numbers, an array [N]: write these.")
     left = int(shape[0])
     while left:
-        part = np.frombuffer(file.read(min(left * dtype.itemsize, PART)), dtype)
+        data = file.read(min(left * dtype.itemsize, PART))
+        part = np.frombuffer(data, dtype, count=len(data) // dtype.itemsize)
         if not len(part):
             raise ValueError(f"{name} ends before the {shape[0]:,} ids that it has: write it again.")
         left -= len(part)

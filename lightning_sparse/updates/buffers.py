@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.agree import differing, extremes, on_all
+from lightning_sparse.agree import differing, extremes, on_all, same_bits
 from lightning_sparse.exchange import HierCommunicator
 from lightning_sparse.exchange.communicator import average
 from lightning_sparse.messages import log
@@ -58,14 +58,14 @@ class Buffers:
     def swap_in_local_weights(self) -> None:
         """Restore this rank's own values, except for changes made to the averages."""
         for name, tensor in self._tensors().items():
-            if name in self._kept and torch.equal(tensor, self._kept[name][1]):
+            if name in self._kept and same_bits(tensor, self._kept[name][1]):
                 tensor.copy_(self._kept[name][0])
         self._kept = {}
 
     def own(self) -> dict[str, Tensor]:
         """Return this rank's own values by name, even while the averages are shown."""
         return {
-            name: self._kept[name][0] if name in self._kept and torch.equal(tensor, self._kept[name][1]) else tensor
+            name: self._kept[name][0] if name in self._kept and same_bits(tensor, self._kept[name][1]) else tensor
             for name, tensor in self._tensors().items()
         }
 

@@ -168,6 +168,10 @@ def test_numpy_arrays_need_vocab_size(tmp_path: Path) -> None:
         ids(tmp_path / "source", tmp_path / "cache")
     with pytest.raises(ValueError, match=r"a\.npy has ids from 0 to 49, but vocab_size=49 allows"):
         ids(tmp_path / "source", tmp_path / "cache", vocab_size=49)
+    whole = (tmp_path / "source" / "a.npy").read_bytes()
+    (tmp_path / "source" / "a.npy").write_bytes(whole[:-3])
+    with pytest.raises(ValueError, match=r"a\.npy ends before the 50 ids that it has"):
+        ids(tmp_path / "source", tmp_path / "cache", vocab_size=50)
     np.save(tmp_path / "source" / "a.npy", np.ones((3, 3)))
     with pytest.raises(ValueError, match=r"a\.npy has float64 \(3, 3\), but ids are whole numbers"):
         ids(tmp_path / "source", tmp_path / "cache", vocab_size=50)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -238,6 +238,17 @@ def test_fingerprint_changes_with_one_bit(dtype: torch.dtype) -> None:
     y.view(torch.uint8)[17] ^= 1
     assert fingerprint(x) != fingerprint(y)
     assert fingerprint(None) != fingerprint(torch.zeros(3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(numel=st.integers(2, 30_000), offset=st.integers(0, 3), data=st.data())
+def test_fingerprint_changes_with_the_order(numel: int, offset: int, data: st.DataObject) -> None:
+    x = torch.arange(numel + offset, dtype=torch.float32)[offset:]
+    assert fingerprint(x) == fingerprint(x.clone())
+    one, other = data.draw(st.lists(st.integers(0, numel - 1), min_size=2, max_size=2, unique=True))
+    y = x.clone()
+    y[one], y[other] = x[other], x[one]
+    assert fingerprint(x) != fingerprint(y)
 
 
 def test_scopes_have_ascending_ranks() -> None:

@@ -538,6 +538,28 @@ def test_unit_vectors_keep_their_length_and_statistics_are_averaged(ranks: RunRa
     assert [float(each.norm()) for each in lengths] == pytest.approx([1.0] * len(lengths), abs=1e-5)
 
 
+def classes_seen() -> tuple[Tensor, Tensor]:
+    """Return a buffer with NaN for a class that this rank has not seen: while it is averaged, and afterwards."""
+    ddp, optimizer, updates = start(adamw, UnitVectors(), density=0.05)
+    model = updates.module
+    model.register_buffer("seen", torch.zeros(3))
+    model.seen.copy_(torch.tensor([float(dist.get_rank() + 1)] * 3))
+    model.seen[dist.get_rank()] = torch.nan
+    ddp(torch.randn(8, 13)).square().sum().backward()
+    optimizer.step()
+    updates.step()
+    with updates.global_weights():
+        shown = model.seen.clone()
+    return shown, model.seen
+
+
+def test_buffer_with_nan_is_restored_after_an_evaluation(ranks: RunRanks) -> None:
+    for rank, (shown, own) in enumerate(ranks(classes_seen, nodes=2, devices=1)):
+        assert shown[2] == 1.5
+        assert own.isnan().nonzero().tolist() == [[rank]]
+        assert own[2] == rank + 1
+
+
 class Caches(UnitVectors):
     """Has a cache that grows with the longest sequence of a rank, and one that exists on rank 0 only."""
 
