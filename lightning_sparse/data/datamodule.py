@@ -47,7 +47,7 @@ class DataModuleMixin(_Host):
         super().__init__()
         self._stage = "fit"
         self._train_loader: TrainLoader | None = None  # the loader in use; before an epoch, the newest
-        self._train_loaders: weakref.WeakSet[TrainLoader] | None = None  # None: a launcher pickles the DataModule
+        self._train_loaders: weakref.WeakSet[TrainLoader] | None = None  # None before setup: it cannot be pickled
         self._in_use = False
         # Lightning restores a loader's state only if it creates the loader after it has read the checkpoint. It creates
         # the loader earlier if `configure_optimizers` uses ``trainer.estimated_stepping_batches``, as schedulers do.

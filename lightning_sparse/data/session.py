@@ -167,7 +167,7 @@ class Session:
     num_classes: int | None = None
     _no_val: str = ""  # why there are no samples to validate on
     _stores: list[SampleStore] = field(default_factory=list)
-    _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split, like the turns
+    _pipelines: dict[str, Pipeline] = field(default_factory=dict)  # by split
     _batch_sizes: dict[str, int] = field(default_factory=dict)  # of the pipelines
     _turns: dict[str, Turn] = field(default_factory=lambda: defaultdict(Turn))
 

@@ -18,7 +18,7 @@ from lightning_sparse.pto.gather import aligned
 from lightning_sparse.sharding import Part, flat_view, flatten_like
 
 StateByPart = dict[tuple[int, int], Any]
-"""StateByPart by (index of the parameter in the optimizer, first element of the part)."""
+"""State by (index of the parameter in the optimizer, first element of the part)."""
 
 
 def collect(state: StateByPart, group: Group, device: torch.device, to: int) -> StateByPart | None:

@@ -73,7 +73,7 @@ def label_tensor(labels: Sequence[Any]) -> Tensor:
 
 
 class Turn:
-    """The iterator that the loaders of a split serve. There is at most one, because they share a pipeline."""
+    """The open iterator of a split. There is at most one, because the loaders of a split share a pipeline."""
 
     def __init__(self) -> None:
         self._batches: Generator[Any, None, None] | None = None
